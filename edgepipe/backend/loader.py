@@ -1,0 +1,34 @@
+"""Find backends by entry point (group ``edgepipe.backends``). Importing one happens in a stage process only."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from edgepipe.backend.protocol import Backend, BackendFactory
+from edgepipe.backend.types import BackendOptions
+from edgepipe.errors import BackendUnavailable
+
+GROUP = "edgepipe.backends"
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of the backends that this installation declares; their libraries may still be missing."""
+    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+
+
+def create_backend(name: str, options: BackendOptions) -> Backend:
+    """Import the backend ``name`` and make it. Raises BackendUnavailable."""
+    found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    if not found:
+        raise BackendUnavailable(
+            f"no backend '{name}' is installed", fact=f"installed: {', '.join(backend_names()) or 'none'}"
+        )
+    try:
+        factory: BackendFactory = found[0].load()
+    except ImportError as exc:
+        raise BackendUnavailable(
+            f"the {name} backend cannot be imported",
+            fact=str(exc),
+            next_step=f"pip install 'edgepipe[{name}]'",
+        ) from exc
+    return factory(options)

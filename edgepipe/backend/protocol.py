@@ -1,0 +1,72 @@
+"""The Backend protocol: loads slices of a model and runs steps; knows nothing of networks, schedules or other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from edgepipe.backend.types import Activations, BackendOptions, DeviceProfile, LoadProgress, Step, StepOutput, TokenIds
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import WeightSource
+
+Prepared = Any  # the backend's own; made by prepare, taken by submit
+Ticket = Any  # the backend's own; made by submit, taken by collect
+
+
+class Backend(Protocol):
+    """One device of one stage process.
+
+    Everything but ``prepare`` is called on the stage's one compute thread, so thread-bound libraries are safe.
+    """
+
+    max_submitted: int  # steps that may be submitted and not yet collected: 2 on CUDA, 1 elsewhere
+
+    def profile(self) -> DeviceProfile:
+        """Measure the device: memory, bandwidth, matrix rate. Takes at most 2 s. Raises BackendUnavailable."""
+        ...
+
+    def load(
+        self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]
+    ) -> None:
+        """Read the slices' tensors one by one into device memory, replacing what was loaded before.
+
+        Never holds more than the shard plus one tensor. Raises ShardMismatch, DeviceOutOfMemory, ModelInvalid.
+        """
+        ...
+
+    def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
+        """Bytes that one KV block of ``block_size`` tokens takes in all layers of the slices."""
+        ...
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        """Allocate the KV pool of every loaded layer; nothing is allocated later. Raises DeviceOutOfMemory."""
+        ...
+
+    def prepare(self, step: Step) -> Prepared:
+        """Build the step's host arrays. Touches neither device nor KV; may run on any thread while a step computes."""
+        ...
+
+    def submit(self, prepared: Prepared, inputs: TokenIds | Activations) -> Ticket:
+        """Apply the step's copies and start computing it, in step order; may return before it is done.
+
+        inputs  [T] int32 token ids for the embedding's slice, else [T, H] activations of the pipeline's type
+
+        Raises ShardMismatch if the shape differs.
+        """
+        ...
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Wait for that step only. [T, H] activations, or [R, V] float32 logits from the head's slice."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back. May be called twice."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """What an entry point of the group ``edgepipe.backends`` names."""
+
+    def __call__(self, options: BackendOptions) -> Backend:
+        """Make the backend. Raises BackendUnavailable with the command that installs what is missing."""
+        ...

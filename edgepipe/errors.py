@@ -1,0 +1,322 @@
+"""Every error that edgepipe raises on purpose.
+
+::
+
+    EdgepipeError                      retry = SAFE | AFTER_REPLAN | NEVER
+    ├─ UserError        the caller's input or setting is wrong          exit 2, HTTP 400
+    │  ├─ ConfigInvalid · PlanInvalid · RequestInvalid · PromptTooLong · PortInUse · FeatureMissing
+    │  ├─ ModelUnknown · ModelDownloadFailed                            exit 7, HTTP 404
+    │  └─ ModelInvalid · ArchitectureUnsupported · TemplateFailed       exit 7, HTTP 400
+    ├─ CapacityError    it does not fit now                             HTTP 503
+    │  └─ QueueFull · KVCacheFull · NoFeasiblePlacement (exit 6)
+    ├─ LinkError        one hop failed                                  exit 3, HTTP 503
+    │  └─ ConnectTimeout · SendTimeout · PeerClosed · LocalProtocolError · RemoteProtocolError
+    ├─ ClusterError     the cluster cannot do this now                  exit 3, HTTP 503
+    │  └─ NodeUnreachable · NoPeersFound (exit 4) · StaleEpoch · PairingRejected (exit 5) · VersionMismatch (exit 9)
+    └─ StageError       a stage failed                                  exit 1, HTTP 503
+       └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
+
+A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence a
+person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three lines
+that the command line prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import ClassVar
+
+
+class Retry(Enum):
+    """What a caller may do after the error."""
+
+    SAFE = "safe"
+    AFTER_REPLAN = "after_replan"
+    NEVER = "never"
+
+
+class EdgepipeError(Exception):
+    """Something went wrong in edgepipe."""
+
+    code: ClassVar[str] = "edgepipe_error"
+    retry: ClassVar[Retry] = Retry.NEVER
+    exit_code: ClassVar[int] = 1
+    http_status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        fact: str = "",
+        next_step: str = "",
+        node: str = "",
+        stage: str = "",
+        request_id: str = "",
+    ) -> None:
+        self.what = what or self.sentence()
+        self.fact = fact
+        self.next_step = next_step
+        self.node = node
+        self.stage = stage
+        self.request_id = request_id
+        super().__init__(self.what)
+
+    @classmethod
+    def sentence(cls) -> str:
+        """The first line of the class's docstring: the fallback text of the error."""
+        return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+
+    def lines(self) -> list[str]:
+        """What failed, the measured fact, what to type next (empty parts left out)."""
+        where = ", ".join(part for part in (self.node and f"node {self.node}", self.stage) if part)
+        first = f"{self.what} ({where})" if where and where not in self.what else self.what
+        return [line for line in (first, self.fact, self.next_step) if line]
+
+    def __str__(self) -> str:
+        return " · ".join(self.lines())
+
+
+class UserError(EdgepipeError):
+    """The input or a setting is not right."""
+
+    code = "user_error"
+    exit_code = 2
+    http_status = 400
+
+
+class ConfigInvalid(UserError):
+    """A setting is unknown or has a value that cannot be used."""
+
+    code = "config_invalid"
+
+
+class PlanInvalid(UserError):
+    """The plan does not cover every layer exactly once."""
+
+    code = "plan_invalid"
+
+
+class RequestInvalid(UserError):
+    """The request has a field that cannot be used."""
+
+    code = "request_invalid"
+
+
+class PromptTooLong(RequestInvalid):
+    """The prompt is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class PortInUse(UserError):
+    """The port is taken by another program."""
+
+    code = "port_in_use"
+    exit_code = 1
+
+
+class FeatureMissing(UserError):
+    """This installation lacks a part that the command needs."""
+
+    code = "feature_missing"
+    http_status = 501
+
+
+class ModelUnknown(UserError):
+    """No model of that name is known here."""
+
+    code = "model_not_found"
+    exit_code = 7
+    http_status = 404
+
+
+class ModelDownloadFailed(UserError):
+    """The model could not be fetched."""
+
+    code = "model_download_failed"
+    retry = Retry.SAFE
+    exit_code = 7
+    http_status = 502
+
+
+class ModelInvalid(UserError):
+    """The model's files are damaged or contradict each other."""
+
+    code = "model_invalid"
+    exit_code = 7
+
+
+class ArchitectureUnsupported(ModelInvalid):
+    """The model's architecture is not supported."""
+
+    code = "architecture_unsupported"
+
+
+class TemplateFailed(UserError):
+    """The model's chat template could not be rendered."""
+
+    code = "template_failed"
+
+
+class CapacityError(EdgepipeError):
+    """There is no room for this now."""
+
+    code = "capacity_error"
+    retry = Retry.SAFE
+    http_status = 503
+
+
+class QueueFull(CapacityError):
+    """Too many requests are waiting."""
+
+    code = "queue_full"
+    http_status = 429
+
+
+class KVCacheFull(CapacityError):
+    """The KV cache has no free block."""
+
+    code = "kv_cache_full"
+
+
+class NoFeasiblePlacement(CapacityError):
+    """The model does not fit into the memory of the cluster."""
+
+    code = "no_feasible_placement"
+    retry = Retry.AFTER_REPLAN
+    exit_code = 6
+
+
+class LinkError(EdgepipeError):
+    """The connection between two processes failed."""
+
+    code = "link_error"
+    retry = Retry.SAFE
+    exit_code = 3
+    http_status = 503
+
+
+class ConnectTimeout(LinkError):
+    """The other side did not answer in time."""
+
+    code = "connect_timeout"
+
+
+class SendTimeout(LinkError):
+    """The other side did not take the data in time."""
+
+    code = "send_timeout"
+
+
+class PeerClosed(LinkError):
+    """The other side closed the connection."""
+
+    code = "peer_closed"
+
+
+class LocalProtocolError(LinkError):
+    """This process was about to break the protocol."""
+
+    code = "local_protocol_error"
+    retry = Retry.NEVER
+
+
+class RemoteProtocolError(LinkError):
+    """The other side broke the protocol."""
+
+    code = "remote_protocol_error"
+    retry = Retry.NEVER
+
+
+class ClusterError(EdgepipeError):
+    """The cluster cannot do this now."""
+
+    code = "cluster_error"
+    exit_code = 3
+    http_status = 503
+
+
+class NodeUnreachable(ClusterError):
+    """The node does not answer."""
+
+    code = "node_unreachable"
+    retry = Retry.AFTER_REPLAN
+
+
+class NoPeersFound(ClusterError):
+    """No edgepipe node was found on this network."""
+
+    code = "no_peers_found"
+    exit_code = 4
+
+
+class StaleEpoch(ClusterError):
+    """A newer version of the pipeline has taken over."""
+
+    code = "stale_epoch"
+
+
+class PairingRejected(ClusterError):
+    """The node was not let into the cluster."""
+
+    code = "pairing_rejected"
+    exit_code = 5
+
+
+class VersionMismatch(ClusterError):
+    """Two nodes speak different versions of the protocol."""
+
+    code = "version_mismatch"
+    exit_code = 9
+
+
+class StageError(EdgepipeError):
+    """A stage of the pipeline failed."""
+
+    code = "stage_error"
+    retry = Retry.AFTER_REPLAN
+    http_status = 503
+
+
+class BackendUnavailable(StageError):
+    """The backend cannot run on this machine."""
+
+    code = "backend_unavailable"
+
+
+class ShardMismatch(StageError):
+    """The data does not have the shape that this shard needs."""
+
+    code = "shard_mismatch"
+
+
+class DeviceOutOfMemory(StageError):
+    """The device has no memory left."""
+
+    code = "device_out_of_memory"
+    exit_code = 6
+
+
+class StageLost(StageError):
+    """A stage's process ended while requests were running."""
+
+    code = "stage_lost"
+
+
+class StepFailed(StageError):
+    """A step could not be computed."""
+
+    code = "step_failed"
+
+
+def all_errors(root: type[EdgepipeError] = EdgepipeError) -> Iterator[type[EdgepipeError]]:
+    """The class and all its subclasses, parents first."""
+    yield root
+    for child in root.__subclasses__():
+        yield from all_errors(child)
+
+
+def error_class(code: str) -> type[EdgepipeError]:
+    """The class whose wire code is ``code``; ``EdgepipeError`` if a newer peer sent one unknown here."""
+    return next((cls for cls in all_errors() if cls.code == code), EdgepipeError)

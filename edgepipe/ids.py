@@ -1,0 +1,34 @@
+"""Types of identities. Whoever makes new ones is handed an ``IdSource``; the system's one lives in ``edgepipe.daemon``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+NodeId = NewType("NodeId", str)  # stable per data directory
+ClusterId = NewType("ClusterId", str)
+PipelineId = NewType("PipelineId", str)
+EngineId = NewType("EngineId", str)
+RequestId = NewType("RequestId", str)  # unique within the gateway's node
+SequenceId = NewType("SequenceId", int)  # unique within a pipeline's epoch; one per choice of a request
+StepId = NewType("StepId", int)  # counts from 1 within an epoch
+BlockId = NewType("BlockId", int)  # physical KV block, one numbering for all stages
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Epoch:
+    """The version of a pipeline. Totally ordered: the counter first, the engine's id breaks ties."""
+
+    counter: int
+    engine_id: EngineId
+
+    def __str__(self) -> str:
+        return f"{self.counter}@{self.engine_id}"
+
+
+class IdSource(Protocol):
+    """Makes identities that nobody else has."""
+
+    def new(self, prefix: str) -> str:
+        """A fresh identity such as ``pipeline-3f9a0c21``."""
+        ...

@@ -1,0 +1,143 @@
+"""Facts of a model that every room may know: its shape, its layer ranges, what its KV costs.
+
+Nothing here reads files; ``edgepipe.model.config`` builds a ``ModelConfig`` from ``config.json`` or GGUF metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgepipe.errors import PlanInvalid
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerRange:
+    """Decoder layers ``[start, end)``; printed inclusively (``0-14``) where people read it."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise PlanInvalid(f"layers {self.start}-{self.end - 1} are no range", fact="a range holds at least one layer")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __contains__(self, layer: int) -> bool:
+        return self.start <= layer < self.end
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A run of layers that one stage executes as a unit; the first also embeds, the last also has norm and head."""
+
+    index: int  # position along the way of a token, 0 embeds
+    layers: LayerRange
+    embedding: bool
+    head: bool
+
+
+def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
+    """Slices for ranges that cover ``[0, num_layers)`` exactly once and in order. Raises PlanInvalid, naming the layer."""
+    expected = 0
+    for layers in ranges:
+        if layers.start > expected:
+            raise PlanInvalid(
+                f"the plan leaves out layers {expected}-{layers.start - 1}",
+                fact=f"the model has layers 0-{num_layers - 1}",
+                next_step="let each part begin where the one before ends",
+            )
+        if layers.start < expected:
+            raise PlanInvalid(
+                f"the plan has layers {layers.start}-{min(expected, layers.end) - 1} twice",
+                fact=f"the part before ends at layer {expected - 1}",
+                next_step="let each part begin where the one before ends",
+            )
+        expected = layers.end
+    if expected != num_layers:
+        raise PlanInvalid(
+            f"the plan covers {expected} layers, the model has {num_layers}",
+            fact=f"the model has layers 0-{num_layers - 1}",
+            next_step=f"let the last part end at layer {num_layers - 1}",
+        )
+    last = len(ranges) - 1
+    return tuple(
+        Slice(index=i, layers=layers, embedding=i == 0, head=i == last) for i, layers in enumerate(ranges)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding and its scaling, with the field names of Hugging Face's ``rope_scaling``."""
+
+    theta: float = 10_000.0
+    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    factor: float = 1.0
+    original_context: int = 0  # context the model was trained on before scaling; 0: unknown
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope; None: derived
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
+    long_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only model. Immutable and checked: whoever holds one may trust it."""
+
+    architecture: str  # "llama" | "mistral" | "qwen2" | "qwen3": the family, lower case
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int  # tokens
+    rms_norm_eps: float
+    rope: Rope
+    qkv_bias: bool = False
+    output_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on q and k before rotary (Qwen3)
+    sliding_windows: tuple[int | None, ...] = ()  # per layer: tokens a query sees incl. itself; (): none anywhere
+    tied_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, or None."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def kv_bytes_per_token(self, *, num_layers: int, bytes_per_value: int) -> int:
+        """Bytes of keys and values that one token keeps in ``num_layers`` layers."""
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    def layer_parameters(self) -> int:
+        """Number of weights in one decoder layer (norms and biases included)."""
+        q, kv, h, i = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        count = h * (q + 2 * kv) + q * h + 3 * h * i + 2 * h
+        count += (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (2 * i + h) * self.mlp_bias
+        return count + 2 * self.head_dim * self.qk_norm
+
+    def slice_parameters(self, part: Slice) -> int:
+        """Number of weights that a slice holds; a tied head is counted where it is used."""
+        table = self.vocab_size * self.hidden_size
+        count = len(part.layers) * self.layer_parameters()
+        count += table if part.embedding else 0
+        if part.head:
+            count += self.hidden_size + (0 if part.embedding and self.tied_embeddings else table)
+        return count

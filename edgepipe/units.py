@@ -1,0 +1,60 @@
+"""Numbers with units, written and read the way people do."""
+
+from __future__ import annotations
+
+import re
+
+from edgepipe.errors import ConfigInvalid
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``19_300_000_000`` -> ``"19.3 GB"`` (decimal, as disks and networks are sold)."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``117_000_000`` -> ``"936 Mbit/s"``."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def format_duration_s(seconds: float) -> str:
+    """``0.0004`` -> ``"0.40 ms"``, ``75`` -> ``"1 min 15 s"``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def parse_bytes(text: str) -> int:
+    """``"24GB"``, ``"512 MiB"``, ``"1000"`` -> bytes. Raises ConfigInvalid."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not match:
+        raise ConfigInvalid(f"'{text}' is not a size", next_step="write it like 24GB or 512MiB")
+    number, prefix, binary = match.groups()
+    size = 1024 ** "kmgt".index(prefix) * 1024 if binary and prefix else _DECIMAL[prefix]
+    return int(float(number) * size)
+
+
+def parse_rate(text: str) -> float:
+    """``"1gbit"``, ``"100 mbit/s"`` -> bytes per second. Raises ConfigInvalid."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?\s*", text.lower())
+    if not match:
+        raise ConfigInvalid(f"'{text}' is not a rate", next_step="write it like 1gbit or 300mbit")
+    return float(match.group(1)) * _DECIMAL[match.group(2)] / 8
+
+
+def parse_duration_s(text: str) -> float:
+    """``"0.3ms"``, ``"5s"`` -> seconds. Raises ConfigInvalid."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min|h)\s*", text.lower())
+    if not match:
+        raise ConfigInvalid(f"'{text}' is not a duration", next_step="write it like 0.3ms or 5s")
+    return float(match.group(1)) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[match.group(2)]
