@@ -1,4 +1,4 @@
-"""Time as a value that is handed in. The system's clock lives in ``edgepipe.daemon``, a fake one in ``edgepipe.testing``."""
+"""Time as a value that is handed in. The system clock lives in ``edgepipe.daemon``, a fake in ``edgepipe.testing``."""
 
 from __future__ import annotations
 

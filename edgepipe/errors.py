@@ -16,9 +16,9 @@
     └─ StageError       a stage failed                                  exit 1, HTTP 503
        └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
 
-A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence a
-person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three lines
-that the command line prints.
+A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence
+a person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three
+lines that the command line prints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of identities. Whoever makes new ones is handed an ``IdSource``; the system's one lives in ``edgepipe.daemon``."""
+"""Types of identities. Whoever makes new ones is handed an ``IdSource``; the system's lives in ``edgepipe.daemon``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Backend protocol: loads slices of a model and runs steps; knows nothing of networks, schedules or other stages."""
+"""The Backend protocol: loads slices of a model, runs steps; knows nothing of networks, schedules or other stages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class Backend(Protocol):
         """Measure the device: memory, bandwidth, matrix rate. Takes at most 2 s. Raises BackendUnavailable."""
         ...
 
-    def load(
-        self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]
-    ) -> None:
+    def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors one by one into device memory, replacing what was loaded before.
 
         Never holds more than the shard plus one tensor. Raises ShardMismatch, DeviceOutOfMemory, ModelInvalid.

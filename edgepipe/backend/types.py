@@ -82,7 +82,7 @@ class BlockCopy:
 class StepRow:
     """The tokens of one sequence in a step: a whole prompt, a chunk of one, or one decode token.
 
-    Tokens ``[position, position + num_tokens)`` are computed and their KV written; they attend to ``[0, own position]``.
+    Tokens ``[position, position + num_tokens)`` are computed and their KV written; each attends to ``[0, itself]``.
     A position below what was computed before truncates: later slots are garbage from now on.
     """
 

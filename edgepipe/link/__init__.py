@@ -1,0 +1,1 @@
+"""One hop: channels, frames, credits, deadlines."""

@@ -20,7 +20,9 @@ class LayerRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
-            raise PlanInvalid(f"layers {self.start}-{self.end - 1} are no range", fact="a range holds at least one layer")
+            raise PlanInvalid(
+                f"layers {self.start}-{self.end - 1} are no range", fact="a range holds at least one layer"
+            )
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -46,7 +48,7 @@ class Slice:
 
 
 def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
-    """Slices for ranges that cover ``[0, num_layers)`` exactly once and in order. Raises PlanInvalid, naming the layer."""
+    """Slices for ranges that cover ``[0, num_layers)`` once and in order. Raises PlanInvalid, naming the layer."""
     expected = 0
     for layers in ranges:
         if layers.start > expected:
@@ -69,9 +71,7 @@ def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
             next_step=f"let the last part end at layer {num_layers - 1}",
         )
     last = len(ranges) - 1
-    return tuple(
-        Slice(index=i, layers=layers, embedding=i == 0, head=i == last) for i, layers in enumerate(ranges)
-    )
+    return tuple(Slice(index=i, layers=layers, embedding=i == 0, head=i == last) for i, layers in enumerate(ranges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,12 @@ class ModelConfig:
 
     def layer_parameters(self) -> int:
         """Number of weights in one decoder layer (norms and biases included)."""
-        q, kv, h, i = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        q, kv, h, i = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.hidden_size,
+            self.intermediate_size,
+        )
         count = h * (q + 2 * kv) + q * h + 3 * h * i + 2 * h
         count += (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (2 * i + h) * self.mlp_bias
         return count + 2 * self.head_dim * self.qk_norm

@@ -1,6 +1,6 @@
 """Tensors on their way from a file to a backend: raw blocks with their scheme, read one at a time.
 
-Names are Hugging Face's (``model.layers.3.self_attn.q_proj.weight``) whatever the file format; GGUF readers translate them.
+Names are Hugging Face's (``model.layers.3.self_attn.q_proj.weight``) whatever the file; GGUF readers translate them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,186 @@
+"""Every gRPC channel and server of edgepipe is made here, so that transport security has one place."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from edgepipe.errors import (
+    CapacityError,
+    ClusterError,
+    ConnectTimeout,
+    EdgepipeError,
+    LinkError,
+    PeerClosed,
+    PortInUse,
+    SendTimeout,
+    UserError,
+)
+from edgepipe.wire.common import error_from_wire, error_to_wire
+from edgepipe.wire.v1 import common_pb2
+
+MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
+_ERROR_KEY = "edgepipe-error-bin"
+
+# Keepalive on both sides, or servers answer GOAWAY too_many_pings. The ping time-out bounds how long a stopped process
+# goes unnoticed; at 1 s lossy Wi-Fi breaks streams many times a minute, at 3 s it does not.
+_COMMON_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+]
+_CHANNEL_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: bulk and activations never share one
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.server_handshake_timeout_ms", 3000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def make_channel(address: str) -> grpc.aio.Channel:
+    """A channel of its own to ``HOST:PORT`` or ``unix:PATH``; connects when first used."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def make_server() -> grpc.aio.Server:
+    """A server whose handlers may raise EdgepipeError: callers get the same class back through ``translated``."""
+    return grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[_ErrorInterceptor()])
+
+
+def bind(server: grpc.aio.Server, *, host: str, port: int) -> int:
+    """Listen on a TCP port (0: any free one) and return it. Raises PortInUse."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as exc:
+        raise _port_in_use(host, port) from exc
+    if bound == 0:
+        raise _port_in_use(host, port)
+    return bound
+
+
+def bind_unix(server: grpc.aio.Server, path: str) -> None:
+    """Listen on a Unix socket. The caller keeps its folder private (0700)."""
+    server.add_insecure_port(f"unix:{path}")
+
+
+def free_port(host: str) -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def translated(peer: str) -> Generator[None]:
+    """Turn gRPC's errors into ours inside the block: the far side's own error, or a LinkError that names ``peer``."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as exc:
+        raise from_rpc_error(exc, peer=peer) from exc
+
+
+def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
+    """The error that a failed call to ``peer`` means."""
+    for key, value in exc.trailing_metadata() or ():
+        if key == _ERROR_KEY and isinstance(value, bytes):
+            return error_from_wire(common_pb2.Error.FromString(value))
+    if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return SendTimeout(f"{peer} did not answer in time", fact=exc.details() or "")
+    if exc.code() == grpc.StatusCode.UNAVAILABLE:
+        details = exc.details() or ""
+        kind = ConnectTimeout if "failed to connect" in details else PeerClosed
+        return kind(
+            f"{peer} cannot be reached" if kind is ConnectTimeout else f"{peer} closed the connection", fact=details
+        )
+    return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {exc.details()}")
+
+
+def _port_in_use(host: str, port: int) -> PortInUse:
+    return PortInUse(
+        f"port {port} on {host} cannot be used",
+        fact="another program listens there, or the address is not this machine's",
+        next_step="choose another with --port (0: any free one), or stop the other program",
+    )
+
+
+def _status_of(error: EdgepipeError) -> grpc.StatusCode:
+    if isinstance(error, UserError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, CapacityError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    if isinstance(error, ClusterError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    if isinstance(error, LinkError):
+        return grpc.StatusCode.UNAVAILABLE
+    return grpc.StatusCode.INTERNAL
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: EdgepipeError) -> None:
+    detail = error_to_wire(error).SerializeToString()
+    await context.abort(_status_of(error), str(error), trailing_metadata=((_ERROR_KEY, detail),))
+
+
+def _unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except EdgepipeError as exc:
+            await _abort(context, exc)
+
+    return call
+
+
+def _stream(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async for reply in behaviour(request, context):
+                yield reply
+        except EdgepipeError as exc:
+            await _abort(context, exc)
+
+    return call
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """gRPC turns an unmapped exception into a bare UNKNOWN; this one sends our errors whole. Handlers are coroutines or
+    async generators."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), **codecs)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream), **codecs)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary), **codecs)
+        return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream), **codecs)

@@ -1,0 +1,149 @@
+"""Conversions of the values that several services share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.backend.types import ActivationType, DeviceProfile
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, VersionMismatch, error_class
+from edgepipe.ids import EngineId, Epoch
+from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.wire.v1 import common_pb2 as pb
+
+_ACTIVATIONS = {
+    ActivationType.BF16: pb.ACTIVATION_TYPE_BF16,
+    ActivationType.FLOAT32: pb.ACTIVATION_TYPE_FLOAT32,
+}
+
+
+def make_hello(*, role: str, node_id: str = "", node_name: str = "", cluster_id: str = "") -> pb.Hello:
+    """The first message of a connection from this process."""
+    return pb.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        edgepipe_version=__version__,
+        node_id=node_id,
+        node_name=node_name,
+        cluster_id=cluster_id,
+        role=role,
+    )
+
+
+def check_hello(hello: pb.Hello) -> None:
+    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol."""
+    if hello.protocol_version == PROTOCOL_VERSION:
+        return
+    other = hello.node_name or hello.node_id or hello.role or "the other side"
+    older = other if hello.protocol_version < PROTOCOL_VERSION else "this node"
+    raise VersionMismatch(
+        f"{other} speaks another version of the protocol",
+        fact=f"{other} runs edgepipe {hello.edgepipe_version or 'unknown'} (protocol {hello.protocol_version}), "
+        f"this node {__version__} (protocol {PROTOCOL_VERSION})",
+        next_step=f"upgrade edgepipe on {older}: pip install --upgrade edgepipe",
+    )
+
+
+def error_to_wire(error: EdgepipeError) -> pb.Error:
+    """An error for another process."""
+    return pb.Error(
+        code=error.code,
+        what=error.what,
+        fact=error.fact,
+        next_step=error.next_step,
+        node=error.node,
+        stage=error.stage,
+        request_id=error.request_id,
+    )
+
+
+def error_from_wire(error: pb.Error) -> EdgepipeError:
+    """The error as its own class; codes of newer peers become plain ``EdgepipeError``."""
+    return error_class(error.code)(
+        error.what,
+        fact=error.fact,
+        next_step=error.next_step,
+        node=error.node,
+        stage=error.stage,
+        request_id=error.request_id,
+    )
+
+
+def epoch_to_wire(epoch: Epoch) -> pb.Epoch:
+    """A pipeline's version for the wire."""
+    return pb.Epoch(counter=epoch.counter, engine_id=epoch.engine_id)
+
+
+def epoch_from_wire(epoch: pb.Epoch) -> Epoch:
+    """A pipeline's version from the wire."""
+    return Epoch(epoch.counter, EngineId(epoch.engine_id))
+
+
+def slices_to_wire(slices: Iterable[Slice]) -> list[pb.Slice]:
+    """Slices for the wire."""
+    return [
+        pb.Slice(
+            index=part.index,
+            layers=pb.LayerRange(start=part.layers.start, end=part.layers.end),
+            embedding=part.embedding,
+            head=part.head,
+        )
+        for part in slices
+    ]
+
+
+def slices_from_wire(slices: Iterable[pb.Slice]) -> tuple[Slice, ...]:
+    """Slices from the wire. Raises PlanInvalid for an empty range."""
+    return tuple(
+        Slice(
+            index=part.index,
+            layers=LayerRange(part.layers.start, part.layers.end),
+            embedding=part.embedding,
+            head=part.head,
+        )
+        for part in slices
+    )
+
+
+def activation_type_to_wire(kind: ActivationType) -> pb.ActivationType.ValueType:
+    """How hidden states travel, for the wire."""
+    return _ACTIVATIONS[kind]
+
+
+def activation_type_from_wire(kind: pb.ActivationType.ValueType) -> ActivationType:
+    """How hidden states travel, from the wire. Raises RemoteProtocolError for a type unknown here."""
+    for domain, wire in _ACTIVATIONS.items():
+        if wire == kind:
+            return domain
+    raise RemoteProtocolError("the other side wants an activation type unknown here", fact=f"type number {kind}")
+
+
+def profile_to_wire(profile: DeviceProfile) -> pb.DeviceProfile:
+    """A device's profile for the wire."""
+    return pb.DeviceProfile(
+        backend=profile.backend,
+        device=profile.device,
+        name=profile.name,
+        compute_dtype=profile.compute_dtype,
+        memory_total_bytes=profile.memory_total_bytes,
+        memory_free_bytes=profile.memory_free_bytes,
+        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s,
+        flops=profile.flops,
+        block_sizes=profile.block_sizes,
+        contiguous_kv=profile.contiguous_kv,
+    )
+
+
+def profile_from_wire(profile: pb.DeviceProfile) -> DeviceProfile:
+    """A device's profile from the wire."""
+    return DeviceProfile(
+        backend=profile.backend,
+        device=profile.device,
+        name=profile.name,
+        compute_dtype=profile.compute_dtype,
+        memory_total_bytes=profile.memory_total_bytes,
+        memory_free_bytes=profile.memory_free_bytes,
+        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s,
+        flops=profile.flops,
+        block_sizes=tuple(profile.block_sizes),
+        contiguous_kv=profile.contiguous_kv,
+    )

@@ -1,0 +1,105 @@
+"""The error tree: every class can be read, told apart and sent to another process."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from edgepipe import PROTOCOL_VERSION, errors
+from edgepipe.link import channels
+from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire, make_hello
+from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
+
+CLASSES = list(dict.fromkeys(errors.all_errors()))
+
+
+def test_every_error_has_its_own_code_and_a_sentence() -> None:
+    codes = [cls.code for cls in CLASSES]
+    assert len(set(codes)) == len(codes)
+    for cls in CLASSES:
+        assert cls.__doc__
+        assert cls.sentence().endswith(".")
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_survive_the_wire(cls: type[errors.EdgepipeError]) -> None:
+    sent = cls("it broke", fact="3 of 4", next_step="try again", node="a", stage="stage 1", request_id="r")
+    received = error_from_wire(error_to_wire(sent))
+    assert type(received) is cls
+    assert received.lines() == sent.lines()
+    assert received.request_id == "r"
+
+
+def test_lines_name_the_place_once_and_leave_out_what_is_empty() -> None:
+    assert errors.StageLost("the stage died", node="studio").lines() == ["the stage died (node studio)"]
+    assert errors.StageLost().lines() == [errors.StageLost.sentence()]
+
+
+def test_codes_of_newer_peers_become_the_root_class() -> None:
+    assert errors.error_class("not_yet_invented") is errors.EdgepipeError
+
+
+def test_another_protocol_version_names_the_side_to_upgrade() -> None:
+    hello = make_hello(role="node", node_name="studio")
+    check_hello(hello)
+    hello.protocol_version = PROTOCOL_VERSION - 1
+    with pytest.raises(errors.VersionMismatch) as caught:
+        check_hello(hello)
+    assert "on studio" in caught.value.next_step
+    hello.protocol_version = PROTOCOL_VERSION + 1
+    with pytest.raises(errors.VersionMismatch) as caught:
+        check_hello(hello)
+    assert "on this node" in caught.value.next_step
+
+
+class _Failing(node_pb2_grpc.AdminServicer):
+    async def Status(self, request: Any, context: Any) -> Any:
+        raise errors.NoFeasiblePlacement("too large", fact="short by 3.0 GB", next_step="add a machine")
+
+    async def Serve(self, request: Any, context: Any) -> AsyncIterator[node_pb2.ServeEvent]:
+        yield node_pb2.ServeEvent(message="first")
+        raise errors.PlanInvalid("a gap")
+
+
+async def test_handlers_errors_reach_the_caller_as_the_same_class() -> None:
+    server = channels.make_server()
+    node_pb2_grpc.add_AdminServicer_to_server(_Failing(), server)
+    port = channels.bind(server, host="127.0.0.1", port=0)
+    await server.start()
+    try:
+        async with channels.make_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = node_pb2_grpc.AdminStub(channel)
+            with pytest.raises(errors.NoFeasiblePlacement) as caught, channels.translated("a"):
+                await stub.Status(node_pb2.StatusRequest(), timeout=5)
+            assert caught.value.fact == "short by 3.0 GB"
+            events: list[str] = []
+
+            async def read() -> None:
+                async for event in stub.Serve(node_pb2.ServeRequest(), timeout=5):
+                    events.append(event.message)
+
+            with pytest.raises(errors.PlanInvalid), channels.translated("a"):
+                await read()
+            assert events == ["first"]
+    finally:
+        await server.stop(None)
+
+
+async def test_nobody_there_is_a_link_error_that_names_the_peer() -> None:
+    port = channels.free_port("127.0.0.1")
+    async with channels.make_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = node_pb2_grpc.AdminStub(channel)
+        with pytest.raises(errors.LinkError, match="studio"), channels.translated("studio"):
+            await stub.Status(node_pb2.StatusRequest(), timeout=5)
+
+
+async def test_a_taken_port_says_so() -> None:
+    first, second = channels.make_server(), channels.make_server()
+    port = channels.bind(first, host="127.0.0.1", port=0)
+    await first.start()
+    try:
+        with pytest.raises(errors.PortInUse, match=str(port)):
+            channels.bind(second, host="127.0.0.1", port=port)
+    finally:
+        await first.stop(None)
+        await second.stop(None)
