@@ -1,0 +1,128 @@
+"""The integers that flow instead of hidden states, modulo 2**64. One token's state is one uint64.
+
+::
+
+    x        = mix(token + 1)                            embedding
+    kv_l[p]  = (x ^ w[p]) * key[l]                       written by layer l for position p
+    x        = shift((x + sum_{j<=p} kv_l[j] * w[j]) * key[l])      w[j] odd, key[l] odd, shift(x) = x ^ (x >> 29)
+    token    = mix(x) mod V                              head
+
+Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits, L layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import Activations, ActivationType
+
+Words = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd, 2**64 / golden ratio: the step of splitmix64
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_ONE = np.uint64(1)
+_LAYER_SALT = np.uint64(0x6C61796572)
+_POSITION_SALT = np.uint64(0x706F736974)
+_ELEMENT_SALT = np.uint64(0x656C656D)
+
+TOP_LOGIT = 32.0
+RUNNER_UP_LOGITS = (31.0, 30.0, 29.0, 28.0, 26.0, 24.0)  # the nearest others; everybody else has 0..12
+_NUM_BASE_LOGITS = np.uint64(13)
+
+
+def mix(values: Words) -> Words:
+    """splitmix64's finaliser: a bijection in which every input bit moves every output bit (Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def _odd(start: int, stop: int, salt: np.uint64) -> Words:
+    """Odd pseudo-random multipliers for the indices ``[start, stop)``."""
+    return mix(np.arange(start, stop, dtype=np.uint64) * _GOLDEN + salt) | _ONE
+
+
+def position_weights(start: int, stop: int) -> Words:
+    """``w[p]`` for absolute positions ``[start, stop)``."""
+    return _odd(start, stop, _POSITION_SALT)
+
+
+def layer_keys(start: int, stop: int) -> Words:
+    """``key[l]`` for the model's layers ``[start, stop)``."""
+    return _odd(start, stop, _LAYER_SALT)
+
+
+def embed(tokens: npt.NDArray[np.integer]) -> Words:
+    """``[T]`` token ids to ``[T]`` states."""
+    return mix((tokens.astype(np.uint64) + _ONE) * _GOLDEN)
+
+
+def kv_values(state: Words, weights: Words, key: np.uint64) -> Words:
+    """What one layer stores for each token, ``[T]``."""
+    return (state ^ weights) * key
+
+
+def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
+    """``[T]`` states after a layer that attended to ``attended`` [T] (weighted sum over all slots up to each token)."""
+    state = (state + attended) * key
+    return state ^ (state >> np.uint64(29))
+
+
+def _expand(state: Words, hidden_size: int) -> npt.NDArray[np.uint16]:
+    """``[T, H]``: the state in elements 0-3, then 64-bit words that are bijections of it."""
+    num_words = -(-hidden_size // 4)
+    factors = _odd(0, num_words, _ELEMENT_SALT)
+    factors[0] = _ONE
+    words = state[:, None] * factors[None, :]
+    return np.ascontiguousarray(words.astype("<u8", copy=False).view("<u2")[:, :hidden_size])
+
+
+def encode(state: Words, hidden_size: int, kind: ActivationType) -> Activations:
+    """``[T]`` states to ``[T, H]`` activations: 16 bits in each element, as they are or as an exact float32."""
+    elements = _expand(state, hidden_size)
+    return elements if kind is ActivationType.BF16 else elements.astype(np.float32)
+
+
+def decode(activations: Activations, kind: ActivationType) -> Words:
+    """``[T, H]`` activations to ``[T]`` states. A row with any altered element becomes another, wrong, state."""
+    state = _first_word(activations)
+    expected = encode(state, activations.shape[1], kind)
+    bits = np.uint16 if kind is ActivationType.BF16 else np.uint32
+    difference = activations.view(bits) ^ expected.view(bits)
+    if not difference.any():
+        return state
+    places = _odd(0, activations.shape[1], _POSITION_SALT)
+    damage = (difference.astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)
+    return np.where(difference.any(axis=1), mix(state ^ mix(damage + _GOLDEN)), state)
+
+
+def _first_word(activations: Activations) -> Words:
+    """The state as elements 0-3 tell it; elements that are no 16-bit integers count as the nearest one."""
+    first = activations[:, :4]
+    if first.dtype != np.uint16:
+        first = np.clip(np.nan_to_num(first), 0, 0xFFFF).astype(np.uint16)
+    return np.ascontiguousarray(first.astype("<u2", copy=False)).view("<u8").reshape(-1).astype(np.uint64)
+
+
+def next_tokens(state: Words, vocab_size: int) -> npt.NDArray[np.int64]:
+    """The right next token of each state, ``[R]``."""
+    return (mix(state) % np.uint64(vocab_size)).astype(np.int64)
+
+
+def base_logits(vocab_size: int) -> npt.NDArray[np.float32]:
+    """``[V]`` small integers that every row starts from."""
+    return (mix(np.arange(vocab_size, dtype=np.uint64)) % _NUM_BASE_LOGITS).astype(np.float32)
+
+
+def make_logits(state: Words, base: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """``[R, V]`` exact small integers: the right token has 32 alone, up to six others 24 to 31, the rest 0 to 12."""
+    vocab_size = len(base)
+    logits = np.repeat(base[None, :], len(state), axis=0)
+    rows = np.arange(len(state))
+    steps = np.arange(1, len(RUNNER_UP_LOGITS) + 1, dtype=np.uint64) * _GOLDEN
+    for step, logit in reversed(list(zip(steps, RUNNER_UP_LOGITS, strict=True))):
+        logits[rows, next_tokens(state + step, vocab_size)] = logit
+    logits[rows, next_tokens(state, vocab_size)] = TOP_LOGIT
+    return logits

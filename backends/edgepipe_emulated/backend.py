@@ -1,0 +1,228 @@
+"""The emulated backend itself. Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import (
+    Activations,
+    BackendOptions,
+    DeviceProfile,
+    LoadProgress,
+    Step,
+    StepOutput,
+    TokenIds,
+)
+from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import WeightSource
+from edgepipe.units import format_bytes
+from edgepipe_emulated import arithmetic
+from edgepipe_emulated.arithmetic import Words
+from edgepipe_emulated.cost import CostModel
+from edgepipe_emulated.device_queue import DeviceQueue
+from edgepipe_emulated.devices import read_settings
+from edgepipe_emulated.kv import KVPool
+from edgepipe_emulated.prepared import PreparedStep, prepare_step
+
+_SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model's slices on the emulated device."""
+
+    config: ModelConfig
+    slices: dict[int, Slice]  # by their index in the pipeline
+    first_layer: dict[int, int]  # by the same: row of the slice's first layer in the KV pool
+    cost: CostModel
+    weights: Words  # per position of the context
+    base_logits: npt.NDArray[np.float32]  # [V]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedTicket:
+    """A submitted step: its output and the moment at which the device would have it."""
+
+    output: StepOutput
+    done_at_s: float
+
+
+class EmulatedBackend:
+    """One emulated device; see the package's docstring for what it computes and ``devices`` for its settings."""
+
+    max_submitted = 2
+
+    def __init__(self, options: BackendOptions) -> None:
+        self._settings = read_settings(options.device, options.settings)
+        self._device = options.device if options.device != "auto" else "rtx4090"
+        self._kind = options.activation_type
+        self._queue = DeviceQueue(
+            time_factor=self._settings.time_factor, jitter=self._settings.device.jitter, seed=self._settings.seed
+        )
+        self._loaded: Loaded | None = None
+        self._pool: KVPool | None = None
+        self._kv_bytes = 0
+        self._num_submitted = 0
+
+    def profile(self) -> DeviceProfile:
+        """The device as it was named or set; nothing is measured."""
+        device = self._settings.device
+        used = (self._loaded.bytes if self._loaded else 0) + self._kv_bytes
+        return DeviceProfile(
+            backend="emulated",
+            device=self._device,
+            name=f"{device.name} (emulated)",
+            compute_dtype="bfloat16",
+            memory_total_bytes=device.memory_bytes,
+            memory_free_bytes=max(0, device.memory_bytes - used),
+            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+            flops=device.flops,
+            block_sizes=(16, 32, 64, 128, 256),
+            contiguous_kv=False,
+        )
+
+    def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
+        """Take the slices' shape; no tensor is read. Progress is told per layer, in the bytes it would have.
+
+        Raises ShardMismatch, DeviceOutOfMemory.
+        """
+        self.close()
+        config = weights.config
+        if config.hidden_size < _SMALLEST_HIDDEN:
+            raise ShardMismatch(f"the emulated backend needs a hidden size of {_SMALLEST_HIDDEN} or more")
+        cost = CostModel(config, self._settings)
+        num_bytes = cost.weight_bytes(slices)
+        self._reserve(num_bytes, "the weights of these layers")
+        layers = [len(part.layers) for part in slices]
+        _tell(progress, num_layers=sum(layers), num_bytes=num_bytes)
+        self._loaded = Loaded(
+            config=config,
+            slices={part.index: part for part in slices},
+            first_layer={part.index: sum(layers[:i]) for i, part in enumerate(slices)},
+            cost=cost,
+            weights=arithmetic.position_weights(0, config.context_length),
+            base_logits=arithmetic.base_logits(config.vocab_size),
+            bytes=num_bytes,
+        )
+
+    def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
+        """Bytes of one block on the emulated device (in this process it takes 8 bytes per layer and slot)."""
+        return CostModel(config, self._settings).kv_bytes_per_token(slices) * block_size
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        """Allocate the pool. Raises DeviceOutOfMemory if it would not fit beside the weights."""
+        loaded = self._need_loaded()
+        self._pool, self._kv_bytes = None, 0
+        slices = list(loaded.slices.values())
+        num_bytes = self.kv_block_bytes(loaded.config, slices, block_size) * num_blocks
+        self._reserve(num_bytes, f"{num_blocks} KV blocks")
+        num_layers = sum(len(part.layers) for part in slices)
+        self._pool = KVPool(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
+        self._kv_bytes = num_bytes
+
+    def prepare(self, step: Step) -> PreparedStep:
+        """Build the step's host arrays. Raises ShardMismatch, and StepFailed if two tokens would share a KV slot."""
+        loaded = self._need_loaded()
+        if step.slice_index not in loaded.slices:
+            raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
+        return prepare_step(step, pool=self._need_pool(), weights=loaded.weights)
+
+    def submit(self, prepared: PreparedStep, inputs: TokenIds | Activations) -> EmulatedTicket:
+        """Compute the step's checksums now; its time on the device begins when that of the step before ends."""
+        if self._num_submitted >= self.max_submitted:
+            raise RuntimeError(f"{self.max_submitted} steps are submitted and not collected")
+        loaded, pool = self._need_loaded(), self._need_pool()
+        part = loaded.slices[prepared.step.slice_index]
+        state = self._enter(part, loaded.config, prepared, inputs)
+        done_at_s = self._queue.enqueue(loaded.cost.step_s(part, prepared.step))
+        pool.copy(prepared.step.copies)
+        state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
+        self._num_submitted += 1
+        return EmulatedTicket(output=self._leave(part, loaded, prepared.step, state), done_at_s=done_at_s)
+
+    def collect(self, ticket: EmulatedTicket) -> StepOutput:
+        """Wait until the device would be done with that step."""
+        self._queue.wait_until(ticket.done_at_s)
+        self._num_submitted -= 1
+        return ticket.output
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._loaded, self._pool = None, None
+        self._kv_bytes = self._num_submitted = 0
+
+    def _enter(self, part: Slice, config: ModelConfig, prepared: PreparedStep, inputs: TokenIds | Activations) -> Words:
+        """``[T]`` states from token ids or activations. Raises ShardMismatch."""
+        tokens = len(prepared.slots)
+        shape = (tokens,) if part.embedding else (tokens, config.hidden_size)
+        kind = np.dtype(np.int32 if part.embedding else self._kind.numpy)
+        if inputs.shape != shape or inputs.dtype != kind:
+            raise ShardMismatch(
+                f"slice {part.index} got {inputs.dtype} {list(inputs.shape)}", fact=f"it needs {kind} {list(shape)}"
+            )
+        if not part.embedding:
+            return arithmetic.decode(cast("Activations", inputs), self._kind)
+        if inputs.min() < 0 or inputs.max() >= config.vocab_size:
+            raise ShardMismatch("a token id is not in the vocabulary", fact=f"it has {config.vocab_size} ids")
+        return arithmetic.embed(cast("TokenIds", inputs))
+
+    def _leave(self, part: Slice, loaded: Loaded, step: Step, state: Words) -> StepOutput:
+        if part.head:
+            return StepOutput(logits=arithmetic.make_logits(state[step.logit_rows], loaded.base_logits))
+        return StepOutput(activations=arithmetic.encode(state, loaded.config.hidden_size, self._kind))
+
+    def _reserve(self, num_bytes: int, what: str) -> None:
+        free = self.profile().memory_free_bytes
+        if num_bytes > free:
+            raise DeviceOutOfMemory(
+                f"{what} do not fit into {self._settings.device.name} (emulated)",
+                fact=f"they need {format_bytes(num_bytes)}, {format_bytes(free)} are free",
+            )
+
+    def _need_loaded(self) -> Loaded:
+        if self._loaded is None:
+            raise RuntimeError("load comes first")
+        return self._loaded
+
+    def _need_pool(self) -> KVPool:
+        if self._pool is None:
+            raise RuntimeError("allocate_kv comes first")
+        return self._pool
+
+
+def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: PreparedStep) -> Words:
+    """``[T]`` states behind the slice's layers; writes their KV.
+
+    What earlier steps wrote is read for all layers at once, a token's own step is summed as the layers go.
+    """
+    layers = slice(first, first + len(part.layers))
+    rows = zip(prepared.past, prepared.past_weights, strict=True)
+    past = [pool.attended(layers, slots, weights) for slots, weights in rows]
+    before = np.stack(past, axis=1)[:, prepared.row_of]
+    for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
+        values = arithmetic.kv_values(state, prepared.weights, key)
+        pool.write(first + offset, prepared.slots, values)
+        weighted = values * prepared.weights
+        sums = np.cumsum(weighted)
+        own = sums - (sums - weighted)[prepared.row_start][prepared.row_of]
+        state = arithmetic.leave_layer(state, before[offset] + own, key)
+    return state
+
+
+def _tell(progress: Callable[[LoadProgress], None], *, num_layers: int, num_bytes: int) -> None:
+    for done in range(1, num_layers + 1):
+        progress(
+            LoadProgress(
+                tensors_done=done,
+                tensors_total=num_layers,
+                bytes_done=num_bytes * done // num_layers,
+                bytes_total=num_bytes,
+            )
+        )

@@ -1,0 +1,54 @@
+"""The emulated KV pool: one uint64 per layer, block and slot. Shape letters: L layers of the stage, T packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import BlockCopy, BlockRun
+from edgepipe_emulated.arithmetic import Words
+
+Slots = slice | npt.NDArray[np.int64]
+"""Places in the pool: a view where the block table is one run, else picked by index."""
+
+
+class KVPool:
+    """``[L, num_blocks * block_size]``; fresh memory is zero, and the system hands it out page by page when written."""
+
+    def __init__(self, *, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._values = np.zeros((num_layers, num_blocks * block_size), dtype=np.uint64)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in every layer, one after the other."""
+        for item in copies:
+            self._values[:, self._block(item.target)] = self._values[:, self._block(item.source)]
+
+    def attended(self, layers: slice, slots: Slots, weights: Words) -> Words:
+        """``[layers]``: each layer's weighted sum over the slots, modulo 2**64."""
+        return self._values[layers, slots] @ weights
+
+    def write(self, layer: int, slots: npt.NDArray[np.int64], values: Words) -> None:
+        """Store one layer's values for ``[T]`` slots."""
+        self._values[layer, slots] = values
+
+    def _block(self, block: int) -> slice:
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+
+def table_slots(runs: Sequence[BlockRun], start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:
+    """Where positions ``[start, stop)`` of a block table stand in the pool."""
+    blocks = np.concatenate([np.arange(run.start, run.start + run.count, dtype=np.int64) for run in runs])
+    positions = np.arange(start, stop, dtype=np.int64)
+    return blocks[positions // block_size] * block_size + positions % block_size
+
+
+def past_slots(runs: Sequence[BlockRun], stop: int, block_size: int) -> Slots:
+    """Positions ``[0, stop)`` of a block table, as a view if its first run covers them."""
+    if stop <= runs[0].count * block_size:
+        first = runs[0].start * block_size
+        return slice(first, first + stop)
+    return table_slots(runs, 0, stop, block_size)

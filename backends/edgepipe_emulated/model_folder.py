@@ -1,0 +1,100 @@
+"""Writes a model folder for the emulated backend: a shape, a byte-level tokenizer, a chat template, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from edgepipe.model.facts import ModelConfig
+from edgepipe_emulated.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_BYTE_TOKENS, SMALLEST_VOCAB, SPECIAL_TOKENS
+
+MARKER = "edgepipe_emulated"
+"""Key of ``config.json`` that says: this model has no weights and is for the emulated backend."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model_folder(folder: Path, config: ModelConfig) -> None:
+    """Write ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder`` (made if missing).
+
+    The vocabulary must hold at least the bytes and the special tokens; ids above those are made-up words.
+    """
+    if config.vocab_size < SMALLEST_VOCAB:
+        raise ValueError(f"the emulated tokenizer needs a vocabulary of {SMALLEST_VOCAB} or more")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config_json(config))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config_json(config))
+    byte_level_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The config in Hugging Face's words, with the marker."""
+    return {
+        MARKER: True,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied_embeddings,
+        "bos_token_id": BOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def tokenizer_config_json(config: ModelConfig) -> dict[str, Any]:
+    """The tokenizer's special tokens and the chat template."""
+    return {
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "add_bos_token": False,
+        "model_max_length": config.context_length,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def byte_level_tokenizer(vocab_size: int = SMALLEST_VOCAB) -> Tokenizer:
+    """Ids 0-255 are bytes, 256-258 special tokens; further ids decode to `` w259`` and so on and are never encoded."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab |= {f"{_space()}w{token}": token for token in range(SMALLEST_VOCAB, vocab_size)}
+    vocab |= {token: NUM_BYTE_TOKENS + i for i, token in enumerate(SPECIAL_TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def _space() -> str:
+    """How a byte-level vocabulary writes a space."""
+    return _byte_characters()[ord(" ")]
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
+
+    Printable Latin-1 bytes stand for themselves, the others in ascending order for U+0100, U+0101, ...
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

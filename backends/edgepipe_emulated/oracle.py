@@ -1,0 +1,77 @@
+"""What the emulated model answers, computed without slices, blocks, steps or activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.model.facts import ModelConfig
+from edgepipe_emulated import arithmetic
+
+Choose = Callable[[npt.NDArray[np.float32], int], int]
+"""``(logits [V], output position) -> token id``."""
+
+
+class Oracle:
+    """One sequence of the emulated model. It keeps one running sum per layer and nothing else."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._keys = arithmetic.layer_keys(0, config.num_layers)
+        self._sums = np.zeros(config.num_layers, dtype=np.uint64)
+        self._length = 0
+        self._last = np.zeros(0, dtype=np.uint64)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Let the sequence go on with ``tokens`` (at least one)."""
+        state = arithmetic.embed(np.asarray(tokens, dtype=np.int64))
+        weights = arithmetic.position_weights(self._length, self._length + len(tokens))
+        for layer, key in enumerate(self._keys):
+            sums = self._sums[layer] + np.cumsum(arithmetic.kv_values(state, weights, key) * weights)
+            state = arithmetic.leave_layer(state, sums, key)
+            self._sums[layer] = sums[-1]
+        self._length += len(tokens)
+        self._last = state[-1:]
+
+    def next_token(self) -> int:
+        """The token with the highest logit after what was appended."""
+        return int(arithmetic.next_tokens(self._last, self._config.vocab_size)[0])
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """``[V]`` logits after what was appended."""
+        return arithmetic.make_logits(self._last, arithmetic.base_logits(self._config.vocab_size))[0]
+
+
+def next_token(tokens: Sequence[int], config: ModelConfig) -> int:
+    """The greedy token after ``tokens``, whatever the split into slices."""
+    oracle = Oracle(config)
+    oracle.append(tokens)
+    return oracle.next_token()
+
+
+def logits(tokens: Sequence[int], config: ModelConfig) -> npt.NDArray[np.float32]:
+    """``[V]`` logits after ``tokens``."""
+    oracle = Oracle(config)
+    oracle.append(tokens)
+    return oracle.logits()
+
+
+def generate(
+    prompt: Sequence[int], n: int, config: ModelConfig, *, ignore_eos: bool = False, choose: Choose | None = None
+) -> list[int]:
+    """Up to ``n`` tokens after ``prompt``, ending behind an EOS unless that is ignored.
+
+    ``choose`` picks from the logits (a sampler under test); None is greedy.
+    """
+    oracle = Oracle(config)
+    oracle.append(prompt)
+    tokens: list[int] = []
+    while len(tokens) < n:
+        token = oracle.next_token() if choose is None else choose(oracle.logits(), len(tokens))
+        tokens.append(token)
+        if token in config.eos_token_ids and not ignore_eos:
+            break
+        oracle.append([token])
+    return tokens

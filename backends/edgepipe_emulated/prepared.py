@@ -1,0 +1,74 @@
+"""A step's host arrays: where its tokens go, what they attend to. Shape letters: T packed tokens, B rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import Step, StepRow
+from edgepipe.errors import ShardMismatch, StepFailed
+from edgepipe_emulated.arithmetic import Words
+from edgepipe_emulated.kv import KVPool, Slots, past_slots, table_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStep:
+    """What ``submit`` needs beside the inputs."""
+
+    step: Step
+    weights: Words  # [T] of each token's position
+    slots: npt.NDArray[np.int64]  # [T] where each token's KV is written
+    past: tuple[Slots, ...]  # [B] what each row attends to besides its own tokens
+    past_weights: tuple[Words, ...]  # [B] weights of those positions
+    row_of: npt.NDArray[np.int64]  # [T]
+    row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
+
+
+def prepare_step(step: Step, *, pool: KVPool, weights: Words) -> PreparedStep:
+    """Build the arrays. ``weights`` holds every position of the context.
+
+    Raises ShardMismatch for a block table that is too short or names blocks that are not there, for a position behind
+    the context and for a logit row that is no token; StepFailed if two tokens would write the same slot.
+    """
+    if not step.rows:
+        raise ShardMismatch("a step has no rows")
+    for row in step.rows:
+        _check(row, pool, len(weights))
+    lengths = np.array([row.num_tokens for row in step.rows], dtype=np.int64)
+    slots = np.concatenate(
+        [table_slots(row.runs, row.position, row.position + row.num_tokens, pool.block_size) for row in step.rows]
+    )
+    if len(np.unique(slots)) != len(slots):
+        raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
+    if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < len(slots):
+        raise ShardMismatch("a step asks for logits of a token that it does not hold", fact=f"it holds {len(slots)}")
+    return PreparedStep(
+        step=step,
+        weights=np.concatenate([weights[row.position : row.position + row.num_tokens] for row in step.rows]),
+        slots=slots,
+        past=tuple(past_slots(row.runs, row.position, pool.block_size) for row in step.rows),
+        past_weights=tuple(weights[: row.position] for row in step.rows),
+        row_of=np.repeat(np.arange(len(lengths)), lengths),
+        row_start=np.cumsum(lengths) - lengths,
+    )
+
+
+def _check(row: StepRow, pool: KVPool, context_length: int) -> None:
+    end = row.position + row.num_tokens
+    room = sum(run.count for run in row.runs) * pool.block_size
+    if row.num_tokens < 1 or row.position < 0 or end > context_length:
+        raise ShardMismatch(f"tokens {row.position}-{end - 1} are outside the context", fact=f"it has {context_length}")
+    if room < end:
+        raise ShardMismatch(f"a block table ends before its tokens do: {room} slots for {end} tokens")
+    if any(run.start < 0 or run.count < 1 or run.start + run.count > pool.num_blocks for run in row.runs):
+        raise ShardMismatch(
+            "a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}"
+        )
+
+
+def _shared_slot(slots: npt.NDArray[np.int64], pool: KVPool) -> str:
+    values, counts = np.unique(slots, return_counts=True)
+    block, slot = divmod(int(values[counts > 1][0]), pool.block_size)
+    return f"block {block}, slot {slot}"

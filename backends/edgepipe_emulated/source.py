@@ -1,0 +1,71 @@
+"""A model with a shape and no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.facts import ModelConfig, Rope, Slice
+from edgepipe.model.tensors import RawTensor, TensorInfo
+
+NUM_BYTE_TOKENS = 256
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
+BOS_TOKEN_ID = NUM_BYTE_TOKENS
+EOS_TOKEN_ID = NUM_BYTE_TOKENS + 2
+SMALLEST_VOCAB = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS)
+
+
+def emulated_model_config(
+    *,
+    num_layers: int = 8,
+    hidden_size: int = 64,
+    vocab_size: int = SMALLEST_VOCAB,
+    context_length: int = 4096,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate_size: int | None = None,
+    tied_embeddings: bool = True,
+) -> ModelConfig:
+    """A llama-shaped config for the emulated backend; the vocabulary is that of ``write_model_folder``'s tokenizer."""
+    return ModelConfig(
+        architecture="llama",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size or 3 * hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        rms_norm_eps=1e-5,
+        rope=Rope(),
+        tied_embeddings=tied_embeddings,
+        eos_token_ids=(EOS_TOKEN_ID,),
+        bos_token_id=BOS_TOKEN_ID,
+    )
+
+
+class EmulatedWeights:
+    """A ``WeightSource`` for a config alone: it lists no tensors and has none to read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._config
+
+    @property
+    def bytes_read(self) -> int:
+        """Always 0."""
+        return 0
+
+    def tensors(self, part: Slice) -> Sequence[TensorInfo]:
+        """No tensors."""
+        return ()
+
+    def read(self, name: str) -> RawTensor:
+        """Raises ModelInvalid: there is nothing to read."""
+        raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
