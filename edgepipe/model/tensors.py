@@ -23,6 +23,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # logical, row-major: [out_features, in_features]
     scheme: str  # "F32" | "F16" | "BF16" or a GGUF type such as "Q4_1", "Q6_K"
     num_bytes: int  # as stored
+    rounded: bool = False  # its values are those of bf16 whatever the compute type (GGUF), so that all stages agree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,111 @@
+"""Typed reads from a foreign mapping (config.json or GGUF metadata): a wrong type or size is ModelInvalid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+
+from edgepipe.errors import ModelInvalid
+
+
+class Fields:
+    """Reads values by key and refuses those of a wrong type or out of range. Absent and null mean the default."""
+
+    def __init__(self, values: Mapping[str, object], *, what: str) -> None:
+        self._values = values
+        self._what = what
+
+    def fail(self, key: str, fact: str) -> ModelInvalid:
+        """The error for a value that cannot be used."""
+        return ModelInvalid(f"{self._what} cannot be used: '{key}'", fact=fact)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> object:
+        """The value as it stands, or None."""
+        return self._values.get(key)
+
+    def integer(self, key: str, *, low: int, high: int, default: int | None = None) -> int:
+        """An integer in ``[low, high]``; ``default`` None: the key must be there. Raises ModelInvalid."""
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "it is missing")
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(key, f"it is {_show(value)}; an integer from {low} to {high} is needed")
+        return value
+
+    def number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in ``[low, high]``; ``default`` None: the key must be there. Raises ModelInvalid."""
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "it is missing")
+            return default
+        if type(value) not in (int, float) or not self._finite(value, low, high):
+            raise self.fail(key, f"it is {_show(value)}; a number from {low:g} to {high:g} is needed")
+        return float(cast("float", value))
+
+    def optional_number(self, key: str, *, low: float, high: float) -> float | None:
+        """As ``number``; None where the key is absent or null. Raises ModelInvalid."""
+        return self.number(key, low=low, high=high) if self.has(key) else None
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """A boolean. Raises ModelInvalid."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, f"it is {_show(value)}; true or false is needed")
+        return value
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """A string; ``default`` None: the key must be there. Raises ModelInvalid."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, f"it is {_show(value)}; a string is needed")
+        return value
+
+    def numbers(self, key: str, *, low: float, high: float, length: int) -> tuple[float, ...]:
+        """A list of ``length`` finite numbers. Raises ModelInvalid."""
+        items = self.items(key)
+        if len(items) != length or not all(type(i) in (int, float) and self._finite(i, low, high) for i in items):
+            raise self.fail(key, f"{length} numbers from {low:g} to {high:g} are needed, it has {len(items)} items")
+        return tuple(float(cast("float", item)) for item in items)
+
+    def items(self, key: str) -> list[object]:
+        """A list of anything; absent: empty. Raises ModelInvalid."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if isinstance(value, np.ndarray):
+            return cast("list[object]", value.tolist())
+        if not isinstance(value, list):
+            raise self.fail(key, f"it is {_show(value)}; a list is needed")
+        return cast("list[object]", value)
+
+    def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
+        """One id or a list of ids below ``vocab_size``; absent: (). Raises ModelInvalid."""
+        value = self._values.get(key)
+        items = self.items(key) if isinstance(value, list) else [] if value is None else [value]
+        if len(items) > 1024 or not all(type(item) is int and 0 <= item < vocab_size for item in items):
+            raise self.fail(key, f"it is {_show(items)}; token ids below {vocab_size} are needed")
+        return tuple(cast("list[int]", items))
+
+    @staticmethod
+    def _finite(value: object, low: float, high: float) -> bool:
+        number = cast("float", value)
+        return abs(number) < 1e300 and math.isfinite(number) and low <= number <= high
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,240 @@
+"""GGUF's header: metadata and the table of tensors, every size checked before anything is allocated for it.
+
+Layout (GGUF 2 and 3, little-endian)::
+
+    "GGUF" | u32 version | u64 tensors | u64 entries | entries... | tensor table... | padding | tensor data
+    entry:  string key | u32 type | value         string: u64 length, bytes
+    tensor: string name | u32 dims | u64 dims... (innermost first) | u32 type | u64 offset into the data
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.gguf_types import GGUF_TYPES, BlockType
+
+MAX_ENTRIES = 4096  # real files have about 30 to 80
+MAX_TENSORS = 65_536  # the largest mixture-of-experts files have below 5,000
+MAX_ARRAY_ITEMS = 4_000_000  # vocabularies end at 262,144, merges at about 600,000
+MAX_KEY_BYTES = 65_535  # the format's own limit
+MAX_STRING_BYTES = 16 << 20  # chat templates stay below 100 KB
+MAX_DIMS = 4
+
+GgufValue = bool | int | float | str | list[str] | npt.NDArray[np.generic]
+
+_ARRAY, _STRING = 9, 8
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+_BOOL = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """One row of the tensor table, with the shape turned row-major and the offset made absolute."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: BlockType
+    offset: int  # of the data, bytes from the file's start
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """All that stands before a GGUF file's tensor data."""
+
+    version: int
+    metadata: dict[str, GgufValue]
+    tensors: dict[str, GgufTensor]
+    alignment: int
+    data_start: int
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Parse and check a GGUF file's header. Raises ModelInvalid, naming the file and what is wrong with it."""
+    try:
+        with path.open("rb", buffering=1 << 20) as file:
+            return _parse(_Reader(file, path))
+    except OSError as exc:
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+
+
+class _Reader:
+    """Reads little-endian values and refuses to go past the file's end."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self.size = path.stat().st_size
+        self.position = 0
+
+    def fail(self, fact: str) -> ModelInvalid:
+        return ModelInvalid(
+            f"'{self._path.name}' is no GGUF file that can be used",
+            fact=fact,
+            next_step="fetch the file again: edgepipe models pull",
+        )
+
+    def take(self, num_bytes: int, what: str) -> bytes:
+        if num_bytes > self.size - self.position:
+            raise self.fail(f"{what} needs {num_bytes} bytes at {self.position}, the file has {self.size}")
+        data = self._file.read(num_bytes)
+        if len(data) != num_bytes:
+            raise self.fail(f"the file ended at {self.position + len(data)} while {what} was read")
+        self.position += num_bytes
+        return data
+
+    def number(self, layout: str, what: str) -> int:
+        return struct.unpack(layout, self.take(struct.calcsize(layout), what))[0]
+
+    def string(self, what: str, *, limit: int) -> bytes:
+        length = self.number("<Q", what)
+        if length > limit:
+            raise self.fail(f"{what} is {length} bytes long, at most {limit} are allowed")
+        return self.take(length, what)
+
+
+def _parse(reader: _Reader) -> GgufHeader:
+    version = _check_magic(reader)
+    num_tensors = _count(reader, "tensors", limit=MAX_TENSORS)
+    num_entries = _count(reader, "metadata entries", limit=MAX_ENTRIES)
+    metadata = _read_metadata(reader, num_entries)
+    alignment = _alignment(reader, metadata)
+    rows = [_read_row(reader, index) for index in range(num_tensors)]
+    data_start = -(-reader.position // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, block, offset in rows:
+        if name in tensors:
+            raise reader.fail(f"tensor '{name}' stands there twice")
+        tensors[name] = _check_place(reader, name, shape, block, offset, alignment, data_start)
+    _check_overlaps(reader, tensors)
+    return GgufHeader(version=version, metadata=metadata, tensors=tensors, alignment=alignment, data_start=data_start)
+
+
+def _check_magic(reader: _Reader) -> int:
+    magic = reader.take(4, "the magic")
+    if magic != b"GGUF":
+        raise reader.fail(f"it begins with {magic!r} instead of b'GGUF'")
+    version = reader.number("<I", "the version")
+    if version in (0x02000000, 0x03000000):
+        raise reader.fail("it is big-endian; only little-endian files are read")
+    if version not in (2, 3):
+        raise reader.fail(f"it has version {version}; 2 and 3 are known")
+    return version
+
+
+def _count(reader: _Reader, what: str, *, limit: int) -> int:
+    count = reader.number("<Q", f"the number of {what}")
+    if count > limit:
+        raise reader.fail(f"it claims {count} {what}, at most {limit} are allowed")
+    return count
+
+
+def _read_metadata(reader: _Reader, count: int) -> dict[str, GgufValue]:
+    metadata: dict[str, GgufValue] = {}
+    for index in range(count):
+        key = _text(
+            reader, reader.string(f"the key of entry {index}", limit=MAX_KEY_BYTES), f"the key of entry {index}"
+        )
+        if key in metadata:
+            raise reader.fail(f"the key '{key}' stands there twice")
+        metadata[key] = _read_value(reader, reader.number("<I", key), key)
+    return metadata
+
+
+def _text(reader: _Reader, data: bytes, what: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise reader.fail(f"{what} is not UTF-8") from exc
+
+
+def _read_value(reader: _Reader, kind: int, key: str) -> GgufValue:
+    if kind == _STRING:
+        return reader.string(f"the value of '{key}'", limit=MAX_STRING_BYTES).decode("utf-8", "replace")
+    if kind == _ARRAY:
+        return _read_array(reader, key)
+    if kind not in _SCALARS:
+        raise reader.fail(f"'{key}' has the unknown value type {kind}")
+    value = reader.number(_SCALARS[kind], f"the value of '{key}'")
+    return bool(value) if kind == _BOOL else value
+
+
+def _read_array(reader: _Reader, key: str) -> GgufValue:
+    kind = reader.number("<I", key)
+    count = reader.number("<Q", key)
+    item_bytes = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind]) if kind in _SCALARS else 0
+    if not item_bytes:
+        raise reader.fail(f"'{key}' is an array of type {kind}; only numbers and strings may stand in arrays")
+    if count > MAX_ARRAY_ITEMS or count * item_bytes > reader.size - reader.position:
+        raise reader.fail(f"'{key}' claims {count} items, more than the file or the limit of {MAX_ARRAY_ITEMS} allow")
+    if kind == _STRING:
+        return _read_strings(reader, key, count)
+    dtype = np.dtype("?" if kind == _BOOL else _SCALARS[kind])
+    return np.frombuffer(reader.take(count * item_bytes, key), dtype)
+
+
+def _read_strings(reader: _Reader, key: str, count: int) -> list[str]:
+    """The hot loop: a vocabulary with its merges has 10^5 to 10^6 strings."""
+    take: Callable[[int, str], bytes] = reader.take
+    length_of = struct.Struct("<Q").unpack
+    items: list[str] = []
+    for _ in range(count):
+        (length,) = length_of(take(8, key))
+        items.append(take(length, key).decode("utf-8", "replace"))
+    return items
+
+
+def _alignment(reader: _Reader, metadata: dict[str, GgufValue]) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 8 or alignment > 1 << 20 or alignment & (alignment - 1):
+        raise reader.fail(f"general.alignment is {alignment}; a power of two from 8 to 1048576 is needed")
+    return alignment
+
+
+def _read_row(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], BlockType, int]:
+    raw = reader.string(f"the name of tensor {index}", limit=MAX_KEY_BYTES)
+    name = _text(reader, raw, f"the name of tensor {index}")
+    num_dims = reader.number("<I", name)
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise reader.fail(f"tensor '{name}' has {num_dims} dimensions, 1 to {MAX_DIMS} are allowed")
+    dims = struct.unpack(f"<{num_dims}Q", reader.take(8 * num_dims, name))
+    kind = reader.number("<I", name)
+    offset = reader.number("<Q", name)
+    if kind not in GGUF_TYPES:
+        raise reader.fail(f"tensor '{name}' has type {kind}, which is unknown or cannot be dequantised")
+    return name, dims[::-1], GGUF_TYPES[kind], offset
+
+
+def _check_place(
+    reader: _Reader, name: str, shape: tuple[int, ...], block: BlockType, offset: int, alignment: int, data_start: int
+) -> GgufTensor:
+    """Sizes are Python integers here, so a product that wraps 64 bits is simply larger than the file."""
+    values = 1
+    for dim in shape:
+        values *= dim
+    if values == 0 or shape[-1] % block.block_values:
+        raise reader.fail(f"tensor '{name}' of shape {shape} is empty or has no whole blocks of {block.block_values}")
+    num_bytes = values // block.block_values * block.block_bytes
+    if offset % alignment:
+        raise reader.fail(f"tensor '{name}' begins at {offset}, which is not aligned to {alignment}")
+    if offset + num_bytes > reader.size - data_start:
+        raise reader.fail(
+            f"tensor '{name}' needs {num_bytes} bytes at {data_start + offset}, the file has {reader.size}"
+        )
+    return GgufTensor(name=name, shape=shape, block=block, offset=data_start + offset, num_bytes=num_bytes)
+
+
+def _check_overlaps(reader: _Reader, tensors: dict[str, GgufTensor]) -> None:
+    end, previous = 0, ""
+    for tensor in sorted(tensors.values(), key=lambda item: item.offset):
+        if tensor.offset < end:
+            raise reader.fail(f"tensors '{previous}' and '{tensor.name}' overlap")
+        end, previous = tensor.offset + tensor.num_bytes, tensor.name

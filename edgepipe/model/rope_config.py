@@ -1,0 +1,174 @@
+"""The rotary part of a model's config: both spellings of Hugging Face, and GGUF's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
+from edgepipe.model.facts import Rope
+from edgepipe.model.fields import Fields
+
+_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ALIASES = {"su": "longrope", "none": "default"}
+_MAX_THETA = 1e15
+_MAX_FACTOR = 1e6
+_MAX_CONTEXT = 1 << 25
+
+
+def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
+    """``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` to a Rope. Raises ModelInvalid."""
+    scaling = _scaling_fields(fields)
+    theta = fields.number("rope_theta", low=1.0, high=_MAX_THETA, default=10_000.0)
+    theta = scaling.number("rope_theta", low=1.0, high=_MAX_THETA, default=theta)
+    for where in (fields, scaling):
+        if where.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
+            raise _unsupported("partial_rotary_factor")
+    kind = scaling.text("rope_type", default=scaling.text("type", default="default"))
+    kind = _ALIASES.get(kind, kind)
+    if kind not in _SCALINGS:
+        raise _unsupported(kind)
+    if kind == "default":
+        return Rope(theta=theta)
+    return _scaled(kind, theta, fields, scaling, head_dim=head_dim, context_length=context_length)
+
+
+def _scaling_fields(fields: Fields) -> Fields:
+    for key in ("rope_scaling", "rope_parameters"):
+        value = fields.raw(key)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise fields.fail(key, f"it is a {type(value).__name__}; an object is needed")
+        values = cast("dict[str, object]", value)
+        if values:
+            return Fields(_flat(fields, key, values), what=f"config.json {key}")
+    return Fields({}, what="config.json rope_parameters")
+
+
+def _flat(fields: Fields, key: str, values: dict[str, object]) -> dict[str, object]:
+    """Parameters nested per layer type are taken where all layer types agree."""
+    nested = [cast("dict[str, object]", value) for value in values.values() if isinstance(value, dict)]
+    if not nested:
+        return values
+    if len(nested) != len(values) or any(value != nested[0] for value in nested):
+        raise fields.fail(key, "it differs from layer type to layer type, which is not supported")
+    return nested[0]
+
+
+def _scaled(kind: str, theta: float, fields: Fields, scaling: Fields, *, head_dim: int, context_length: int) -> Rope:
+    """A factor that longrope leaves out is the ratio of the two contexts, as in transformers."""
+    original = _original_context(kind, fields, scaling, context_length)
+    default_factor = max(1.0, context_length / original) if kind == "longrope" else None
+    rope = Rope(
+        theta=theta,
+        scaling=kind,
+        factor=scaling.number("factor", low=1.0, high=_MAX_FACTOR, default=default_factor),
+        original_context=original,
+    )
+    if kind == "llama3":
+        return _llama3(rope, scaling)
+    if kind == "yarn":
+        return _yarn(rope, scaling)
+    return _longrope(rope, scaling, head_dim // 2) if kind == "longrope" else rope
+
+
+def _original_context(kind: str, fields: Fields, scaling: Fields, context_length: int) -> int:
+    """Linear scaling needs none; dynamic stretches what the config calls the context; the others may say their own."""
+    if kind in ("linear", "dynamic"):
+        return context_length if kind == "dynamic" else 0
+    key = "original_max_position_embeddings"
+    told = scaling.integer(key, low=1, high=_MAX_CONTEXT, default=context_length)
+    return fields.integer(key, low=1, high=_MAX_CONTEXT, default=told)
+
+
+def _llama3(rope: Rope, scaling: Fields) -> Rope:
+    low = scaling.number("low_freq_factor", low=1e-6, high=_MAX_FACTOR)
+    high = scaling.number("high_freq_factor", low=1e-6, high=_MAX_FACTOR)
+    if high <= low:
+        raise scaling.fail("high_freq_factor", f"it is {high:g}; more than low_freq_factor ({low:g}) is needed")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(rope: Rope, scaling: Fields) -> Rope:
+    return replace(
+        rope,
+        beta_fast=scaling.number("beta_fast", low=1e-6, high=_MAX_FACTOR, default=32.0),
+        beta_slow=scaling.number("beta_slow", low=1e-6, high=_MAX_FACTOR, default=1.0),
+        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=_MAX_FACTOR),
+        mscale=scaling.optional_number("mscale", low=0.0, high=_MAX_FACTOR),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim", low=0.0, high=_MAX_FACTOR),
+        truncate=scaling.flag("truncate", default=True),
+    )
+
+
+def _longrope(rope: Rope, scaling: Fields, num_pairs: int) -> Rope:
+    return replace(
+        rope,
+        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=_MAX_FACTOR),
+        short_factor=scaling.numbers("short_factor", low=1e-6, high=_MAX_FACTOR, length=num_pairs),
+        long_factor=scaling.numbers("long_factor", low=1e-6, high=_MAX_FACTOR, length=num_pairs),
+    )
+
+
+def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, factors: tuple[float, ...]) -> Rope:
+    """GGUF's rotary keys to a Rope. Raises ModelInvalid, ArchitectureUnsupported.
+
+    llama3 scaling reaches GGUF as one factor per rotary pair (``rope_freqs.weight``). Dividing frequencies by given
+    factors at every length is longrope with equal factor lists and an attention factor of one.
+    """
+    if fields.integer(f"{arch}.rope.dimension_count", low=1, high=1 << 16, default=head_dim) != head_dim:
+        raise _unsupported(f"{arch}.rope.dimension_count unlike the head size")
+    theta = fields.number(f"{arch}.rope.freq_base", low=1.0, high=_MAX_THETA, default=10_000.0)
+    if factors:
+        return _factored(theta, factors, head_dim, context_length)
+    kind = fields.text(f"{arch}.rope.scaling.type", default="none")
+    kind = _ALIASES.get(kind, kind)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind not in ("linear", "yarn"):
+        raise _unsupported(kind)
+    factor = fields.number(f"{arch}.rope.scaling.factor", low=1.0, high=_MAX_FACTOR)
+    if kind == "linear":
+        return Rope(theta=theta, scaling="linear", factor=factor)
+    key = f"{arch}.rope.scaling.original_context_length"
+    return Rope(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_context=fields.integer(key, low=1, high=_MAX_CONTEXT, default=context_length),
+        attention_factor=_gguf_attention_factor(fields, arch, factor),
+        beta_fast=fields.number(f"{arch}.rope.scaling.yarn_beta_fast", low=1e-6, high=_MAX_FACTOR, default=32.0),
+        beta_slow=fields.number(f"{arch}.rope.scaling.yarn_beta_slow", low=1e-6, high=_MAX_FACTOR, default=1.0),
+    )
+
+
+def _gguf_attention_factor(fields: Fields, arch: str, factor: float) -> float | None:
+    """GGUF's factor multiplies yarn's own one, Hugging Face's replaces it."""
+    told = fields.number(f"{arch}.rope.scaling.attn_factor", low=0.0, high=_MAX_FACTOR, default=1.0)
+    return None if told == 1.0 else told * (1.0 + 0.1 * math.log(factor))
+
+
+def _factored(theta: float, factors: tuple[float, ...], head_dim: int, context_length: int) -> Rope:
+    if len(factors) != head_dim // 2 or not all(1e-6 <= factor <= _MAX_FACTOR for factor in factors):
+        raise ModelInvalid(
+            "the GGUF file has rope factors that cannot be used",
+            fact=f"{len(factors)} factors, {head_dim // 2} positive ones are needed",
+        )
+    return Rope(
+        theta=theta,
+        scaling="longrope",
+        original_context=context_length,
+        attention_factor=1.0,
+        short_factor=factors,
+        long_factor=factors,
+    )
+
+
+def _unsupported(kind: str) -> ArchitectureUnsupported:
+    return ArchitectureUnsupported(
+        f"the rotary embedding '{kind[:40]}' is not supported",
+        fact=f"supported: {', '.join(_SCALINGS)}, over the whole head",
+        next_step="choose another model",
+    )

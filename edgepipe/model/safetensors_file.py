@@ -1,0 +1,167 @@
+"""safetensors: header checks of our own and reads of single tensors, from one file or from a folder with an index.
+
+Layout: u64 header length | header JSON ``{name: {dtype, shape, data_offsets: [begin, end)}}`` | data without holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.file_bytes import read_at
+from edgepipe.model.safe_path import member_path
+from edgepipe.model.strict_json import parse_json_object, read_json_object
+from edgepipe.model.tensors import TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_TENSORS = 200_000  # the largest mixture-of-experts models have about 100,000
+MAX_DIMS = 8
+MAX_INDEX_BYTES = 64 << 20
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_SCHEMES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a tensor's bytes stand."""
+
+    path: Path
+    offset: int
+    info: TensorInfo
+
+
+class SafetensorsFiles:
+    """The tensors of one or more safetensors files, read lazily."""
+
+    def __init__(self, places: Mapping[str, _Place]) -> None:
+        self._places = dict(places)
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        return {name: place.info for name, place in self._places.items()}
+
+    def read(self, name: str) -> npt.NDArray[np.uint8]:
+        """A whole tensor's bytes. Raises ModelInvalid if the file is shorter than it promised."""
+        return self.read_range(name, 0, self._places[name].info.num_bytes)
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Part of a tensor's bytes. Raises ModelInvalid as ``read``."""
+        place = self._places[name]
+        return read_at(place.path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
+
+
+def open_safetensors(folder: Path) -> SafetensorsFiles:
+    """The tensors of a model folder, single or indexed. Raises ModelInvalid (damaged, missing, leaving the folder)."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        path = member_path(folder, SINGLE_FILE, where="the folder")
+        return SafetensorsFiles(_read_places(path))
+    weight_map = _read_index(index)
+    shards = {
+        name: _read_places(member_path(folder, name, where=INDEX_FILE)) for name in sorted(set(weight_map.values()))
+    }
+    places: dict[str, _Place] = {}
+    for tensor, shard in weight_map.items():
+        if tensor not in shards[shard]:
+            raise ModelInvalid(f"'{shard}' lacks a tensor", fact=f"{INDEX_FILE} says that '{tensor}' stands in it")
+        places[tensor] = shards[shard][tensor]
+    return SafetensorsFiles(places)
+
+
+def open_safetensors_file(path: Path) -> SafetensorsFiles:
+    """The tensors of one file. Raises ModelInvalid."""
+    return SafetensorsFiles(_read_places(path))
+
+
+def shard_names(folder: Path) -> tuple[str, ...]:
+    """Names of the weight files of a model folder. Raises ModelInvalid."""
+    index = folder / INDEX_FILE
+    return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_FILE,)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelInvalid(f"'{index.name}' has no weight_map", fact="it should tell which file holds which tensor")
+    entries = cast("dict[str, object]", weight_map)
+    if len(entries) > MAX_TENSORS or not all(isinstance(shard, str) for shard in entries.values()):
+        raise ModelInvalid(f"'{index.name}' has a weight_map that cannot be used", fact=f"{len(entries)} entries")
+    return cast("dict[str, str]", entries)
+
+
+def _read_places(path: Path) -> dict[str, _Place]:
+    try:
+        size = path.stat().st_size
+    except OSError as exc:
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+    if size < 10:
+        raise _bad(path, f"it has {size} bytes")
+    header_bytes = int.from_bytes(read_at(path, 0, 8, what="the header's length").tobytes(), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise _bad(path, f"its header claims {header_bytes} bytes, the file has {size}")
+    data = read_at(path, 8, header_bytes, what="the header").tobytes()
+    if not data.startswith(b"{"):
+        raise _bad(path, "its header does not begin with '{'")
+    header = parse_json_object(data, what=f"the header of '{path.name}'")
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise _bad(path, f"it claims {len(header)} tensors, at most {MAX_TENSORS} are allowed")
+    return _check_entries(path, header, start=8 + header_bytes, data_bytes=size - 8 - header_bytes)
+
+
+def _check_entries(path: Path, header: dict[str, Any], *, start: int, data_bytes: int) -> dict[str, _Place]:
+    """Every entry by itself, then together: in order of their offsets they cover the data without hole or overlap."""
+    spans = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+    position = 0
+    places: dict[str, _Place] = {}
+    for name, (begin, info) in sorted(spans.items(), key=lambda item: (item[1][0], item[1][1].num_bytes)):
+        if begin != position:
+            raise _bad(path, f"tensor '{name}' begins at {begin}, the one before ends at {position}")
+        position = begin + info.num_bytes
+        places[name] = _Place(path=path, offset=start + begin, info=info)
+    if position != data_bytes:
+        raise _bad(path, f"its tensors cover {position} bytes, the file holds {data_bytes} behind the header")
+    return places
+
+
+def _check_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
+    fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+    scheme, shape, offsets = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
+    if shape is None or len(shape) > MAX_DIMS or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _bad(path, f"tensor '{name[:80]}' has a shape or offsets that cannot be used")
+    if not isinstance(scheme, str) or scheme not in _SCHEMES:
+        raise _bad(path, f"tensor '{name[:80]}' has type {str(scheme)[:20]!r}; {', '.join(_SCHEMES)} are read")
+    num_bytes = _SCHEMES[scheme]
+    for dim in shape:
+        num_bytes *= dim
+    if num_bytes != offsets[1] - offsets[0]:
+        raise _bad(path, f"tensor '{name[:80]}' of shape {shape} does not take {offsets[1] - offsets[0]} bytes")
+    return offsets[0], TensorInfo(name=name, shape=shape, scheme=scheme, num_bytes=num_bytes)
+
+
+def _naturals(value: object) -> tuple[int, ...] | None:
+    """A list of integers from 0 to 2^62, or None. ``True`` is no integer here."""
+    if not isinstance(value, list):
+        return None
+    items = cast("list[object]", value)
+    if len(items) > MAX_DIMS:
+        return None
+    good = all(type(item) is int and 0 <= item < 1 << 62 for item in items)
+    return tuple(cast("list[int]", items)) if good else None
+
+
+def _bad(path: Path, fact: str) -> ModelInvalid:
+    return ModelInvalid(
+        f"'{path.name}' is no safetensors file that can be used",
+        fact=fact,
+        next_step="fetch the model again: edgepipe models pull",
+    )

@@ -1,0 +1,81 @@
+"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size and depth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.units import format_bytes
+
+MAX_DEPTH = 64  # real files nest below 10 levels
+
+
+class _Refused(ValueError):
+    """Python's parser would have taken it; we do not."""
+
+
+def parse_json_object(data: bytes, *, what: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ModelInvalid; ``what`` names the file for people."""
+    try:
+        text = data.decode("utf-8")
+        _check_depth(text)
+        value: object = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as exc:
+        raise ModelInvalid(f"{what} is no valid JSON", fact=_reason(exc)) from exc
+    if not isinstance(value, dict):
+        raise ModelInvalid(f"{what} is no JSON object", fact=f"its top is a {type(value).__name__}")
+    return cast("dict[str, Any]", value)
+
+
+def read_json_object(path: Path, *, max_bytes: int = 4 << 20) -> dict[str, Any]:
+    """Read and parse a JSON object from a file of at most ``max_bytes``. Raises ModelInvalid."""
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ModelInvalid(
+                f"'{path.name}' is too large", fact=f"{format_bytes(size)}, at most {format_bytes(max_bytes)} are read"
+            )
+        return parse_json_object(path.read_bytes(), what=f"'{path.name}'")
+    except OSError as exc:
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting before the recursive parser sees it; brackets within strings do not count."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth, inside, skip = 0, False, False
+    for char in text:
+        if skip:
+            skip = False
+        elif inside:
+            skip, inside = char == "\\", char != '"'
+        elif char == '"':
+            inside = True
+        elif char in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _Refused(f"it is nested deeper than {MAX_DEPTH} levels")
+        elif char in "]}":
+            depth -= 1
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise _Refused(f"the key '{twice[:80]}' stands there twice")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _Refused(f"it contains {name}, which is no number")
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, RecursionError):
+        return "it is nested too deeply"
+    return "it is not UTF-8" if isinstance(exc, UnicodeDecodeError) else str(exc)
