@@ -1,0 +1,343 @@
+"""What an engine and its stages tell each other about steps, as values, and their conversion.
+
+Shape letters: T packed tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import Epoch, PipelineId, SequenceId, StepId
+from edgepipe.model.facts import Slice
+from edgepipe.wire.common import (
+    activation_type_from_wire,
+    activation_type_to_wire,
+    epoch_from_wire,
+    epoch_to_wire,
+    slices_from_wire,
+    slices_to_wire,
+)
+from edgepipe.wire.v1 import common_pb2, stage_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """What one stage is told once per epoch."""
+
+    pipeline_id: PipelineId
+    epoch: Epoch
+    slices: tuple[Slice, ...]  # of this stage
+    num_slices: int  # of the pipeline
+    hidden_size: int
+    activation_type: ActivationType
+    num_blocks: int
+    block_size: int  # tokens
+    next_address: str  # HOST:PORT of the stage with the next slice; "" at the last
+    max_in_flight: int  # steps
+    step_deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """The tokens ``[position, position + num_tokens)`` of a registered sequence, and the blocks it gets for them."""
+
+    sequence: SequenceId
+    position: int  # absolute
+    num_tokens: int
+    sample: bool = False  # a token is sampled from the last token's logits
+    new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A sequence that later rows name by number; a known number is replaced and its block table emptied."""
+
+    sequence: SequenceId
+    temperature: float = 0.0  # 0: greedy
+    seed: int = 0
+    choice: int = 0
+    prompt_tokens: int  # absolute position p is output position p - prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step as the engine tells it to every stage; holds only what changed since the plans before it."""
+
+    epoch: Epoch
+    step: StepId
+    last_slice: int  # whose stage sends StepDone
+    rows: tuple[PlanRow, ...] = ()
+    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds
+    registers: tuple[Registration, ...] = ()  # applied before the rows
+    frees: tuple[SequenceId, ...] = ()  # applied before the registers
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """Where the time of one step went on one slice."""
+
+    step: StepId
+    slice_index: int
+    num_tokens: int
+    num_rows: int
+    started_us: int  # stage's monotonic clock, submit entered
+    wait_us: int = 0  # device idle before it
+    prepare_us: int = 0
+    compute_us: int = 0  # submit entered to collect returned
+    sample_us: int = 0
+    send_queue_us: int = 0  # of the step before it
+    upload_us: int = 0  # of the step before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """The way of one step's activations over one link; the wall clocks are those of two machines."""
+
+    step: StepId
+    num_bytes: int
+    first_sent_us: int  # sender's wall clock
+    first_received_us: int  # receiver's wall clock
+    last_received_us: int  # receiver's wall clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A step is retired; ``ids`` has one token per sampling row, in row order."""
+
+    epoch: Epoch
+    step: StepId
+    ids: tuple[int, ...] = ()
+    timings: tuple[StepTiming, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimings:
+    """Timings from a stage that sends no StepDone, at most every 100 ms."""
+
+    timings: tuple[StepTiming, ...] = ()
+    links: tuple[LinkSample, ...] = ()
+
+
+def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenPipeline:
+    """The first message of a Control stream."""
+    return stage_pb2.OpenPipeline(
+        hello=hello,
+        pipeline_id=spec.pipeline_id,
+        epoch=epoch_to_wire(spec.epoch),
+        slices=slices_to_wire(spec.slices),
+        num_slices=spec.num_slices,
+        hidden_size=spec.hidden_size,
+        activation_type=activation_type_to_wire(spec.activation_type),
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        next_address=spec.next_address,
+        max_in_flight=spec.max_in_flight,
+        step_deadline_ms=spec.step_deadline_ms,
+    )
+
+
+def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
+    """What the engine told a stage. Raises RemoteProtocolError if a number cannot be."""
+    for name in ("num_slices", "hidden_size", "num_blocks", "block_size", "max_in_flight", "step_deadline_ms"):
+        if getattr(message, name) < 1:
+            raise RemoteProtocolError(f"the pipeline cannot be opened: {name} is 0", fact="it is at least 1")
+    if not message.slices:
+        raise RemoteProtocolError("the pipeline cannot be opened: this stage has no slice")
+    return PipelineSpec(
+        pipeline_id=PipelineId(message.pipeline_id),
+        epoch=epoch_from_wire(message.epoch),
+        slices=slices_from_wire(message.slices),
+        num_slices=message.num_slices,
+        hidden_size=message.hidden_size,
+        activation_type=activation_type_from_wire(message.activation_type),
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        next_address=message.next_address,
+        max_in_flight=message.max_in_flight,
+        step_deadline_ms=message.step_deadline_ms,
+    )
+
+
+def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
+    """A step for one stage; only the stage that embeds gets the token ids."""
+    blocks = [(index, run) for index, row in enumerate(plan.rows) for run in row.new_blocks]
+    return stage_pb2.Plan(
+        epoch=epoch_to_wire(plan.epoch),
+        step=plan.step,
+        last_slice=plan.last_slice,
+        sequence=[row.sequence for row in plan.rows],
+        position=[row.position for row in plan.rows],
+        num_tokens=[row.num_tokens for row in plan.rows],
+        sample=[row.sample for row in plan.rows],
+        block_row=[index for index, _ in blocks],
+        block_start=[run.start for _, run in blocks],
+        block_count=[run.count for _, run in blocks],
+        token_ids=plan.token_ids if with_token_ids else (),
+        registers=[_registration_to_wire(register) for register in plan.registers],
+        frees=plan.frees,
+        copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],
+    )
+
+
+def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
+    """A step as a stage got it. Raises RemoteProtocolError if columns that belong together differ in length."""
+    num_rows = len(message.sequence)
+    _check_columns(message, num_rows)
+    blocks = _blocks_by_row(message)
+    rows = zip(message.sequence, message.position, message.num_tokens, message.sample, strict=True)
+    return StepPlan(
+        epoch=epoch_from_wire(message.epoch),
+        step=StepId(message.step),
+        last_slice=message.last_slice,
+        rows=tuple(
+            PlanRow(SequenceId(sequence), position, num_tokens, sample, tuple(blocks.get(index, ())))
+            for index, (sequence, position, num_tokens, sample) in enumerate(rows)
+        ),
+        token_ids=tuple(message.token_ids),
+        registers=tuple(_registration_from_wire(register) for register in message.registers),
+        frees=tuple(SequenceId(sequence) for sequence in message.frees),
+        copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.copies),
+    )
+
+
+def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
+    """The report that retires a step."""
+    return stage_pb2.StageReport(
+        step_done=stage_pb2.StepDone(
+            epoch=epoch_to_wire(done.epoch), step=done.step, ids=done.ids, timings=_timings_to_wire(done.timings)
+        )
+    )
+
+
+def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
+    """The report that retires a step, as the engine got it."""
+    return StepDone(
+        epoch=epoch_from_wire(message.epoch),
+        step=StepId(message.step),
+        ids=tuple(message.ids),
+        timings=tuple(_timings_from_wire(message.timings)),
+    )
+
+
+def timings_to_wire(report: StageTimings) -> stage_pb2.StageReport:
+    """Timings for the engine."""
+    return stage_pb2.StageReport(
+        timings=stage_pb2.StageTimings(
+            timings=_timings_to_wire(report.timings), links=[sample_to_wire(sample) for sample in report.links]
+        )
+    )
+
+
+def timings_from_wire(message: stage_pb2.StageTimings) -> StageTimings:
+    """Timings as the engine got them."""
+    return StageTimings(
+        timings=tuple(_timings_from_wire(message.timings)),
+        links=tuple(sample_from_wire(sample) for sample in message.links),
+    )
+
+
+def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
+    """A link's timing for the wire."""
+    return stage_pb2.LinkSample(
+        step=sample.step,
+        num_bytes=sample.num_bytes,
+        first_sent_us=sample.first_sent_us,
+        first_received_us=sample.first_received_us,
+        last_received_us=sample.last_received_us,
+    )
+
+
+def sample_from_wire(message: stage_pb2.LinkSample) -> LinkSample:
+    """A link's timing from the wire."""
+    return LinkSample(
+        step=StepId(message.step),
+        num_bytes=message.num_bytes,
+        first_sent_us=message.first_sent_us,
+        first_received_us=message.first_received_us,
+        last_received_us=message.last_received_us,
+    )
+
+
+def _check_columns(message: stage_pb2.Plan, num_rows: int) -> None:
+    if not num_rows == len(message.position) == len(message.num_tokens) == len(message.sample):
+        raise RemoteProtocolError(
+            f"the plan of step {message.step} has columns of different lengths",
+            fact=f"{num_rows} sequences, {len(message.position)} positions, {len(message.num_tokens)} token counts, "
+            f"{len(message.sample)} sample marks",
+        )
+    if not len(message.block_row) == len(message.block_start) == len(message.block_count):
+        raise RemoteProtocolError(f"the plan of step {message.step} has block columns of different lengths")
+    if any(row >= num_rows for row in message.block_row):
+        raise RemoteProtocolError(
+            f"the plan of step {message.step} gives blocks to a row it does not have", fact=f"it has {num_rows} rows"
+        )
+
+
+def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
+    blocks: dict[int, list[BlockRun]] = {}
+    for row, start, count in zip(message.block_row, message.block_start, message.block_count, strict=True):
+        blocks.setdefault(row, []).append(BlockRun(start, count))
+    return blocks
+
+
+def _registration_to_wire(register: Registration) -> stage_pb2.Register:
+    return stage_pb2.Register(
+        sequence=register.sequence,
+        sampling=common_pb2.SamplingParams(temperature=register.temperature, seed=register.seed),
+        choice=register.choice,
+        prompt_tokens=register.prompt_tokens,
+    )
+
+
+def _registration_from_wire(message: stage_pb2.Register) -> Registration:
+    return Registration(
+        sequence=SequenceId(message.sequence),
+        temperature=message.sampling.temperature,
+        seed=message.sampling.seed,
+        choice=message.choice,
+        prompt_tokens=message.prompt_tokens,
+    )
+
+
+def _timings_to_wire(timings: Iterable[StepTiming]) -> list[stage_pb2.StepTiming]:
+    return [
+        stage_pb2.StepTiming(
+            step=timing.step,
+            slice=timing.slice_index,
+            num_tokens=timing.num_tokens,
+            num_rows=timing.num_rows,
+            started_us=timing.started_us,
+            wait_us=timing.wait_us,
+            prepare_us=timing.prepare_us,
+            compute_us=timing.compute_us,
+            sample_us=timing.sample_us,
+            send_queue_us=timing.send_queue_us,
+            upload_us=timing.upload_us,
+        )
+        for timing in timings
+    ]
+
+
+def _timings_from_wire(messages: Iterable[stage_pb2.StepTiming]) -> Iterator[StepTiming]:
+    for message in messages:
+        yield StepTiming(
+            step=StepId(message.step),
+            slice_index=message.slice,
+            num_tokens=message.num_tokens,
+            num_rows=message.num_rows,
+            started_us=message.started_us,
+            wait_us=message.wait_us,
+            prepare_us=message.prepare_us,
+            compute_us=message.compute_us,
+            sample_us=message.sample_us,
+            send_queue_us=message.send_queue_us,
+            upload_us=message.upload_us,
+        )
