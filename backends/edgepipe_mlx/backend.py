@@ -1,0 +1,229 @@
+"""MLX's side of the Backend protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from edgepipe.backend.types import (
+    Activations,
+    ActivationType,
+    BackendOptions,
+    DeviceProfile,
+    LoadProgress,
+    Step,
+    StepOutput,
+    TokenIds,
+)
+from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import WeightSource
+from edgepipe.units import format_bytes
+from edgepipe_mlx.attention import LayerCache, StepArrays
+from edgepipe_mlx.definitions import check_architecture, models_folder
+from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, measure
+from edgepipe_mlx.kv import KvPool
+from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
+from edgepipe_mlx.plan import StepPlan, plan_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTicket:
+    """A submitted step: one array still being computed. Belongs to the compute thread."""
+
+    array: mx.array  # activations [T, H] in the type that travels, bf16 as its bits; or logits [R, V] float32
+    is_logits: bool
+
+
+class MlxBackend:
+    """Runs mlx-lm's layers over packed rows.
+
+    MLX objects belong to the thread that made them, so everything but ``prepare`` must be called on one thread;
+    ``prepare`` makes numpy arrays only, and ``collect`` hands out copies.
+    """
+
+    max_submitted: int = 1
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for an unknown device or dtype.
+
+        ``options.threads`` has no effect: MLX chooses its threads itself.
+        """
+        models_folder()
+        self._options = options
+        self._device = choose_device(options.device)
+        self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
+        self._shard: Shard | None = None
+        self._pools: dict[int, list[KvPool]] = {}  # by slice index, one per layer
+        self._num_blocks = 0
+        self._block_size = 0
+
+    def profile(self) -> DeviceProfile:
+        """Measure the device with two products; memory comes from MLX on Metal, else from the system."""
+        configure(self._device)
+        return measure(self._device, self._dtype_name, self._dtype)
+
+    def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
+        """Read the slices' tensors, replacing what was loaded before.
+
+        Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
+        """
+        self.close()
+        configure(self._device)
+        check_architecture(weights.config)
+        with self._memory_errors("the layers"):
+            self._shard = load_shard(slices, weights, self._dtype, progress)
+
+    def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
+        """Bytes of one block in all layers of the slices."""
+        num_layers = sum(len(part.layers) for part in slices)
+        return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.size)
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        """Allocate every layer's pool, replacing pools made before. Raises DeviceOutOfMemory."""
+        shard = self._loaded()
+        self._pools = {}
+        mx.clear_cache()
+        parts = [part.part for part in shard.slices]
+        wanted = num_blocks * self.kv_block_bytes(shard.config, parts, block_size)
+        self._check_room(wanted)
+        with self._memory_errors("the KV cache"):
+            self._pools = {
+                part.index: [self._make_pool(shard.config, num_blocks, block_size) for _ in part.layers]
+                for part in parts
+            }
+        self._num_blocks, self._block_size = num_blocks, block_size
+
+    def prepare(self, step: Step) -> StepPlan:
+        """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
+        return plan_step(step, block_size=self._block_size, num_blocks=self._num_blocks)
+
+    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations) -> StepTicket:
+        """Apply the step's copies, build its graph and let MLX start on it. Raises ShardMismatch."""
+        part = self._slice(prepared.slice_index)
+        hidden = self._hidden(part, prepared, inputs)
+        self._copy_blocks(prepared)
+        pools = self._pools[prepared.slice_index]
+        hidden = self._run_layers(part, pools, StepArrays(prepared), hidden)
+        array = self._logits(part, hidden, prepared) if part.part.head else self._leaving(hidden)
+        # The pools are evaluated with the output: a chunk without logits needs nothing of the last layer but its KV.
+        mx.async_eval(array, [pool.arrays for pool in pools])
+        return StepTicket(array=array, is_logits=part.part.head)
+
+    def collect(self, ticket: StepTicket) -> StepOutput:
+        """Wait for the step and copy its output out of MLX, so that no MLX object leaves the thread."""
+        mx.eval(ticket.array)
+        copied = np.array(ticket.array)
+        return StepOutput(logits=copied) if ticket.is_logits else StepOutput(activations=copied)
+
+    def close(self) -> None:
+        """Drop weights and pools and give MLX's kept buffers back."""
+        self._shard = None
+        self._pools = {}
+        self._num_blocks = self._block_size = 0
+        mx.clear_cache()
+
+    def _run_layers(self, part: LoadedSlice, pools: list[KvPool], step: StepArrays, hidden: mx.array) -> mx.array:
+        """hidden [T, H] -> [T, H]. The layers see T sequences of one token: a rectangle without padding."""
+        config = self._loaded().config
+        rows = hidden[:, None]
+        for layer, block, pool in zip(part.part.layers, part.blocks, pools, strict=True):
+            cache = LayerCache(step, pool, window=config.window(layer), block_size=self._block_size)
+            run: Any = block
+            rows = run(rows, None, cache=cache)
+        return rows[:, 0]
+
+    def _hidden(self, part: LoadedSlice, plan: StepPlan, inputs: TokenIds | Activations) -> mx.array:
+        """The first layer's input [T, H] in compute dtype."""
+        config = self._loaded().config
+        if part.embedding is not None:
+            self._check_shape(inputs, (plan.num_tokens,), np.int32)
+            if inputs.size and not 0 <= int(inputs.min()) <= int(inputs.max()) < config.vocab_size:
+                raise ShardMismatch(
+                    "a token id lies outside the vocabulary",
+                    fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
+                )
+            return part.embedding[mx.array(inputs)]
+        kind = self._options.activation_type
+        self._check_shape(inputs, (plan.num_tokens, config.hidden_size), kind.numpy)
+        arrived = mx.array(inputs)
+        return (arrived.view(mx.bfloat16) if kind is ActivationType.BF16 else arrived).astype(self._dtype)
+
+    def _leaving(self, hidden: mx.array) -> mx.array:
+        """Hidden states as they travel; numpy knows no bf16, so its bits."""
+        if self._options.activation_type is ActivationType.FLOAT32:
+            return hidden.astype(mx.float32)
+        return hidden.astype(mx.bfloat16).view(mx.uint16)
+
+    def _logits(self, part: LoadedSlice, hidden: mx.array, plan: StepPlan) -> mx.array:
+        """[R, V] float32 of the rows that are asked for."""
+        config = self._loaded().config
+        if part.norm is None or part.head is None or not len(plan.logit_rows):
+            return mx.zeros((0, config.vocab_size), mx.float32)
+        wanted = hidden[mx.array(plan.logit_rows)]
+        return (mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps) @ part.head.T).astype(mx.float32)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """Copy in every layer of the stage: copies come with its first slice of the step only."""
+        if plan.copies:
+            for pools in self._pools.values():
+                for pool in pools:
+                    pool.copy(plan.copies)
+
+    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KvPool:
+        return KvPool(
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self._dtype,
+        )
+
+    def _loaded(self) -> Shard:
+        if self._shard is None:
+            raise RuntimeError("nothing is loaded")
+        return self._shard
+
+    def _slice(self, index: int) -> LoadedSlice:
+        for part in self._loaded().slices:
+            if part.part.index == index:
+                return part
+        raise ShardMismatch(
+            f"slice {index} is not loaded here",
+            fact=f"loaded: {', '.join(str(part.part.index) for part in self._loaded().slices)}",
+        )
+
+    @staticmethod
+    def _check_shape(inputs: TokenIds | Activations, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> None:
+        if inputs.shape != shape or inputs.dtype != np.dtype(dtype):
+            raise ShardMismatch(
+                "the step's input does not fit this slice",
+                fact=f"it is {inputs.dtype} {list(inputs.shape)}, the slice takes {np.dtype(dtype)} {list(shape)}",
+            )
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse what surely does not fit: on Linux taking too much is no error but the end of the process."""
+        free = free_bytes(self._device)
+        if num_bytes > free:
+            raise DeviceOutOfMemory(
+                f"the KV cache does not fit into the memory of {self._device.type.name}",
+                fact=f"it takes {format_bytes(num_bytes)}, {format_bytes(free)} are free",
+                next_step="ask for a shorter context or fewer layers on this node",
+            )
+
+    @contextmanager
+    def _memory_errors(self, what: str) -> Iterator[None]:
+        """MLX tells that memory is short by a bare RuntimeError."""
+        try:
+            yield
+        except RuntimeError as exc:
+            if "alloc" not in str(exc):
+                raise
+            raise DeviceOutOfMemory(
+                f"{what} did not fit into memory", fact=str(exc), next_step="give this node fewer layers"
+            ) from exc

@@ -1,0 +1,141 @@
+"""Reading slices' tensors one by one into MLX arrays, each in its place in mlx-lm's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from edgepipe.backend.types import LoadProgress
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.dequantise import as_bf16_bits, as_float32
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import TensorInfo, WeightSource
+from edgepipe_mlx.definitions import build_block
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(slots=True)
+class LoadedSlice:
+    """One slice's layers and, at the ends of the model, its tables."""
+
+    part: Slice
+    blocks: list[nn.Module]
+    embedding: mx.array | None = None  # [V, H]
+    norm: mx.array | None = None  # [H]
+    head: mx.array | None = None  # [V, H]; the embedding itself where they are tied
+
+
+@dataclass(slots=True)
+class Shard:
+    """Everything that a stage has loaded."""
+
+    config: ModelConfig
+    slices: list[LoadedSlice]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a tensor goes: its shape and who takes it (several slices may share a table)."""
+
+    shape: tuple[int, ...]
+    takers: list[Callable[[mx.array], None]] = field(default_factory=list[Callable[[mx.array], None]])
+
+
+def load_shard(
+    slices: Sequence[Slice],
+    weights: WeightSource,
+    dtype: mx.Dtype,
+    progress: Callable[[LoadProgress], None],
+) -> Shard:
+    """Read all tensors of the slices.
+
+    Raises ModelInvalid, ArchitectureUnsupported, and MLX's own RuntimeError when memory is short.
+    """
+    config = weights.config
+    loaded = [LoadedSlice(part, [build_block(config) for _ in part.layers]) for part in slices]
+    places = _places(config, loaded)
+    infos = _tensors(slices, weights)
+    _check(infos, places)
+    total = sum(info.num_bytes for info in infos)
+    done_bytes = 0
+    for done, info in enumerate(infos, start=1):
+        tensor = _read(weights, info, dtype)
+        for take in places[info.name].takers:
+            take(tensor)
+        done_bytes += info.num_bytes
+        progress(LoadProgress(tensors_done=done, tensors_total=len(infos), bytes_done=done_bytes, bytes_total=total))
+    mx.clear_cache()
+    return Shard(config, loaded)
+
+
+def _read(weights: WeightSource, info: TensorInfo, dtype: mx.Dtype) -> mx.array:
+    """One tensor in compute dtype. Evaluated here, so that the stored form is gone before the next tensor is read."""
+    if dtype == mx.float32 and info.scheme != "BF16" and not info.rounded:
+        tensor = mx.array(as_float32(weights.read(info.name)))
+    else:
+        tensor = mx.array(as_bf16_bits(weights.read(info.name))).view(mx.bfloat16).astype(dtype)
+    mx.eval(tensor)
+    return tensor
+
+
+def _tensors(slices: Sequence[Slice], weights: WeightSource) -> list[TensorInfo]:
+    """The tensors of all slices, each once."""
+    return list({info.name: info for part in slices for info in weights.tensors(part)}.values())
+
+
+def _places(config: ModelConfig, loaded: list[LoadedSlice]) -> dict[str, _Place]:
+    """Every tensor that the slices must get, by name."""
+    places: dict[str, _Place] = {}
+    table = (config.vocab_size, config.hidden_size)
+    for part in loaded:
+        for layer, block in zip(part.part.layers, part.blocks, strict=True):
+            parameters: list[tuple[str, Any]] = list(tree_flatten(block.parameters()))
+            for path, placeholder in parameters:
+                name = f"model.layers.{layer}.{path}"
+                places[name] = _Place(tuple(placeholder.shape), [_into_block(block, path)])
+        if part.part.embedding:
+            _place(places, EMBEDDING, table, part, "embedding")
+        if part.part.head:
+            _place(places, NORM, (config.hidden_size,), part, "norm")
+            _place(places, EMBEDDING if config.tied_embeddings else HEAD, table, part, "head")
+    return places
+
+
+def _place(places: dict[str, _Place], name: str, shape: tuple[int, ...], part: LoadedSlice, attribute: str) -> None:
+    def take(tensor: mx.array) -> None:
+        setattr(part, attribute, tensor)
+
+    places.setdefault(name, _Place(shape)).takers.append(take)
+
+
+def _into_block(block: nn.Module, path: str) -> Callable[[mx.array], None]:
+    def take(tensor: mx.array) -> None:
+        block.update(tree_unflatten([(path, tensor)]))
+
+    return take
+
+
+def _check(infos: list[TensorInfo], places: dict[str, _Place]) -> None:
+    """Raise ModelInvalid unless the files hold exactly the tensors, in the shapes, that the config promises."""
+    names = {info.name for info in infos}
+    for name in places:
+        if name not in names:
+            raise ModelInvalid(f"the model lacks the tensor {name}", fact="its config asks for it")
+    for info in infos:
+        place = places.get(info.name)
+        if place is None:
+            raise ModelInvalid(f"the model has a tensor {info.name}", fact="its config has no place for it")
+        if info.shape != place.shape:
+            raise ModelInvalid(
+                f"the tensor {info.name} contradicts the model's config",
+                fact=f"its shape is {list(info.shape)}, the config asks for {list(place.shape)}",
+                next_step="fetch the model again",
+            )

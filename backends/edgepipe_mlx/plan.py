@@ -1,0 +1,119 @@
+"""A step's host side: where each packed row stands and where its keys and values lie. numpy only, no MLX object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.errors import StepFailed
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """One sequence's packed rows ``[first_row, first_row + num_tokens)``."""
+
+    first_row: int
+    num_tokens: int
+    length: int  # tokens of the sequence, this step's included
+    start_slot: int  # slot of token 0; means something only where ``blocks`` is None
+    blocks: Int32s | None  # the block table where the sequence lies in several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What ``submit`` needs of a step."""
+
+    slice_index: int
+    positions: Int32s  # [T] absolute, one per packed row
+    slots: Int32s  # [T] where each row's keys and values go
+    rows: tuple[RowPlan, ...]
+    logit_rows: Int32s  # [R]
+    copies: tuple[BlockCopy, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+def plan_step(step: Step, *, block_size: int, num_blocks: int) -> StepPlan:
+    """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
+    positions: list[Int32s] = []
+    slots: list[Int32s] = []
+    rows: list[RowPlan] = []
+    first_row = 0
+    for row in step.rows:
+        runs = join_runs(row.runs)
+        _check(row, runs, block_size=block_size, num_blocks=num_blocks)
+        own = np.arange(row.position, row.position + row.num_tokens, dtype=np.int32)
+        plan = _plan_row(row, runs, first_row, block_size)
+        positions.append(own)
+        slots.append(_slots(plan, own, block_size))
+        rows.append(plan)
+        first_row += row.num_tokens
+    return StepPlan(
+        slice_index=step.slice_index,
+        positions=_join(positions),
+        slots=_join(slots),
+        rows=tuple(rows),
+        logit_rows=np.asarray(step.logit_rows, np.int32),
+        copies=step.copies,
+    )
+
+
+def join_runs(runs: tuple[BlockRun, ...]) -> list[BlockRun]:
+    """The same blocks in as few runs as possible."""
+    joined: list[BlockRun] = []
+    for run in runs:
+        if joined and joined[-1].start + joined[-1].count == run.start:
+            joined[-1] = BlockRun(joined[-1].start, joined[-1].count + run.count)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _plan_row(row: StepRow, runs: list[BlockRun], first_row: int, block_size: int) -> RowPlan:
+    length = row.position + row.num_tokens
+    in_one_run = runs[0].count * block_size >= length
+    return RowPlan(
+        first_row=first_row,
+        num_tokens=row.num_tokens,
+        length=length,
+        start_slot=runs[0].start * block_size,
+        blocks=None if in_one_run else _table(runs, -(-length // block_size)),
+    )
+
+
+def _table(runs: list[BlockRun], num_blocks: int) -> Int32s:
+    """The first ``num_blocks`` block ids of the runs."""
+    return np.concatenate([np.arange(run.start, run.start + run.count, dtype=np.int32) for run in runs])[:num_blocks]
+
+
+def _slots(plan: RowPlan, positions: Int32s, block_size: int) -> Int32s:
+    if plan.blocks is None:
+        return positions + np.int32(plan.start_slot)
+    return plan.blocks[positions // block_size] * np.int32(block_size) + positions % np.int32(block_size)
+
+
+def _join(parts: list[Int32s]) -> Int32s:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _check(row: StepRow, runs: list[BlockRun], *, block_size: int, num_blocks: int) -> None:
+    """MLX reads and writes past the end of an array without a word, so this is checked where it costs nothing."""
+    covered = sum(run.count for run in runs) * block_size
+    if row.num_tokens < 1 or covered < row.position + row.num_tokens:
+        raise StepFailed(
+            f"the blocks of sequence {row.sequence} do not cover its tokens",
+            fact=f"{covered} slots for {row.position + row.num_tokens} tokens",
+        )
+    for run in runs:
+        if run.start < 0 or run.start + run.count > num_blocks:
+            raise StepFailed(
+                f"sequence {row.sequence} lies in a KV block that does not exist",
+                fact=f"blocks {run.start}-{run.start + run.count - 1} of a pool of {num_blocks}",
+            )
