@@ -36,7 +36,7 @@ class Pipeline:
 
     def step(self, row: StepRow, tokens: Sequence[int], tamper=None) -> int:
         """The token after ``row``."""
-        data = np.asarray(tokens, dtype=np.int32)
+        data, logits = np.asarray(tokens, dtype=np.int32), None
         for index, stage in enumerate(self.stages):
             last = np.array([row.num_tokens - 1], dtype=np.int32)
             step = Step(step=StepId(1), slice_index=index, rows=(row,), logit_rows=last)
@@ -45,8 +45,9 @@ class Pipeline:
             output = stage.collect(stage.submit(stage.prepare(step), data))
             if output.activations is not None:
                 data = output.activations
-        assert output.logits is not None
-        return int(output.logits[0].argmax())
+            logits = output.logits
+        assert logits is not None
+        return int(logits[0].argmax())
 
     def generate(self, prompt: Sequence[int], n: int, runs: tuple[BlockRun, ...]) -> list[int]:
         tokens = [self.step(row_at(0, len(prompt), runs), prompt)]
