@@ -12,6 +12,7 @@ from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
+from edgepipe.sampling import SamplingParams
 from edgepipe.wire.common import (
     activation_type_from_wire,
     activation_type_to_wire,
@@ -56,8 +57,7 @@ class Registration:
     """A sequence that later rows name by number; a known number is replaced and its block table emptied."""
 
     sequence: SequenceId
-    temperature: float = 0.0  # 0: greedy
-    seed: int = 0
+    sampling: SamplingParams
     choice: int = 0
     prompt_tokens: int  # absolute position p is output position p - prompt_tokens
 
@@ -291,7 +291,7 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
 def _registration_to_wire(register: Registration) -> stage_pb2.Register:
     return stage_pb2.Register(
         sequence=register.sequence,
-        sampling=common_pb2.SamplingParams(temperature=register.temperature, seed=register.seed),
+        sampling=common_pb2.SamplingParams(temperature=register.sampling.temperature, seed=register.sampling.seed),
         choice=register.choice,
         prompt_tokens=register.prompt_tokens,
     )
@@ -300,8 +300,7 @@ def _registration_to_wire(register: Registration) -> stage_pb2.Register:
 def _registration_from_wire(message: stage_pb2.Register) -> Registration:
     return Registration(
         sequence=SequenceId(message.sequence),
-        temperature=message.sampling.temperature,
-        seed=message.sampling.seed,
+        sampling=SamplingParams(temperature=message.sampling.temperature, seed=message.sampling.seed),
         choice=message.choice,
         prompt_tokens=message.prompt_tokens,
     )
