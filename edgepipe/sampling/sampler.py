@@ -61,14 +61,19 @@ def pick(logits: Logits, temperature: float, uniform: float) -> int:
     weights = _weights(logits, temperature)
     upper = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK)), dtype=np.float64)
     target = min(uniform * upper[-1], np.nextafter(upper[-1], 0.0))  # the product may be rounded up to the whole
-    chunk = int(np.searchsorted(upper, target, side="right"))
+    chunk = _first_above(upper, target)
     start = chunk * _CHUNK
     inside = np.cumsum(weights[start : start + _CHUNK], dtype=np.float64)
     before = upper[chunk - 1] if chunk else 0.0
-    place = int(np.searchsorted(inside, target - before, side="right"))
+    place = _first_above(inside, target - before)
     if place == len(inside):  # the chunk's sum was rounded up beyond its parts: the last token with a share has it
         place = int(np.flatnonzero(weights[start : start + _CHUNK])[-1])
     return start + place
+
+
+def _first_above(cumulative: npt.NDArray[np.float64], target: float) -> int:
+    """Index of the first value above ``target``; the length if there is none."""
+    return int(cumulative.searchsorted(np.float64(target), side="right"))
 
 
 def _weights(logits: Logits, temperature: float) -> npt.NDArray[np.float32]:

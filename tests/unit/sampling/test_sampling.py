@@ -80,7 +80,7 @@ def test_temperature_inverts_the_distribution_over_ascending_ids(
 @given(
     uniform=st.one_of(st.just(0.0), st.just(1 - 2.0**-53), st.floats(0, 1, exclude_max=True)),
     allowed=st.sets(st.integers(0, 1499), min_size=1, max_size=3),
-    temperature=st.sampled_from([2e-5, 0.3, 1.0, 100.0, 1e30]),
+    temperature=st.sampled_from([2e-5, 0.3, 1.0, 100.0]),
 )
 def test_barred_tokens_are_never_drawn(uniform: float, allowed: set[int], temperature: float) -> None:
     logits = np.full(1500, -np.inf, dtype=np.float32)
@@ -148,7 +148,7 @@ def test_no_rows_give_no_tokens() -> None:
     assert sample(np.zeros((0, 5), dtype=np.float32), []).shape == (0,)
 
 
-@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [-0.1, 101.0, float("nan"), float("inf")])
 def test_temperatures_that_cannot_be_used(temperature: float) -> None:
     with pytest.raises(RequestInvalid):
         SamplingParams(temperature=temperature)
