@@ -26,7 +26,7 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_mlx.attention import LayerCache, StepArrays
 from edgepipe_mlx.definitions import check_architecture, models_folder
-from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, measure
+from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, is_cpu, measure
 from edgepipe_mlx.kv import KvPool
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
 from edgepipe_mlx.plan import StepPlan, plan_step
@@ -77,7 +77,13 @@ class MlxBackend:
         configure(self._device)
         check_architecture(weights.config)
         with self._memory_errors("the layers"):
-            self._shard = load_shard(slices, weights, self._dtype, progress)
+            self._shard = load_shard(
+                slices,
+                weights,
+                self._dtype,
+                progress,
+                inputs_first=is_cpu(self._device) and self._dtype == mx.float32,
+            )
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Bytes of one block in all layers of the slices."""

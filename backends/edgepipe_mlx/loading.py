@@ -54,8 +54,10 @@ def load_shard(
     weights: WeightSource,
     dtype: mx.Dtype,
     progress: Callable[[LoadProgress], None],
+    *,
+    inputs_first: bool,
 ) -> Shard:
-    """Read all tensors of the slices.
+    """Read all tensors of the slices; ``inputs_first`` lays matrices out in memory as ``_laid_out`` says.
 
     Raises ModelInvalid, ArchitectureUnsupported, and MLX's own RuntimeError when memory is short.
     """
@@ -68,6 +70,8 @@ def load_shard(
     done_bytes = 0
     for done, info in enumerate(infos, start=1):
         tensor = _read(weights, info, dtype)
+        if inputs_first:
+            tensor = _laid_out(tensor)
         for take in places[info.name].takers:
             take(tensor)
         done_bytes += info.num_bytes
@@ -84,6 +88,18 @@ def _read(weights: WeightSource, info: TensorInfo, dtype: mx.Dtype) -> mx.array:
         tensor = mx.array(as_bf16_bits(weights.read(info.name))).view(mx.bfloat16).astype(dtype)
     mx.eval(tensor)
     return tensor
+
+
+def _laid_out(tensor: mx.array) -> mx.array:
+    """The same matrix [out, in] with its transpose dense in memory.
+
+    In float32 MLX's CPU device multiplies rows with the transpose of such a matrix 1.4 times as fast (1 row: 3 times).
+    """
+    if tensor.ndim != 2:
+        return tensor
+    transposed = mx.contiguous(tensor.T)
+    mx.eval(transposed)
+    return transposed.T
 
 
 def _tensors(slices: Sequence[Slice], weights: WeightSource) -> list[TensorInfo]:

@@ -104,9 +104,7 @@ class MemorySource:
         return RawTensor(info=info, data=array.reshape(-1).view(np.uint8))
 
 
-def cpu_options(
-    *, dtype: str = "float32", activation_type: ActivationType = ActivationType.FLOAT32
-) -> BackendOptions:
+def cpu_options(*, dtype: str = "float32", activation_type: ActivationType = ActivationType.FLOAT32) -> BackendOptions:
     """The CPU device, so that figures and rounding are the same on every machine."""
     return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type)
 

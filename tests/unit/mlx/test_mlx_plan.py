@@ -1,0 +1,77 @@
+"""Laying a step out on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("mlx.core", reason="MLX is not installed")
+
+from edgepipe_mlx.kv import independent
+from edgepipe_mlx.plan import join_runs, plan_step
+from mlx_models import row
+
+from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.errors import StepFailed
+from edgepipe.ids import StepId
+
+NUM_BLOCKS = 40
+
+
+def step_of(*rows: StepRow) -> Step:
+    return Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=np.zeros(0, np.int32))
+
+
+@given(
+    blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=8, unique=True),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_every_token_goes_to_its_own_slot_of_the_block_table(blocks: list[int], cut: tuple[float, float]) -> None:
+    capacity = len(blocks) * 16
+    position = int(min(cut) * (capacity - 1))
+    num_tokens = max(1, int(max(cut) * capacity) - position)
+    table = row(position, num_tokens, *((block, 1) for block in blocks))
+    plan = plan_step(step_of(table), block_size=16, num_blocks=NUM_BLOCKS)
+    expected = [blocks[at // 16] * 16 + at % 16 for at in range(position, position + num_tokens)]
+    assert plan.slots.tolist() == expected
+    assert plan.positions.tolist() == list(range(position, position + num_tokens))
+    (planned,) = plan.rows
+    if planned.blocks is None:
+        assert [planned.start_slot + at for at in range(position, position + num_tokens)] == expected
+    else:
+        assert planned.blocks.tolist() == blocks[: len(planned.blocks)]
+
+
+def test_adjacent_runs_are_one_run() -> None:
+    assert join_runs((BlockRun(3, 2), BlockRun(5, 1), BlockRun(9, 1))) == [BlockRun(3, 3), BlockRun(9, 1)]
+    plan = plan_step(step_of(row(0, 40, (3, 2), (5, 1))), block_size=16, num_blocks=NUM_BLOCKS)
+    assert plan.rows[0].blocks is None
+
+
+def test_blocks_reserved_beyond_the_length_do_not_break_a_run() -> None:
+    plan = plan_step(step_of(row(0, 16, (3, 1), (9, 1))), block_size=16, num_blocks=NUM_BLOCKS)
+    assert plan.rows[0].blocks is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [row(0, 17, (0, 1)), row(16, 1, (0, 1)), row(0, 1, (NUM_BLOCKS, 1)), row(0, 1), row(0, 0, (0, 1))],
+    ids=["short", "short when decoding", "outside the pool", "none", "no tokens"],
+)
+def test_a_block_table_that_cannot_be_right_is_refused(bad: StepRow) -> None:
+    with pytest.raises(StepFailed):
+        plan_step(step_of(bad), block_size=16, num_blocks=NUM_BLOCKS)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_grouped_copies_end_as_copies_done_one_by_one(pairs: list[tuple[int, int]]) -> None:
+    copies = [BlockCopy(source, target) for source, target in pairs]
+    expected = list(range(10))
+    for copy in copies:
+        expected[copy.target] = expected[copy.source]
+    blocks = np.arange(10)
+    for group in independent(copies):
+        blocks[[copy.target for copy in group]] = blocks[[copy.source for copy in group]]
+    assert blocks.tolist() == expected
