@@ -105,9 +105,9 @@ def _floats(scheme: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float3
         return flat.view("<f2").astype(np.float32)
     if scheme == "BF16":
         return widen_bf16(flat.view("<u2"))
-    from gguf import quants
+    from gguf import GGMLQuantizationType, quants
 
-    return quants.dequantize(_rows(blocks), quants.GGMLQuantizationType[scheme])
+    return quants.dequantize(_rows(blocks), GGMLQuantizationType[scheme])
 
 
 def _rows(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -1,0 +1,194 @@
+"""A tokenizer rebuilt from GGUF metadata as a ``tokenizers`` object, to be saved as ``tokenizer.json``.
+
+Two kinds exist for the architectures read here: byte-level BPE (``gpt2``) with one of several pre-tokenizers, and
+SentencePiece (``llama``), which llama.cpp always merges by score, so it becomes BPE with byte fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.fields import Fields
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer, models
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PreTokenizer:
+    """How text is cut before merging: patterns applied one after the other."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False  # a piece that is a token as it stands is not merged
+    adds_bos: bool = False  # where the file does not say
+
+
+_DIGITS_GPT2 = _PreTokenizer(patterns=(r"\p{N}", _GPT2))
+_LLAMA_BPE = _PreTokenizer(patterns=(_LLAMA3,), whole_words=True, adds_bos=True)
+_PRE_TOKENIZERS = {
+    "default": _PreTokenizer(patterns=(_PUNCTUATION, _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenizer(patterns=(_GPT2,)),
+    "smollm": _DIGITS_GPT2,
+    "starcoder": _DIGITS_GPT2,
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "qwen2": _PreTokenizer(patterns=(_QWEN2,), nfc=True),
+    "deepseek-r1-qwen": _PreTokenizer(patterns=(_QWEN2,)),
+}
+
+
+def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer that GGUF metadata describes. Raises ModelInvalid if its kind or parts cannot be used."""
+    fields = Fields(metadata, what="the GGUF metadata")
+    kind = fields.text("tokenizer.ggml.model")
+    tokens = _tokens(fields)
+    if kind == "gpt2":
+        built, adds_bos = _byte_level(fields, tokens)
+    elif kind == "llama":
+        built, adds_bos = _sentence_piece(fields, tokens), True
+    else:
+        raise ModelInvalid(
+            f"the tokenizer '{kind[:40]}' of the GGUF file is not supported", fact="supported: gpt2, llama"
+        )
+    _add_special(built, fields, tokens)
+    _add_ends(built, fields, tokens, adds_bos)
+    return built
+
+
+def special_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
+    """``bos_token``, ``eos_token``, ... as text, for chat templates. Raises ModelInvalid."""
+    fields = Fields(metadata, what="the GGUF metadata")
+    tokens = _tokens(fields)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {
+        name: fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size=len(tokens)) for name, key in keys.items()
+    }
+    return {name: tokens[found[0]] for name, found in ids.items() if found}
+
+
+def _tokens(fields: Fields) -> list[str]:
+    tokens = fields.items("tokenizer.ggml.tokens")
+    if not tokens or not all(isinstance(token, str) for token in tokens):
+        raise fields.fail("tokenizer.ggml.tokens", f"a list of strings is needed, it has {len(tokens)} items")
+    return [str(token) for token in tokens]
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        vocabulary.setdefault(token, index)
+    return vocabulary
+
+
+def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = fields.text("tokenizer.ggml.pre", default="default")
+    if name not in _PRE_TOKENIZERS:
+        raise ModelInvalid(
+            f"the pre-tokenizer '{name[:40]}' of the GGUF file is not supported",
+            fact=f"supported: {', '.join(_PRE_TOKENIZERS)}",
+            next_step="pull the model's safetensors, which bring a tokenizer.json",
+        )
+    pre = _PRE_TOKENIZERS[name]
+    merges = list(_merges(fields))
+    built = Tokenizer(_guarded(lambda: models.BPE(_vocabulary(tokens), merges, ignore_merges=pre.whole_words)))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    built.decoder = decoders.ByteLevel()
+    if pre.nfc:
+        built.normalizer = normalizers.NFC()
+    return built, pre.adds_bos
+
+
+def _merges(fields: Fields) -> Iterable[tuple[str, str]]:
+    for merge in fields.items("tokenizer.ggml.merges"):
+        left, space, right = str(merge).partition(" ")
+        if not space or not left or not right or " " in right:
+            raise fields.fail("tokenizer.ggml.merges", f"{str(merge)[:40]!r} is no pair")
+        yield left, right
+
+
+def _sentence_piece(fields: Fields, tokens: list[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = _vocabulary(tokens)
+    scores = fields.numbers("tokenizer.ggml.scores", low=-1e30, high=1e30, length=len(tokens))
+    unknown = fields.token_ids("tokenizer.ggml.unknown_token_id", vocab_size=len(tokens)) or (0,)
+    merges = _merges_by_score(vocabulary, scores)
+    model = _guarded(
+        lambda: models.BPE(vocabulary, merges, unk_token=tokens[unknown[0]], fuse_unk=True, byte_fallback=True)
+    )
+    built = Tokenizer(model)
+    prefix = fields.flag("tokenizer.ggml.add_space_prefix", default=True)
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
+    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return built
+
+
+def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best score first: SentencePiece's order of merging."""
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, index in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _add_special(built: Tokenizer, fields: Fields, tokens: list[str]) -> None:
+    from tokenizers import AddedToken
+
+    kinds = fields.items("tokenizer.ggml.token_type")
+    if kinds and len(kinds) != len(tokens):
+        raise fields.fail("tokenizer.ggml.token_type", f"it has {len(kinds)} items for {len(tokens)} tokens")
+    pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
+    control = [AddedToken(token, special=True, normalized=False) for token, kind in pairs if kind == _CONTROL]
+    user = [AddedToken(token, special=False, normalized=False) for token, kind in pairs if kind == _USER_DEFINED]
+    built.add_special_tokens(control)  # pyright: ignore[reportUnknownMemberType]: the stub leaves the item open
+    built.add_tokens(user)  # pyright: ignore[reportUnknownMemberType]: as above
+
+
+def _add_ends(built: Tokenizer, fields: Fields, tokens: list[str], adds_bos: bool) -> None:
+    """What ``encode(add_special=True)`` puts around a text."""
+    from tokenizers import processors
+
+    around: dict[str, tuple[str, int]] = {}
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        ids = fields.token_ids(f"tokenizer.ggml.{name}_token_id", vocab_size=len(tokens))
+        if ids and fields.flag(f"tokenizer.ggml.add_{name}_token", default=default):
+            around[name] = (tokens[ids[0]], ids[0])
+    if around:
+        parts = [
+            *([around["bos"][0]] if "bos" in around else []),
+            "$A",
+            *([around["eos"][0]] if "eos" in around else []),
+        ]
+        built.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(around.values()))
+
+
+def _guarded(build: Callable[[], models.BPE]) -> models.BPE:
+    """Merges that name unknown tokens and the like come as plain exceptions from the library."""
+    try:
+        return build()
+    except Exception as exc:
+        raise ModelInvalid("the GGUF file's tokenizer cannot be used", fact=str(exc)[:200]) from exc

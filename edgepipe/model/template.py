@@ -1,0 +1,252 @@
+"""Chat templates: which one a model has, and rendering it in a child process that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import struct
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from edgepipe.errors import ModelInvalid, TemplateFailed
+from edgepipe.model.strict_json import read_json_object
+
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use has about 20 KB
+KNOWN_KEYWORDS = frozenset(
+    {
+        "tools",
+        "documents",
+        "enable_thinking",
+        "thinking",
+        "thinking_budget",
+        "reasoning_effort",
+        "builtin_tools",
+        "date_string",
+        "tools_in_user_message",
+        "custom_tools",
+        "xml_tools",
+        "python_tools",
+        "continue_final_message",
+        "model_identity",
+    }
+)
+"""What a request may hand to a template besides its messages."""
+
+_HEAD = struct.Struct(">I")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A model's templates by name and the special tokens that they may mention."""
+
+    sources: Mapping[str, str]  # "default", perhaps "tool_use", ...
+    special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def choose(self, *, tools: bool) -> str:
+        """The source to render. Raises TemplateFailed if the model has none."""
+        names = ("tool_use", "default") if tools else ("default",)
+        found = next((self.sources[name] for name in names if name in self.sources), None)
+        if found is None:
+            raise TemplateFailed(
+                "the model has no chat template",
+                fact=f"templates: {', '.join(self.sources) or 'none'}",
+                next_step="send a plain prompt to /v1/completions, or choose an instruct model",
+            )
+        return found
+
+
+def hf_template(folder: Path) -> ChatTemplate:
+    """The template of a model folder: ``chat_template.jinja`` before ``tokenizer_config.json``. Raises ModelInvalid."""
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path, max_bytes=32 << 20) if path.is_file() else {}
+    sources = _named(config.get("chat_template"))
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        sources["default"] = _read_source(file)
+    for name, source in sources.items():
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ModelInvalid(f"the chat template '{name[:40]}' is too long", fact=f"{len(source)} characters")
+    special = {name: _token_text(config.get(name)) for name in _SPECIAL}
+    return ChatTemplate(sources=sources, special_tokens={name: text for name, text in special.items() if text})
+
+
+def gguf_template(metadata: Mapping[str, object], special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The templates that stand in GGUF metadata."""
+    prefix = "tokenizer.chat_template"
+    sources = {
+        "default" if key == prefix else key.removeprefix(f"{prefix}."): value
+        for key, value in metadata.items()
+        if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
+    }
+    return ChatTemplate(sources=sources, special_tokens=dict(special_tokens))
+
+
+def _named(value: object) -> dict[str, str]:
+    """A string, or a list of ``{"name", "template"}``."""
+    if isinstance(value, str):
+        return {"default": value}
+    entries = cast("list[object]", value) if isinstance(value, list) else []
+    objects = [cast("dict[str, object]", entry) for entry in entries if isinstance(entry, dict)]
+    return {str(entry.get("name")): str(entry.get("template")) for entry in objects if entry.get("template")}
+
+
+def _read_source(file: Path) -> str:
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelInvalid(f"'{file.name}' is too large", fact=f"{file.stat().st_size} bytes")
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _token_text(value: object) -> str:
+    if isinstance(value, dict):
+        value = cast("dict[str, object]", value).get("content")
+    return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateTimeouts:
+    """How long the parent waits. The child itself is killed by the kernel after 1 s of CPU time."""
+
+    start_s: float = 20.0  # an interpreter starting on a starved machine
+    render_s: float = 3.0  # wall time; only a machine that gives the child no CPU reaches it
+
+
+class TemplateRenderer:
+    """Renders one model's template in a child that is kept warm, and replaced once it went over a limit."""
+
+    def __init__(self, template: ChatTemplate, timeouts: TemplateTimeouts | None = None) -> None:
+        self._template = template
+        self._timeouts = timeouts or TemplateTimeouts()
+        self._turn = asyncio.Lock()
+        self._child: Process | None = None
+
+    @property
+    def template(self) -> ChatTemplate:
+        """What is rendered."""
+        return self._template
+
+    async def start(self) -> None:
+        """Start the child now, so that the first chat need not wait for it. Raises TemplateFailed."""
+        async with self._turn:
+            await self._ready_child()
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **keywords: Any
+    ) -> str:
+        """The prompt of a conversation. Raises TemplateFailed: no template, refused, failed, or over its limits."""
+        unknown = sorted(set(keywords) - KNOWN_KEYWORDS)
+        if unknown:
+            raise TemplateFailed(f"the chat template knows no '{unknown[0]}'", fact=f"known: {sorted(KNOWN_KEYWORDS)}")
+        source = self._template.choose(tools=bool(keywords.get("tools")))
+        variables = {**self._template.special_tokens, "tools": None, "documents": None, **keywords}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        answer = await self._exchange({"template": source, "variables": variables})
+        if "text" in answer:
+            return answer["text"]
+        raise _failed(str(answer.get("detail", "")), str(answer.get("error", "")))
+
+    async def close(self) -> None:
+        """End the child. The renderer may be used again afterwards."""
+        async with self._turn:
+            await self._end_child()
+
+    async def __aenter__(self) -> TemplateRenderer:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request and its answer. Whatever interrupts it ends the child: a late answer must not meet the next
+        request."""
+        frame = _frame(request)
+        async with self._turn:
+            child = await self._ready_child()
+            try:
+                async with asyncio.timeout(self._timeouts.render_s):
+                    answer = await _ask(child, frame)
+            except TimeoutError as exc:
+                await self._end_child()
+                raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc
+            except (asyncio.IncompleteReadError, ConnectionError) as exc:
+                raise _failed(*_death(await self._end_child())) from exc
+            except BaseException:
+                await self._end_child()
+                raise
+            if answer.get("error") == "memory":
+                await self._end_child()
+            return answer
+
+    async def _ready_child(self) -> Process:
+        if self._child is not None and self._child.returncode is None:
+            return self._child
+        await self._end_child()
+        command = (sys.executable, "-P", "-m", "edgepipe.model.template_child")
+        self._child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        try:
+            async with asyncio.timeout(self._timeouts.start_s):
+                await _receive(self._child)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
+            code = await self._end_child()
+            raise _failed(f"its process did not start (exit code {code})", "start") from exc
+        except BaseException:
+            await self._end_child()
+            raise
+        return self._child
+
+    async def _end_child(self) -> int | None:
+        """Kill and reap; the exit code if the child had ended by itself."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        if child.returncode is None:
+            try:
+                child.kill()
+            except ProcessLookupError:
+                pass
+        code = await child.wait()
+        cast("Any", child)._transport.close()  # frees the pipes now; asyncio offers no public way
+        return code
+
+
+async def _ask(child: Process, frame: bytes) -> dict[str, Any]:
+    if child.stdin is None:
+        raise RuntimeError("the child was started without a pipe")
+    child.stdin.write(frame)
+    await child.stdin.drain()
+    return await _receive(child)
+
+
+async def _receive(child: Process) -> dict[str, Any]:
+    if child.stdout is None:
+        raise RuntimeError("the child was started without a pipe")
+    (length,) = _HEAD.unpack(await child.stdout.readexactly(_HEAD.size))
+    return cast("dict[str, Any]", json.loads(await child.stdout.readexactly(length)))
+
+
+def _frame(request: dict[str, Any]) -> bytes:
+    try:
+        data = json.dumps(request).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise TemplateFailed("the messages cannot be handed to the chat template", fact=str(exc)[:200]) from exc
+    return _HEAD.pack(len(data)) + data
+
+
+def _death(code: int | None) -> tuple[str, str]:
+    if code == -signal.SIGPROF:
+        return "it used its 1 s of CPU time", "time"
+    return "it wanted more memory than it may have, or crashed", "memory"
+
+
+def _failed(detail: str, kind: str) -> TemplateFailed:
+    steps = {
+        "template": "check the order and roles of the messages",
+        "security": "do not use this model's template: send a plain prompt to /v1/completions",
+    }
+    default = "choose another model, or send a plain prompt to /v1/completions"
+    return TemplateFailed(fact=detail[:500], next_step=steps.get(kind, default))

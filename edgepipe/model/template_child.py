@@ -1,0 +1,158 @@
+"""The child process that renders chat templates: ``python -m edgepipe.model.template_child``.
+
+Frames on stdin and stdout: u32 big-endian length, then JSON. It says ``{"ready": true}`` once, then answers each
+``{"template", "variables"}`` with ``{"text"}`` or ``{"error", "detail"}``. It ends when stdin ends.
+
+The sandbox stops a template from reaching Python, not from working for ever, so the kernel bounds it too:
+
+- CPU: one interval timer of process time per rendering, whose signal kills even inside a single long operation.
+- Memory: the address space may grow by ``MEMORY_BYTES`` over what the interpreter with jinja2 has already mapped. The
+  limit counts address space, and a bare interpreter maps 20 to 300 MB of it depending on the platform without using it,
+  so an absolute limit would mean something else on each machine. Where the kernel does not enforce it (macOS), a second
+  timer looks at the resident size between two operations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO, ClassVar, NoReturn, cast
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_S = 1.0
+MEMORY_BYTES = 256 << 20
+MAX_TEXT_CHARS = 4 << 20  # ten times the longest context
+_WATCH_S = 0.02
+_TOO_LARGE = "it wanted more memory than it may have"
+_HEAD = struct.Struct(">I")
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the model wrote, for training; rendering ignores it."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Refuses what is unsafe at once; the base class lets it pass as an empty value until it is used."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"access to attribute '{attribute}' of '{type(obj).__name__}' is unsafe")
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for, without a loader."""
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    cast("dict[str, object]", environment.filters)["tojson"] = _tojson
+    names = cast("dict[str, object]", environment.globals)
+    names |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which a prompt must not contain."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def render(compiled: Template, variables: dict[str, Any]) -> dict[str, str]:
+    """The answer to one request; every failure but the kernel's kill becomes an answer."""
+    try:
+        text = compiled.render(**variables)
+    except MemoryError:
+        return {"error": "memory", "detail": _TOO_LARGE}
+    except SecurityError as exc:
+        return {"error": "security", "detail": str(exc)}
+    except Exception as exc:  # templates call methods of strings and lists, which raise whatever they like
+        return {"error": "template", "detail": f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__}
+    if len(text) > MAX_TEXT_CHARS:
+        return {"error": "memory", "detail": f"its text has {len(text)} characters, at most {MAX_TEXT_CHARS} may be"}
+    return {"text": text}
+
+
+def limit_memory() -> None:
+    """Bound the address space from here on. Platforms that refuse are left to the watch."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
+    except (OSError, ValueError):
+        signal.signal(signal.SIGALRM, _make_watch())
+
+
+def _make_watch() -> Any:
+    unit = 1 if sys.platform == "darwin" else 1024
+    limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + MEMORY_BYTES
+
+    def watch(_signal: int, _frame: object) -> None:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > limit:
+            os._exit(3)
+
+    return watch
+
+
+def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, _WATCH_S, _WATCH_S)
+    try:
+        return render(compile_template(request["template"]), request["variables"])
+    except MemoryError:  # constants are folded while compiling
+        return {"error": "memory", "detail": _TOO_LARGE}
+    except (TemplateError, RecursionError, ValueError) as exc:
+        return {"error": "syntax", "detail": str(exc) or type(exc).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode("ascii")
+    stream.write(_HEAD.pack(len(data)) + data)
+    stream.flush()
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    compile_template = lru_cache(maxsize=8)(make_environment().from_string)
+    compile_template("{{ 1 }}").render()  # jinja2 imports lazily; all of it should be mapped before the limit is taken
+    limit_memory()
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    _send(target, {"ready": True})
+    while head := source.read(_HEAD.size):
+        request = json.loads(source.read(_HEAD.unpack(head)[0]))
+        _send(target, _answer(request, compile_template))
+
+
+if __name__ == "__main__":
+    main()
