@@ -1,0 +1,1 @@
+"""Who is in the cluster: membership (a pure core), discovery, heartbeats."""

@@ -1,0 +1,1 @@
+"""PURE: which nodes compute which layers."""

@@ -1,0 +1,263 @@
+"""The shell around ``membership``: streams to every known address, beats four times a second, round trips by echo."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.membership import Command, Dial, HangUp, HeardBeat, IdentityTaken, MemberChanged, Membership
+from edgepipe.config import Timeouts
+from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
+from edgepipe.ids import NodeId
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.telemetry.log import Once
+from edgepipe.wire.common import check_hello
+from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
+_MAX_REFUSALS = 64  # refused addresses shown in the status
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """One side of one stream."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    sequence: int = 0
+    sent_at_s: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
+    heard: int = 0
+    heard_at_s: float = 0.0
+    told_version: int = -1
+    told_at_s: float = float("-inf")
+
+
+class Heartbeats:
+    """Keeps this node's streams and feeds the membership. ``run`` holds everything; others call in from the loop."""
+
+    def __init__(
+        self,
+        *,
+        membership: Membership,
+        hello: common_pb2.Hello,
+        state: Callable[[], node_pb2.NodeState],
+        clock: Clock,
+        timeouts: Timeouts,
+        on_change: Callable[[MemberChanged], None],
+        on_identity_taken: Callable[[str], None],
+    ) -> None:
+        self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address -> why we do not join
+        self._membership = membership
+        self._hello = hello
+        self._state = state
+        self._clock = clock
+        self._timeouts = timeouts
+        self._on_change = on_change
+        self._on_identity_taken = on_identity_taken
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._conversations: set[int] = set()
+        self._wakes: dict[int, asyncio.Event] = {}
+        self._once = Once(logger)
+        self._leaving = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._waiting: list[Command] = []  # commands from before ``run``
+
+    async def run(self) -> None:
+        """Tick and dial until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            waiting, self._waiting = self._waiting, []
+            self._perform(waiting)
+            while True:
+                await asyncio.sleep(self._timeouts.beat_interval_s / 2)
+                self._perform(self._membership.on_tick(now=self._clock.monotonic_s()))
+
+    def found(self, address: str, *, node_id: str = "", manual: bool = False) -> None:
+        """Discovery or a person named an address."""
+        self._perform(self._membership.on_address(address, node_id=node_id, manual=manual))
+
+    def announce(self) -> None:
+        """This node's state changed: tell everybody now."""
+        for wake in self._wakes.values():
+            wake.set()
+
+    async def leave(self) -> None:
+        """Tell everybody that this node goes; returns when the streams have ended or after 500 ms."""
+        self._leaving = True
+        self.announce()
+        dials = list(self._dials.values())
+        if dials:
+            await asyncio.wait(dials, timeout=0.5)
+
+    async def answer(self, beats: AsyncIterator[node_pb2.Beat]) -> AsyncGenerator[node_pb2.Beat]:
+        """Handler of ``Node.Heartbeat``: one beat back for each that comes. Raises VersionMismatch, PairingRejected."""
+        conversation = _Conversation()
+        node_id = ""
+        async for beat in beats:
+            if not node_id:
+                node_id = self._admit(beat.hello)
+            self._hear(conversation, beat, NodeId(node_id), dialled="")
+            yield self._beat(conversation)
+
+    def _admit(self, hello: common_pb2.Hello) -> str:
+        """The caller's node id, if it may join."""
+        try:
+            check_hello(hello)
+            if hello.cluster_id != self._hello.cluster_id:
+                raise PairingRejected(
+                    f"node {hello.node_name} belongs to another cluster",
+                    fact=f"it is in '{hello.cluster_id}', this node in '{self._hello.cluster_id}'",
+                    next_step="start both nodes with the same --cluster",
+                    node=hello.node_name,
+                )
+        except EdgepipeError as error:
+            self._refuse(f"node {hello.node_name or hello.node_id}", error)
+            raise
+        return hello.node_id
+
+    def _refuse(self, who: str, error: EdgepipeError) -> None:
+        self._once.log(logging.WARNING, f"{who} {error.code}", "does not join: %s: %s", who, error)
+        self.refusals[who] = error
+        self.refusals.move_to_end(who)
+        if len(self.refusals) > _MAX_REFUSALS:
+            self.refusals.popitem(last=False)
+
+    def _perform(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if self._tasks is None:
+                self._waiting.append(command)
+            elif isinstance(command, Dial):
+                self._start_dial(command.address, self._tasks)
+            elif isinstance(command, HangUp):
+                if task := self._dials.pop(command.address, None):
+                    task.cancel()
+            elif isinstance(command, IdentityTaken):
+                self._on_identity_taken(command.address)
+            else:
+                self._on_change(command)
+
+    def _start_dial(self, address: str, tasks: asyncio.TaskGroup) -> None:
+        if address not in self._dials and not self._leaving:
+            self._dials[address] = tasks.create_task(self._dial(address), name=f"dial:{address}")
+
+    async def _dial(self, address: str) -> None:
+        """Hold a stream to ``address``, for ever anew."""
+        wait_s = self._timeouts.redial_min_s
+        while not self._leaving:
+            began_s = self._clock.monotonic_s()
+            try:
+                await self._converse(address)
+            except ConnectTimeout as error:
+                if "refused" in error.fact:
+                    self._perform(self._membership.on_refused(address, now=self._clock.monotonic_s()))
+                logger.debug("dial failed address=%s: %s", address, error)
+            except PeerClosed as error:
+                logger.debug("stream ended address=%s: %s", address, error)
+            except EdgepipeError as error:
+                self._refuse(address, error)
+            lasted = self._clock.monotonic_s() - began_s > 2 * self._timeouts.connect_s
+            urgent = lasted or self._membership.expects(address)
+            wait_s = self._timeouts.redial_min_s if urgent else min(2 * wait_s, self._timeouts.redial_max_s)
+            await asyncio.sleep(0 if self._leaving else wait_s)
+
+    async def _converse(self, address: str) -> None:
+        """One stream from its opening to its end. Raises what ended it; the far side's clean end is PeerClosed."""
+        async with make_channel(address) as channel:
+            with translated(address):
+                call = node_pb2_grpc.NodeStub(channel).Heartbeat()
+                conversation = _Conversation()
+                await call.write(self._beat(conversation, first=True))
+                first = await self._first_answer(call, address)
+                node_id = self._admit(first.hello)
+                self.refusals.pop(address, None)
+                self._hear(conversation, first, NodeId(node_id), dialled=address)
+                async with asyncio.TaskGroup() as tasks:
+                    sender = tasks.create_task(self._send(call, conversation), name=f"beats:{address}")
+                    try:
+                        async for beat in call:
+                            self._hear(conversation, beat, NodeId(node_id), dialled=address)
+                    except grpc.aio.AioRpcError:
+                        pass  # its code is read below
+                    sender.cancel()
+                if await call.code() is not grpc.StatusCode.OK:
+                    raise PeerClosed(f"{address} closed the connection", fact=await call.details() or "")
+
+    async def _first_answer(self, call: Any, address: str) -> node_pb2.Beat:
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                first = await call.read()
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"{address} does not answer", fact=f"waited {self._timeouts.connect_s:.0f} s") from exc
+        if first is grpc.aio.EOF:
+            raise LinkError(f"{address} ended the stream without an answer")
+        return first
+
+    async def _send(self, call: Any, conversation: _Conversation) -> None:
+        """A beat every interval, and at once when the state changed."""
+        self._wakes[id(conversation)] = conversation.wake
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._timeouts.beat_interval_s):
+                        await conversation.wake.wait()
+                except TimeoutError:
+                    pass
+                conversation.wake.clear()
+                await call.write(self._beat(conversation))
+                if self._leaving:
+                    await call.done_writing()
+                    return
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader tells why the stream broke
+        finally:
+            self._wakes.pop(id(conversation), None)
+
+    def _beat(self, conversation: _Conversation, *, first: bool = False) -> node_pb2.Beat:
+        now = self._clock.monotonic_s()
+        conversation.sequence += 1
+        conversation.sent_at_s[conversation.sequence] = now
+        if len(conversation.sent_at_s) > _ECHO_MEMORY:
+            conversation.sent_at_s.popitem(last=False)
+        beat = node_pb2.Beat(sequence=conversation.sequence, leaving=self._leaving)
+        if first or conversation.sequence == 1:
+            beat.hello.CopyFrom(self._hello)
+        if conversation.heard:
+            beat.echo = conversation.heard
+            beat.echo_delay_us = int((now - conversation.heard_at_s) * 1e6)
+        self._add_state(beat, conversation, now)
+        return beat
+
+    def _add_state(self, beat: node_pb2.Beat, conversation: _Conversation, now: float) -> None:
+        state = self._state()
+        stale = now - conversation.told_at_s >= self._timeouts.state_refresh_s
+        if state.version == conversation.told_version and not stale:
+            return
+        beat.state.CopyFrom(state)
+        for node_id, address in self._membership.introductions():
+            beat.known.add(node_id=node_id, address=address)
+        conversation.told_version, conversation.told_at_s = state.version, now
+
+    def _hear(self, conversation: _Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
+        now = self._clock.monotonic_s()
+        conversation.heard, conversation.heard_at_s = beat.sequence, now
+        state = beat.state if beat.HasField("state") and beat.state.node_id == node_id else None
+        heard = HeardBeat(
+            node_id=node_id,
+            state=state,
+            known=tuple((one.node_id, one.address) for one in beat.known),
+            leaving=beat.leaving,
+            dialled=dialled,
+        )
+        self._perform(self._membership.on_beat(heard, now=now))
+        sent_s = conversation.sent_at_s.get(beat.echo)
+        if dialled and sent_s is not None:
+            rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
+            self._membership.on_rtt(node_id, rtt_ms=rtt_ms)

@@ -1,0 +1,88 @@
+"""Which of the machine's addresses a node listens on and announces."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import ifaddr
+
+from edgepipe.errors import ConfigInvalid
+
+LOOPBACK = "127.0.0.1"
+_SKIPPED = ("docker", "br-", "veth", "virbr", "vmnet", "tailscale", "utun", "wg", "zt", "tun", "awdl", "llw", "bridge")
+_NO_TRAFFIC = "192.0.2.1"  # a documentation address: connecting a UDP socket only asks the routing table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One IPv4 address of this machine."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """All IPv4 addresses of this machine."""
+    return [
+        Interface(name=adapter.nice_name, address=ip.ip)
+        for adapter in ifaddr.get_adapters()
+        for ip in adapter.ips
+        if isinstance(ip.ip, str)
+    ]
+
+
+def choose_address(*, interface: str, insecure_lan: bool, available: list[Interface], routed: str) -> str:
+    """The address to listen on: loopback unless ``insecure_lan``; then the named interface, else the routed one.
+
+    ``routed`` is the address that the routing table picks for the world. Raises ConfigInvalid.
+    """
+    if interface:
+        return _named(interface, insecure_lan=insecure_lan, available=available)
+    if not insecure_lan:
+        return LOOPBACK
+    usable = [one for one in available if not _is_loopback(one.address) and not one.name.startswith(_SKIPPED)]
+    if not usable:
+        raise ConfigInvalid(
+            "no network interface can be used",
+            fact=f"found: {', '.join(f'{one.name} {one.address}' for one in available) or 'none'}",
+            next_step="name one with --interface",
+        )
+    return next((one.address for one in usable if one.address == routed), usable[0].address)
+
+
+def routed_address() -> str:
+    """The address that the routing table picks for the world; empty without a route. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_NO_TRAFFIC, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def _named(interface: str, *, insecure_lan: bool, available: list[Interface]) -> str:
+    found = next((one.address for one in available if interface in (one.name, one.address)), "")
+    if not found and _is_loopback(interface):
+        found = interface
+    if not found:
+        raise ConfigInvalid(
+            f"there is no interface '{interface}'",
+            fact=f"found: {', '.join(f'{one.name} {one.address}' for one in available)}",
+            next_step="name one of them with --interface",
+        )
+    if not _is_loopback(found) and not insecure_lan:
+        raise ConfigInvalid(
+            f"interface '{interface}' is on the network, and nothing is encrypted yet",
+            fact=f"its address is {found}",
+            next_step="add --insecure-lan if you trust everybody on that network",
+        )
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,307 @@
+"""Who is in the cluster, as a state machine: what was heard goes in, dialling commands and changes come out.
+
+Every node talks to every other itself, so what a node believes of another is only what it heard from it; nobody's
+death is told on. PURE: no clock, no network; the shell is ``heartbeats.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from edgepipe.ids import NodeId
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_GAP_HISTORY = 480  # beats in two minutes
+_MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
+_STALL_S = 1.0  # a longer pause between two ticks is this process's own (sleep, stop), not the others' silence
+
+
+class MemberStatus(StrEnum):
+    """What this node believes of another."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"  # silent for half the dead limit
+    DEAD = "dead"
+    LEFT = "left"  # said so itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipLimits:
+    """When silence means what; seconds, from ``config.Timeouts``."""
+
+    refused_s: float
+    dead_min_s: float
+    dead_max_s: float
+    forget_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A node as this one sees it."""
+
+    node: pb.NodeState  # the newest that it told of itself
+    status: MemberStatus
+    last_heard_s: float
+    rtt_ms: float = 0.0
+    refused_since_s: float | None = None  # first refused connection since it was heard
+    gaps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_GAP_HISTORY))
+
+    @property
+    def reachable(self) -> bool:
+        """Whether work may be given to it."""
+        return self.status in (MemberStatus.ALIVE, MemberStatus.SUSPECT)
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Keep trying to hold a heartbeat stream to ``address``."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """End the stream to ``address`` and dial it no more."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """A member's status or state is another than before."""
+
+    node_id: NodeId
+    status: MemberStatus
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityTaken:
+    """A running node has this node's id: one data directory is a copy of the other."""
+
+    address: str
+
+
+Command = Dial | HangUp | MemberChanged | IdentityTaken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardBeat:
+    """One heartbeat as it came in."""
+
+    node_id: NodeId
+    state: pb.NodeState | None = None
+    known: tuple[tuple[str, str], ...] = ()  # (node id, address) of nodes that the sender knows
+    leaving: bool = False
+    dialled: str = ""  # the address that was dialled; empty when the other side dialled
+
+
+@dataclass(slots=True, kw_only=True)
+class _Target:
+    manual: bool  # named by a person: never forgotten
+    node_id: NodeId | None = None  # who answered there
+    dialling: bool = False
+
+
+class Membership:
+    """The state machine. Methods take the monotonic time and return the commands to perform."""
+
+    def __init__(self, *, node_id: NodeId, incarnation: int, address: str, limits: MembershipLimits) -> None:
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._own_addresses = {address}
+        self._limits = limits
+        self._members: dict[NodeId, Member] = {}
+        self._targets: dict[str, _Target] = {}
+        self._last_tick_s: float | None = None
+
+    def member(self, node_id: str) -> Member | None:
+        """What is known of a node."""
+        return self._members.get(NodeId(node_id))
+
+    def reachable(self) -> list[Member]:
+        """Members that work may be given to, by node id; this node itself is not among them."""
+        return [self._members[key] for key in sorted(self._members) if self._members[key].reachable]
+
+    def introductions(self) -> list[tuple[str, str]]:
+        """(node id, address) of every reachable member, to be told to others."""
+        return [(member.node.node_id, member.node.address) for member in self.reachable()]
+
+    def expects(self, address: str) -> bool:
+        """Whether a reachable member should answer at ``address``, so that a broken stream is redialled at once."""
+        target = self._targets.get(address)
+        member = self._members.get(target.node_id) if target and target.node_id else None
+        return member is not None and member.reachable
+
+    def on_address(self, address: str, *, manual: bool = False, node_id: str = "") -> list[Command]:
+        """Discovery, a person or another member named an address."""
+        if not address or address in self._own_addresses or node_id == self._node_id:
+            return []
+        target = self._targets.get(address)
+        if target is None:
+            if len(self._targets) >= _MAX_TARGETS and not manual:
+                return []
+            target = self._targets[address] = _Target(manual=manual)
+        target.manual = target.manual or manual
+        owner = self._members.get(NodeId(node_id)) if node_id else None
+        if target.dialling or (owner is not None and owner.reachable and self._is_dialled(owner.node.node_id)):
+            return []
+        target.dialling = True
+        return [Dial(address)]
+
+    def on_beat(self, beat: HeardBeat, *, now: float) -> list[Command]:
+        """A heartbeat came in, on a stream of either direction."""
+        if beat.node_id == self._node_id:
+            return self._on_own_id(beat)
+        member = self._members.get(beat.node_id)
+        if self._is_stale(member, beat):
+            return []
+        if beat.leaving:
+            return self._on_leaving(member)
+        if member is None:
+            assert beat.state is not None
+            member = Member(node=beat.state, status=MemberStatus.DEAD, last_heard_s=now)
+            self._members[beat.node_id] = member
+        commands = self._refresh(member, beat, now)
+        if beat.dialled:
+            commands += self._bind(beat.dialled, beat.node_id)
+        commands += self.on_address(member.node.address, node_id=beat.node_id)
+        for node_id, address in beat.known:
+            commands += self.on_address(address, node_id=node_id)
+        return commands
+
+    def on_refused(self, address: str, *, now: float) -> list[Command]:
+        """A connection to ``address`` was refused: a machine is there and no process listens."""
+        target = self._targets.get(address)
+        member = self._members.get(target.node_id) if target and target.node_id else None
+        if member is None or not member.reachable or member.node.address != address:
+            return []
+        if member.refused_since_s is None:
+            member.refused_since_s = now
+        if now - member.refused_since_s < self._limits.refused_s:
+            return []
+        return self._set_status(member, MemberStatus.DEAD)
+
+    def on_rtt(self, node_id: NodeId, *, rtt_ms: float) -> None:
+        """A round trip was measured; smoothed over about eight beats."""
+        if member := self._members.get(node_id):
+            member.rtt_ms = rtt_ms if member.rtt_ms == 0 else member.rtt_ms + (rtt_ms - member.rtt_ms) / 8
+
+    def on_tick(self, *, now: float) -> list[Command]:
+        """Silent members become suspect, then dead, then forgotten."""
+        self._forgive_own_stall(now)
+        commands: list[Command] = []
+        for member in list(self._members.values()):
+            silence = now - member.last_heard_s
+            limit = self.dead_limit_s(member)
+            if member.reachable and silence >= limit:
+                commands += self._set_status(member, MemberStatus.DEAD)
+            elif member.status is MemberStatus.ALIVE and silence >= limit / 2:
+                commands += self._set_status(member, MemberStatus.SUSPECT)
+            elif not member.reachable and silence >= self._limits.forget_s:
+                commands += self._forget(member)
+        return commands
+
+    def dead_limit_s(self, member: Member) -> float:
+        """Silence after which ``member`` is dead: 3 x the 99th percentile of its gaps, within the limits."""
+        gaps = sorted(member.gaps_s)
+        p99 = gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)] if gaps else 0.0
+        return min(max(self._limits.dead_min_s, 3 * p99), self._limits.dead_max_s)
+
+    def _is_stale(self, member: Member | None, beat: HeardBeat) -> bool:
+        """A beat of an earlier life, of one that has left, or of a stranger that has not told of itself."""
+        if member is None:
+            return beat.state is None
+        if beat.state is not None and beat.state.incarnation != member.node.incarnation:
+            return beat.state.incarnation < member.node.incarnation
+        return member.status is MemberStatus.LEFT
+
+    def _on_own_id(self, beat: HeardBeat) -> list[Command]:
+        if beat.state is None:
+            return []
+        if beat.state.incarnation != self._incarnation:
+            # The one that started later gives way; the other keeps dialling and meets it under its new name.
+            later = self._incarnation > beat.state.incarnation
+            return [IdentityTaken(beat.dialled or beat.state.address)] if later else []
+        if not beat.dialled:
+            return []
+        self._own_addresses.add(beat.dialled)
+        self._targets.pop(beat.dialled, None)
+        return [HangUp(beat.dialled)]
+
+    def _on_leaving(self, member: Member | None) -> list[Command]:
+        if member is None or member.status is MemberStatus.LEFT:
+            return []
+        commands = self._set_status(member, MemberStatus.LEFT)
+        return [*commands, *self._drop_targets(member.node.node_id)]
+
+    def _refresh(self, member: Member, beat: HeardBeat, now: float) -> list[Command]:
+        if member.reachable:
+            member.gaps_s.append(max(0.0, now - member.last_heard_s))
+        else:
+            member.gaps_s.clear()
+        member.last_heard_s = now
+        member.refused_since_s = None
+        changed = member.status is not MemberStatus.ALIVE
+        member.status = MemberStatus.ALIVE
+        if beat.state is not None and _order(beat.state) > _order(member.node):
+            member.node = beat.state
+            changed = True
+        return [MemberChanged(NodeId(member.node.node_id), MemberStatus.ALIVE)] if changed else []
+
+    def _bind(self, address: str, node_id: NodeId) -> list[Command]:
+        """One dialled stream per member is enough; its own address wins over others that lead to it."""
+        target = self._targets.get(address)
+        if target is None:
+            return []
+        target.node_id = node_id
+        own = self._targets.get(self._members[node_id].node.address)
+        if own is None or not own.dialling or own.node_id != node_id:
+            return []
+        others = [key for key, other in self._targets.items() if other.node_id == node_id and other is not own]
+        commands: list[Command] = []
+        for other in others:
+            if self._targets[other].dialling:
+                self._targets[other].dialling = False
+                commands.append(HangUp(other))
+        return commands
+
+    def _is_dialled(self, node_id: str) -> bool:
+        return any(target.dialling and target.node_id == node_id for target in self._targets.values())
+
+    def _set_status(self, member: Member, status: MemberStatus) -> list[Command]:
+        member.status = status
+        commands: list[Command] = [MemberChanged(NodeId(member.node.node_id), status)]
+        if status is MemberStatus.DEAD:
+            commands += self._redial(member.node.node_id)
+        return commands
+
+    def _redial(self, node_id: str) -> Iterator[Command]:
+        for address, target in self._targets.items():
+            if target.node_id == node_id and not target.dialling:
+                target.dialling = True
+                yield Dial(address)
+
+    def _drop_targets(self, node_id: str) -> Iterable[Command]:
+        dropped = [address for address, target in self._targets.items() if target.node_id == node_id]
+        for address in dropped:
+            if not self._targets[address].manual:  # what a person named is dialled for ever: it may come back
+                del self._targets[address]
+                yield HangUp(address)
+
+    def _forget(self, member: Member) -> list[Command]:
+        del self._members[NodeId(member.node.node_id)]
+        return list(self._drop_targets(member.node.node_id))
+
+    def _forgive_own_stall(self, now: float) -> None:
+        pause = 0.0 if self._last_tick_s is None else now - self._last_tick_s
+        self._last_tick_s = now
+        if pause >= _STALL_S:
+            for member in self._members.values():
+                member.last_heard_s = min(now, member.last_heard_s + pause)
+
+
+def _order(state: pb.NodeState) -> tuple[int, int]:
+    return state.incarnation, state.version

@@ -1,0 +1,277 @@
+"""Settings: the sole reader of the environment.
+
+A setting comes from a flag, else from ``EDGEPIPE_<NAME>``, else from the TOML file, else from its default, and keeps a
+note of which it was. An unknown name is an error everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from edgepipe.errors import ConfigInvalid
+from edgepipe.units import parse_bytes
+
+ENV_PREFIX = "EDGEPIPE_"
+_FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that a node can be told. Field names are the names of flags, variables and TOML keys."""
+
+    name: str = ""  # of this node; empty: the host's name
+    cluster: str = "home"  # id of the cluster; only nodes of the same id join
+    backend: str = "auto"  # auto | none | a backend's entry point
+    device: str = "auto"  # the backend's word, such as cuda:0
+    dtype: str = "auto"  # compute dtype of this node's stages
+    interface: str = ""  # network interface or address; empty: loopback, with insecure_lan all sensible ones
+    port: int = 7117  # of the daemon, children take the 15 above; 0: any free ports
+    http_port: int = 8117  # of the gateway; 0: any free port
+    peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
+    discovery: bool = True  # announce and browse by mDNS
+    data_dir: Path = Path()  # identity, socket, logs
+    models_dir: Path = Path()  # model store; empty: DATA_DIR/models
+    insecure_lan: bool = False  # listen beyond loopback although nothing is encrypted yet
+    memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
+    threads: int = 0  # compute threads of a stage; 0: the backend's choice
+    backend_options: tuple[str, ...] = ()  # KEY=VALUE settings of the backend's own
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """Settings, and where each came from."""
+
+    values: Config
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])  # "flag" | "env X" | "file P" | "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every deadline of the control plane, in one value. Profiles differ in what their network can do at its worst."""
+
+    connect_s: float  # until a TCP connection and its first answer stand
+    rpc_s: float  # a small unary call
+    beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
+    refused_s: float = 0.3  # connection refused this long means that the process is gone: a restart takes longer
+    dead_min_s: float = 2.0  # no heartbeat for this long means dead, unless the link's own gaps ask for more
+    dead_max_s: float = 6.0  # a link with worse gaps than a third of this cannot carry a pipeline anyway
+    state_refresh_s: float = 2.0  # a node's state is repeated this often though unchanged
+    redial_min_s: float = 0.1  # first wait before a failed dial is tried again
+    redial_max_s: float = 2.0  # longest wait: a node that comes back is seen within it
+    forget_s: float = 3600.0  # a dead node is dialled this long; later it must announce itself again
+    child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, on a busy machine more
+    child_stop_s: float = 5.0  # a child that was told to stop is killed after this
+    load_s: float = 600.0  # reading a shard from a slow disk: 20 GB at 40 MB/s
+    transfer_idle_s: float = 20.0  # a transfer without a byte for this long goes on with another peer
+
+    @classmethod
+    def loopback(cls) -> Timeouts:
+        """One machine: only its own load delays answers."""
+        return cls(connect_s=2.0, rpc_s=5.0)
+
+    @classmethod
+    def lan(cls) -> Timeouts:
+        """Cables and a switch: one lost SYN costs 1 s."""
+        return cls(connect_s=3.0, rpc_s=5.0)
+
+    @classmethod
+    def wifi(cls) -> Timeouts:
+        """Radio: bursts of loss and scans of up to a second, so two lost SYNs must pass (1 s + 2 s)."""
+        return cls(connect_s=5.0, rpc_s=10.0)
+
+
+def default_data_dir() -> Path:
+    """Where a node keeps its identity when nobody says otherwise."""
+    return Path(platformdirs.user_data_dir("edgepipe", appauthor=False))
+
+
+def default_config_file() -> Path:
+    """The TOML file that is read when nobody names another."""
+    return Path(platformdirs.user_config_dir("edgepipe", appauthor=False)) / "config.toml"
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> LoadedConfig:
+    """Settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid."""
+    variables = os.environ if environ is None else environ
+    named = file or (Path(variables[_FILE_VARIABLE]) if _FILE_VARIABLE in variables else None)
+    raw: dict[str, tuple[Any, str]] = {}
+    raw.update(_from_file(named or default_config_file(), required=named is not None))
+    raw.update(_from_environ(variables))
+    raw.update({_known(key, "flag"): (value, "flag") for key, value in (flags or {}).items() if value is not None})
+    values = {name: _PARSERS[name](value, name) for name, (value, _) in raw.items()}
+    origins = {name: raw[name][1] if name in raw else "default" for name in _PARSERS}
+    return LoadedConfig(values=_completed(values), origins=origins)
+
+
+def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
+    """The environment for a child process: this one's without settings (children get theirs as a message)."""
+    source = os.environ if environ is None else environ
+    kept = {key: value for key, value in source.items() if not key.startswith(ENV_PREFIX)}
+    if threads:
+        kept["OMP_NUM_THREADS"] = str(threads)
+    return kept
+
+
+def _completed(values: dict[str, Any]) -> Config:
+    values["name"] = values.get("name") or _host_name()
+    values["data_dir"] = values.get("data_dir") or default_data_dir()
+    values["models_dir"] = values.get("models_dir") or values["data_dir"] / "models"
+    return Config(**values)
+
+
+def _host_name() -> str:
+    """The host's short name, in the letters that a node's name may have."""
+    short = socket.gethostname().split(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]", "-", short).strip("-_")[:63] or "node"
+
+
+def _from_file(path: Path, *, required: bool) -> dict[str, tuple[Any, str]]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        if required:
+            raise ConfigInvalid(f"the settings file {path} does not exist") from exc
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigInvalid(f"the settings file {path} cannot be read", fact=str(exc)) from exc
+    return {_known(key, f"file {path}"): (value, f"file {path}") for key, value in document.items()}
+
+
+def _from_environ(variables: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for variable, value in variables.items():
+        if variable.startswith(ENV_PREFIX) and variable != _FILE_VARIABLE:
+            found[_known(variable.removeprefix(ENV_PREFIX).lower(), variable)] = (value, f"env {variable}")
+    return found
+
+
+def _known(key: str, origin: str) -> str:
+    name = key.replace("-", "_")
+    name = "memory_limit_bytes" if name == "memory_limit" else name
+    if name not in _PARSERS:
+        raise ConfigInvalid(
+            f"'{key}' is no setting ({origin})",
+            fact=f"settings: {', '.join(sorted(_PARSERS))}",
+            next_step="see 'edgepipe config show --origin'",
+        )
+    return name
+
+
+def _wrong(name: str, value: object, wanted: str) -> ConfigInvalid:
+    return ConfigInvalid(f"{name} cannot be '{value}'", next_step=f"give {wanted}")
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text")
+    return value.strip()
+
+
+def _label(value: Any, name: str) -> str:
+    text = _text(value, name)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", text):  # goes into mDNS names and plans ("a:0-14,b:15-29")
+        raise _wrong(name, value, "1 to 63 letters, digits, dots, dashes or underscores")
+    return text
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[Any, str], str]:
+    def parse(value: Any, name: str) -> str:
+        if value not in choices:
+            raise _wrong(name, value, f"one of {', '.join(choices)}")
+        return value
+
+    return parse
+
+
+def _number(lowest: int, highest: int) -> Callable[[Any, str], int]:
+    def parse(value: Any, name: str) -> int:
+        try:
+            number = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else -1
+        except ValueError:
+            number = -1
+        if not lowest <= number <= highest:
+            raise _wrong(name, value, f"a number from {lowest} to {highest}")
+        return number
+
+    return parse
+
+
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    meaning = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if str(value).lower() not in meaning:
+        raise _wrong(name, value, "true or false")
+    return meaning[str(value).lower()]
+
+
+def _path(value: Any, name: str) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise _wrong(name, value, "a folder")
+    return Path(value).expanduser().absolute()
+
+
+def _bytes(value: Any, name: str) -> int:
+    return parse_bytes(str(value))
+
+
+def _words(value: Any, name: str) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise _wrong(name, value, "a list")
+    words = tuple(str(part).strip() for part in parts)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return tuple(word for word in words if word)
+
+
+def _addresses(value: Any, name: str) -> tuple[str, ...]:
+    for address in (found := _words(value, name)):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise _wrong(name, address, "addresses as HOST:PORT, such as 192.168.1.20:7117")
+    return found
+
+
+def _pairs(value: Any, name: str) -> tuple[str, ...]:
+    for pair in (found := _words(value, name)):
+        if "=" not in pair:
+            raise _wrong(name, pair, "settings as KEY=VALUE")
+    return found
+
+
+_PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "name": _label,
+    "cluster": _label,
+    "backend": _label,
+    "device": _text,
+    "dtype": _one_of(_DTYPES),
+    "interface": _text,
+    "port": _number(0, 65535 - 16),  # the children's and the pairing port lie above it
+    "http_port": _number(0, 65535),
+    "peers": _addresses,
+    "discovery": _flag,
+    "data_dir": _path,
+    "models_dir": _path,
+    "insecure_lan": _flag,
+    "memory_limit_bytes": _bytes,
+    "threads": _number(0, 1024),
+    "backend_options": _pairs,
+    "log_level": _one_of(_LOG_LEVELS),
+}
+assert set(_PARSERS) == {entry.name for entry in fields(Config)}

@@ -1,0 +1,65 @@
+"""The child's side of the one stream between a child and its daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.errors import EdgepipeError
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import error_to_wire
+from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+_MAX_REPORTS = 1024  # the daemon reads at once; more waiting means that it hangs, and then the child ends
+
+
+class DaemonLink:
+    """Reports to the daemon and takes its commands. ``run`` must be running for either to move."""
+
+    def __init__(self, settings: ChildSettings) -> None:
+        self.settings = settings
+        self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
+        self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Carry both ways until the daemon says stop, goes away, or this is cancelled; the last reports still go out.
+
+        Raises LinkError when the daemon is gone and PairingRejected when it does not know this child.
+        """
+        async with make_channel(f"unix:{self.settings.socket}") as channel:
+            with translated("the node's daemon"):
+                call = node_pb2_grpc.ChildrenStub(channel).Attach(self._outgoing())
+                async for command in call:
+                    if command.HasField("stop"):
+                        break
+                    self._commands.put_nowait(command)
+                self._commands.put_nowait(None)
+
+    async def commands(self) -> AsyncIterator[node_pb2.ChildCommand]:
+        """Commands other than stop, in order; ends when the daemon says stop."""
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def started(self, *, port: int, profile: common_pb2.DeviceProfile | None = None) -> None:
+        """Say that this child is ready for work; must be the first report."""
+        told = node_pb2.ChildStarted(child_id=self.settings.child_id, kind=self.settings.kind, port=port)
+        if profile is not None:
+            told.profile.CopyFrom(profile)
+        self.report(node_pb2.ChildReport(started=told))
+
+    def report(self, report: node_pb2.ChildReport) -> None:
+        """Queue a report."""
+        self._reports.put_nowait(report)
+
+    def fault(self, error: EdgepipeError) -> None:
+        """Report why this child cannot go on."""
+        self.report(node_pb2.ChildReport(fault=error_to_wire(error)))
+
+    def finish(self) -> None:
+        """No report follows."""
+        self._reports.put_nowait(None)
+
+    async def _outgoing(self) -> AsyncIterator[node_pb2.ChildReport]:
+        while (report := await self._reports.get()) is not None:
+            yield report

@@ -1,0 +1,214 @@
+"""Child processes: started with their settings on standard input, attached over the Unix socket, ended for sure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from edgepipe.config import Timeouts, child_environment
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LAST_LINES = 20  # of a child's output, kept to explain its end
+_MAX_LINE_BYTES = 1 << 16
+_MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
+
+
+class Child:
+    """One running child process. Its reports arrive by ``on_report``; ``exited`` is set when the process is gone."""
+
+    def __init__(self, settings: ChildSettings, process: asyncio.subprocess.Process) -> None:
+        self.settings = settings
+        self.process = process
+        self.started: asyncio.Future[pb.ChildStarted] = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Event()
+        self.stopping = False
+        self.fault: EdgepipeError | None = None
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
+        self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
+
+    @property
+    def kind(self) -> str:
+        """stage | engine | gateway"""
+        return self.settings.kind
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    @property
+    def state(self) -> str:
+        """starting | running | stopping | exited"""
+        if self.exited.is_set():
+            return "exited"
+        if self.stopping:
+            return "stopping"
+        return "running" if self.started.done() else "starting"
+
+    def send(self, command: pb.ChildCommand) -> None:
+        """Queue a command. A child that takes none for so long is killed: it hangs."""
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            logger.error("child=%s pid=%d takes no commands: killed", self.kind, self.pid)
+            self.kill()
+
+    async def commands(self) -> AsyncIterator[pb.ChildCommand]:
+        """The commands in order, until the child is gone."""
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def take_report(self, report: pb.ChildReport) -> None:
+        """One report came from the child."""
+        if report.HasField("started") and not self.started.done():
+            self.started.set_result(report.started)
+        if report.HasField("fault"):
+            self.fault = error_from_wire(report.fault)
+        self.on_report(report)
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self) -> None:
+        """The process is gone: whoever waits for it or for its start wakes."""
+        self.exited.set()
+        with contextlib.suppress(asyncio.QueueFull):
+            self._commands.put_nowait(None)
+        if not self.started.done():
+            self.started.set_exception(self.error())
+            self.started.exception()  # nobody may be waiting
+
+    def error(self) -> EdgepipeError:
+        """Why it ended, as far as is known."""
+        if self.fault is not None:
+            return self.fault
+        last = next((line for line in reversed(self.last_lines) if line.strip()), "it wrote nothing")
+        return StageLost(
+            f"the {self.kind} process ended", fact=f"exit status {self.process.returncode}: {last}", stage=self.kind
+        )
+
+
+class Children:
+    """All child processes of a node."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._children: dict[str, Child] = {}
+
+    def running(self, kind: str = "") -> list[Child]:
+        """Children whose process lives."""
+        return [child for child in self._children.values() if not kind or child.kind == kind]
+
+    async def start(self, settings: ChildSettings, tasks: asyncio.TaskGroup) -> Child:
+        """Spawn the process and watch it from ``tasks``; returns before it has attached."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "edgepipe.daemon.child",
+            settings.kind,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(threads=settings.threads),
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # ^C in the terminal is the daemon's to handle
+        )
+        child = Child(settings, process)
+        self._children[settings.child_id] = child
+        logger.info("child started kind=%s pid=%d", child.kind, child.pid)
+        tasks.create_task(self._watch(child), name=f"watch:{child.kind}:{child.pid}")
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died already; the watcher tells
+            process.stdin.write(settings.to_line())
+            await process.stdin.drain()
+        return child
+
+    async def wait_started(self, child: Child) -> pb.ChildStarted:
+        """The child's first report. Raises what ended it, or BackendUnavailable (after a kill) if it hangs."""
+        try:
+            async with asyncio.timeout(self._timeouts.child_start_s):
+                return await asyncio.shield(child.started)
+        except TimeoutError as exc:
+            child.kill()
+            raise BackendUnavailable(
+                f"the {child.kind} process did not start", fact=f"no report in {self._timeouts.child_start_s:.0f} s"
+            ) from exc
+
+    async def stop(self, child: Child) -> None:
+        """Ask it to stop, then kill it; returns when the process is gone."""
+        child.stopping = True
+        child.send(pb.ChildCommand(stop=pb.StopChild()))
+        if child.process.stdin is not None:
+            child.process.stdin.close()  # tells also a child that has not attached yet
+        try:
+            async with asyncio.timeout(self._timeouts.child_stop_s):
+                await child.exited.wait()
+        except TimeoutError:
+            logger.warning("child=%s pid=%d did not stop: killed", child.kind, child.pid)
+            child.kill()
+            await child.exited.wait()
+
+    async def stop_all(self, kind: str) -> None:
+        """Stop all children of a kind, side by side."""
+        await asyncio.gather(*(self.stop(child) for child in self.running(kind)))
+
+    def kill_all(self) -> None:
+        """End every child at once."""
+        for child in list(self._children.values()):
+            child.kill()
+
+    async def attach(self, reports: AsyncIterator[pb.ChildReport]) -> AsyncGenerator[pb.ChildCommand]:
+        """Handler of ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
+        first = await anext(aiter(reports), None)
+        child = self._children.get(first.started.child_id) if first is not None else None
+        if first is None or child is None:
+            raise PairingRejected("this process is no child of the node", fact="its child id is unknown")
+        child.take_report(first)
+        reader = asyncio.create_task(self._read(child, reports), name=f"reports:{child.kind}:{child.pid}")
+        try:
+            async for command in child.commands():
+                yield command
+        finally:
+            reader.cancel()
+
+    async def _read(self, child: Child, reports: AsyncIterator[pb.ChildReport]) -> None:
+        async for report in reports:
+            child.take_report(report)
+
+    async def _watch(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        try:
+            while line := await _next_line(child.process.stdout):
+                text = line.decode(errors="replace").rstrip()
+                child.last_lines.append(text)
+                logger.info("%s[%d] %s", child.kind, child.pid, text)
+            await child.process.wait()
+        finally:
+            child.kill()  # whatever of its group is left
+            if child.process.returncode is None:
+                await asyncio.shield(child.process.wait())
+            self._children.pop(child.settings.child_id, None)
+            child.ended()
+            logger.info("child ended kind=%s pid=%d status=%s", child.kind, child.pid, child.process.returncode)
+
+
+async def _next_line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, cut where a child writes one without end."""
+    try:
+        return await stream.readline()
+    except ValueError:
+        return b"(a line too long to show)\n"

@@ -1,0 +1,80 @@
+"""Who may take how much of a device's memory. Pure; the node reserves before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.units import format_bytes
+
+_HOST_HEADROOM_BYTES = 1 << 30  # the rest of a person's desktop goes on working
+_HOST_HEADROOM_FRACTION = 0.1
+_GPU_HEADROOM_BYTES = 600 << 20  # workspaces, fragmentation, a desktop's compositor
+_HOST_KV_FRACTION = 0.25  # of free memory: host memory is shared with everything else
+_GPU_KV_FRACTION = 0.9
+_MIN_KV_TOKENS = 512  # fewer cannot hold one ordinary question
+
+
+def headroom_bytes(*, total_bytes: int, on_host: bool) -> int:
+    """What is left free on a device, however much is asked."""
+    if not on_host:
+        return min(_GPU_HEADROOM_BYTES, total_bytes // 10)
+    return min(_HOST_HEADROOM_BYTES, int(total_bytes * _HOST_HEADROOM_FRACTION))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Memory set aside for one stage."""
+
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.kv_bytes
+
+
+class MemoryLedger:
+    """Reservations on one device, by pipeline."""
+
+    def __init__(self, *, node: str, free_bytes: int, total_bytes: int, on_host: bool, limit_bytes: int = 0) -> None:
+        self._node = node
+        self._on_host = on_host
+        usable = free_bytes - headroom_bytes(total_bytes=total_bytes, on_host=on_host)
+        self._usable_bytes = max(0, min(usable, limit_bytes) if limit_bytes else usable)
+        self._held: dict[str, Reservation] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Sum of what is held."""
+        return sum(one.num_bytes for one in self._held.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be reserved."""
+        return max(0, self._usable_bytes - self.reserved_bytes)
+
+    def reserve(self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int) -> Reservation:
+        """Set memory aside for weights and for ``kv_tokens`` of KV, or for as many of these as fit and are decent.
+
+        Replaces what ``holder`` had. Raises NoFeasiblePlacement, saying what is missing; then nothing has changed.
+        """
+        free = self.free_bytes + (self._held[holder].num_bytes if holder in self._held else 0)
+        least = weight_bytes + min(kv_tokens, _MIN_KV_TOKENS) * kv_token_bytes
+        if least > free:
+            raise NoFeasiblePlacement(
+                f"node {self._node} lacks {format_bytes(least - free)}",
+                fact=f"the layers and a small KV cache need {format_bytes(least)}, {format_bytes(free)} are free",
+                next_step="close other programs there, start another node, or serve a smaller model",
+                node=self._node,
+            )
+        share = _HOST_KV_FRACTION if self._on_host else _GPU_KV_FRACTION
+        most = max(int((free - weight_bytes) * share), least - weight_bytes)
+        held = Reservation(weight_bytes=weight_bytes, kv_bytes=min(kv_tokens * kv_token_bytes, most))
+        self._held[holder] = held
+        return held
+
+    def release(self, holder: str) -> None:
+        """Give a reservation back; unknown holders are fine."""
+        self._held.pop(holder, None)

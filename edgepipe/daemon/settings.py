@@ -1,0 +1,52 @@
+"""What a daemon tells a child at its birth: one JSON line on standard input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from edgepipe.errors import LocalProtocolError
+
+KINDS = ("stage", "engine", "gateway")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSettings:
+    """A child's whole configuration; children read no environment."""
+
+    kind: str  # stage | engine | gateway
+    child_id: str  # unguessable: by it the daemon knows its own child
+    socket: str  # the daemon's Unix socket
+    host: str  # address to listen on
+    ports: tuple[int, ...]  # tried in order; (0,): any free one
+    http_port: int  # gateways; 0: any free one
+    node_id: str
+    node_name: str
+    cluster_id: str
+    address: str  # HOST:PORT of the daemon
+    log_level: str
+    backend: str = ""  # stages
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    backend_options: dict[str, str] = field(default_factory=dict[str, str])
+    memory_limit_bytes: int = 0
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> ChildSettings:
+        """Read back what ``to_line`` wrote. Raises LocalProtocolError when a person started the module by hand."""
+        try:
+            values: dict[str, Any] = json.loads(line)
+            values["ports"] = tuple(values["ports"])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError) as exc:
+            raise LocalProtocolError(
+                "a child process needs its settings as one line of JSON on standard input",
+                fact=str(exc),
+                next_step="start a node with 'edgepipe node start'; it starts its children itself",
+            ) from exc

@@ -1,0 +1,50 @@
+"""Logging: one line per life-cycle change, to stderr and to a rotating file in the node's data directory.
+
+Fixed field names in messages: ``node= stage= request= epoch= pipeline=``. Never prompts, completions or keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import OrderedDict
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+_FILE_BYTES = 4 << 20  # a quiet node writes some KB a day
+_FILE_COUNT = 3
+
+
+def set_up_logging(*, level: str, file: Path | None = None) -> None:
+    """Log to stderr and, for daemons, to ``file`` with rotation. Called once, by a process's main."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file is not None:
+        handlers.append(RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILE_COUNT, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
+    for noisy in ("asyncio", "httpx", "httpcore", "zeroconf", "huggingface_hub", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class Once:
+    """What a peer can trigger is logged once at its level, then at DEBUG; the memory of it is bounded."""
+
+    def __init__(self, logger: logging.Logger, *, capacity: int = 256) -> None:
+        self._logger = logger
+        self._capacity = capacity  # keys; a peer that invents more only gets repeated lines
+        self._seen: OrderedDict[str, None] = OrderedDict()
+
+    def log(self, level: int, key: str, message: str, *args: object) -> None:
+        """Log ``message`` at ``level`` unless ``key`` was logged before."""
+        first = key not in self._seen
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        if len(self._seen) > self._capacity:
+            self._seen.popitem(last=False)
+        self._logger.log(level if first else logging.DEBUG, message, *args)
+
+    def forget(self, key: str) -> None:
+        """Log the next one of ``key`` again."""
+        self._seen.pop(key, None)
