@@ -113,7 +113,7 @@ def _places(config: ModelConfig, loaded: list[LoadedSlice]) -> dict[str, _Place]
     table = (config.vocab_size, config.hidden_size)
     for part in loaded:
         for layer, block in zip(part.part.layers, part.blocks, strict=True):
-            parameters: list[tuple[str, Any]] = list(tree_flatten(block.parameters()))
+            parameters: Any = tree_flatten(block.parameters())
             for path, placeholder in parameters:
                 name = f"model.layers.{layer}.{path}"
                 places[name] = _Place(tuple(placeholder.shape), [_into_block(block, path)])

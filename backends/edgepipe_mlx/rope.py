@@ -18,7 +18,7 @@ from edgepipe.model.facts import ModelConfig, Rope
 
 Floats = npt.NDArray[np.floating]
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class RotaryEmbedding(nn.Module):
@@ -52,7 +52,13 @@ def rotary_wavelengths(config: ModelConfig) -> tuple[Floats, float]:
     """
     rope = config.rope
     plain = rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    if rope.scaling == "default" or (rope.scaling == "dynamic" and _never_stretched(config)):
+    if _depends_on_length(config):
+        raise ArchitectureUnsupported(
+            f"the mlx backend does not compute the rope scaling '{rope.scaling}' beyond the trained context",
+            fact=f"trained context {rope.original_context} tokens, context of the model {config.context_length}",
+            next_step="serve the model on nodes with another backend",
+        )
+    if rope.scaling in ("default", "dynamic"):
         return plain, 1.0
     if rope.scaling == "linear":
         return plain * rope.factor, 1.0
@@ -60,17 +66,34 @@ def rotary_wavelengths(config: ModelConfig) -> tuple[Floats, float]:
         return _llama3(rope, plain), 1.0
     if rope.scaling == "yarn":
         return _yarn(rope, plain, config), _yarn_amplitude(rope)
+    if rope.scaling == "longrope":
+        return plain * np.array(rope.short_factor, np.float64), _longrope_amplitude(rope)
     raise ArchitectureUnsupported(
-        f"the mlx backend does not compute the rope scaling '{rope.scaling}' of this model",
-        fact=f"it computes {', '.join(SCALINGS)}"
-        + ("; dynamic only up to the trained context" if rope.scaling == "dynamic" else ""),
-        next_step="serve the model on nodes with the torch backend",
+        f"the mlx backend does not compute the rope scaling '{rope.scaling}'",
+        fact=f"it computes {', '.join(SCALINGS)}",
+        next_step="serve the model on nodes with another backend",
     )
 
 
-def _never_stretched(config: ModelConfig) -> bool:
-    """Dynamic scaling changes nothing up to the trained context; beyond, it would depend on each sequence's length."""
-    return config.rope.original_context in (0, config.context_length)
+def _depends_on_length(config: ModelConfig) -> bool:
+    """Whether frequencies would change once a sequence outgrows the trained context, and the model lets it do so.
+
+    The keys kept by then were rotated with the former frequencies, so chunked or replayed prompts would differ from
+    whole ones.
+    """
+    rope = config.rope
+    if rope.original_context in (0, config.context_length) or config.context_length < rope.original_context:
+        return False
+    return rope.scaling == "dynamic" or (rope.scaling == "longrope" and rope.short_factor != rope.long_factor)
+
+
+def _longrope_amplitude(rope: Rope) -> float:
+    """Longrope's factor on queries and keys (Ding et al. 2024, 3.3)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0 or rope.original_context <= 1:
+        return 1.0
+    return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))
 
 
 def _llama3(rope: Rope, plain: Floats) -> Floats:

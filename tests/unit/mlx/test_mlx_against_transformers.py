@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mlx.core", reason="MLX is not installed")
-torch = pytest.importorskip("torch", reason="transformers computes with torch, which is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("torch", reason="transformers computes with torch, which is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-from mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tensor_shapes, tiny_config  # noqa: E402
+import torch
+import transformers
+from mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tensor_shapes, tiny_config
 
-from edgepipe.model.facts import ModelConfig, Rope  # noqa: E402
+from edgepipe.model.facts import ModelConfig, Rope
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(
@@ -90,6 +92,25 @@ CASES = [
             "mscale": 0.9,
             "mscale_all_dim": 0.7,
             "truncate": False,
+        },
+    ),
+    Case(
+        name="llama longrope within its trained context",
+        ours={
+            "rope": Rope(
+                scaling="longrope",
+                factor=4.0,
+                original_context=256,
+                short_factor=(1.0, 1.1, 1.3, 1.7, 2.2, 3.1),
+                long_factor=(2.0, 2.1, 2.3, 2.7, 3.2, 4.1),
+            )
+        },
+        rope={
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.1],
+            "long_factor": [2.0, 2.1, 2.3, 2.7, 3.2, 4.1],
         },
     ),
     Case(

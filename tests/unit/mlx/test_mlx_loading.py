@@ -1,0 +1,102 @@
+"""Loading slices: what is read, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="MLX is not installed")
+
+from edgepipe_mlx import MlxBackend
+from mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
+
+from edgepipe.backend.types import LoadProgress
+from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
+from edgepipe.model.facts import LayerRange, ModelConfig, Rope, Slice, make_slices
+
+CONFIG = tiny_config()
+
+
+def load(config: ModelConfig, weights: dict[str, Float32s], *parts: Slice) -> tuple[MemorySource, list[LoadProgress]]:
+    source, told = MemorySource(config, weights), list[LoadProgress]()
+    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    MlxBackend(cpu_options()).load(parts or whole, source, told.append)
+    return source, told
+
+
+def test_a_middle_slice_reads_its_layers_and_nothing_else() -> None:
+    middle = Slice(index=1, layers=LayerRange(1, 2), embedding=False, head=False)
+    source, told = load(CONFIG, random_weights(CONFIG), middle)
+    assert source.names_read
+    assert all(name.startswith("model.layers.1.") for name in source.names_read)
+    assert source.bytes_read == 4 * CONFIG.slice_parameters(middle)
+    assert told[-1].tensors_done == told[-1].tensors_total == len(source.names_read)
+    assert told[-1].bytes_done == told[-1].bytes_total == source.bytes_read
+    assert [each.tensors_done for each in told] == list(range(1, len(told) + 1))
+
+
+def test_a_tied_table_is_read_once_and_serves_embedding_and_head() -> None:
+    config = tiny_config(tied_embeddings=True)
+    source = MemorySource(config, random_weights(config))
+    chain = Chain(source, ranges=[(0, 2), (2, 3)])
+    assert source.names_read.count("model.embed_tokens.weight") == 1
+    assert np.isfinite(chain.run([1, 2], [row(0, 2, (0, 1))])).all()
+
+
+def without(name: str) -> Callable[[dict[str, Float32s]], None]:
+    def damage(weights: dict[str, Float32s]) -> None:
+        del weights[name]
+
+    return damage
+
+
+def replaced(name: str, shape: tuple[int, ...]) -> Callable[[dict[str, Float32s]], None]:
+    return lambda weights: weights.update({name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (without("model.layers.2.mlp.up_proj.weight"), "model.layers.2.mlp.up_proj.weight"),
+        (without("lm_head.weight"), "lm_head.weight"),
+        (replaced("model.layers.0.self_attn.k_proj.weight", (48, 32)), "model.layers.0.self_attn.k_proj.weight"),
+        (replaced("model.layers.0.self_attn.q_proj.bias", (48,)), "model.layers.0.self_attn.q_proj.bias"),
+    ],
+    ids=["a layer's tensor missing", "head missing", "wrong shape", "a bias that the config denies"],
+)
+def test_weights_that_contradict_the_config_are_refused_by_name(
+    damage: Callable[[dict[str, Float32s]], None], named: str
+) -> None:
+    weights = random_weights(CONFIG)
+    damage(weights)
+    with pytest.raises(ModelInvalid, match=named):
+        load(CONFIG, weights)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config(architecture="gemma3"),
+        tiny_config(rope=Rope(scaling="strange")),
+        tiny_config(rope=Rope(scaling="dynamic", factor=2.0, original_context=128)),
+        tiny_config(
+            rope=Rope(scaling="longrope", original_context=128, short_factor=(1.0,) * 6, long_factor=(2.0,) * 6)
+        ),
+    ],
+    ids=["family", "unknown scaling", "dynamic beyond training", "longrope beyond training"],
+)
+def test_what_is_not_computed_is_refused_in_three_lines(config: ModelConfig) -> None:
+    with pytest.raises(ArchitectureUnsupported) as refused:
+        load(config, random_weights(config))
+    assert len(refused.value.lines()) == 3
+
+
+def test_factors_that_hold_at_every_length_are_computed_beyond_the_trained_context() -> None:
+    factors = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0)
+    rope = Rope(
+        scaling="longrope", original_context=64, attention_factor=1.0, short_factor=factors, long_factor=factors
+    )
+    config = tiny_config(rope=rope)
+    Chain(MemorySource(config, random_weights(config)))
