@@ -128,7 +128,7 @@ class EmulatedBackend:
         self._kv_bytes = num_bytes
 
     def prepare(self, step: Step) -> PreparedStep:
-        """Build the step's host arrays. Raises ShardMismatch, and StepFailed if two tokens would share a KV slot."""
+        """Build the step's host arrays. Raises ShardMismatch for a slice not loaded, StepFailed for wrong tables."""
         loaded = self._need_loaded()
         if step.slice_index not in loaded.slices:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")

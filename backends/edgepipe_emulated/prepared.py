@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.types import Step, StepRow
-from edgepipe.errors import ShardMismatch, StepFailed
+from edgepipe.errors import StepFailed
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.kv import KVPool, Slots, past_slots, table_slots
 
@@ -29,11 +29,11 @@ class PreparedStep:
 def prepare_step(step: Step, *, pool: KVPool, weights: Words) -> PreparedStep:
     """Build the arrays. ``weights`` holds every position of the context.
 
-    Raises ShardMismatch for a block table that is too short or names blocks that are not there, for a position behind
-    the context and for a logit row that is no token; StepFailed if two tokens would write the same slot.
+    Raises StepFailed for a block table that is too short or names blocks that are not there, for a position behind the
+    context, for a logit row that is no token, and if two tokens would be written to the same slot.
     """
     if not step.rows:
-        raise ShardMismatch("a step has no rows")
+        raise StepFailed("a step has no rows")
     for row in step.rows:
         _check(row, pool, len(weights))
     lengths = np.array([row.num_tokens for row in step.rows], dtype=np.int64)
@@ -43,7 +43,7 @@ def prepare_step(step: Step, *, pool: KVPool, weights: Words) -> PreparedStep:
     if len(np.unique(slots)) != len(slots):
         raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
     if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < len(slots):
-        raise ShardMismatch("a step asks for logits of a token that it does not hold", fact=f"it holds {len(slots)}")
+        raise StepFailed("a step asks for logits of a token that it does not hold", fact=f"it holds {len(slots)}")
     return PreparedStep(
         step=step,
         weights=np.concatenate([weights[row.position : row.position + row.num_tokens] for row in step.rows]),
@@ -59,13 +59,11 @@ def _check(row: StepRow, pool: KVPool, context_length: int) -> None:
     end = row.position + row.num_tokens
     room = sum(run.count for run in row.runs) * pool.block_size
     if row.num_tokens < 1 or row.position < 0 or end > context_length:
-        raise ShardMismatch(f"tokens {row.position}-{end - 1} are outside the context", fact=f"it has {context_length}")
+        raise StepFailed(f"tokens {row.position}-{end - 1} are outside the context", fact=f"it has {context_length}")
     if room < end:
-        raise ShardMismatch(f"a block table ends before its tokens do: {room} slots for {end} tokens")
+        raise StepFailed(f"a block table ends before its tokens do: {room} slots for {end} tokens")
     if any(run.start < 0 or run.count < 1 or run.start + run.count > pool.num_blocks for run in row.runs):
-        raise ShardMismatch(
-            "a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}"
-        )
+        raise StepFailed("a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}")
 
 
 def _shared_slot(slots: npt.NDArray[np.int64], pool: KVPool) -> str:

@@ -1,0 +1,30 @@
+"""A clock that stands still until told."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """A ``Clock`` moved by hand; ``wall_jump`` stands for a machine whose date was set."""
+
+    def __init__(self, *, monotonic_s: float = 1000.0, wall_s: float = 1_700_000_000.0) -> None:
+        self._monotonic_s = monotonic_s
+        self._wall_s = wall_s
+
+    def monotonic_s(self) -> float:
+        """Seconds since an arbitrary start."""
+        return self._monotonic_s
+
+    def wall_s(self) -> float:
+        """Seconds since 1970."""
+        return self._wall_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass on both clocks."""
+        if seconds < 0:
+            raise ValueError("time does not go back")
+        self._monotonic_s += seconds
+        self._wall_s += seconds
+
+    def wall_jump(self, seconds: float) -> None:
+        """Set the date on or back; monotonic time does not notice."""
+        self._wall_s += seconds

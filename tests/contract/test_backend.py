@@ -1,0 +1,379 @@
+"""What every backend must do. Results are logits of all tokens, so that each says what its token attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from backend_maker import Maker, cut
+
+from edgepipe.backend.protocol import Backend, Ticket
+from edgepipe.backend.types import ActivationType, LoadProgress, StepRow
+from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.testing.steps import make_step, result_of, run_step, step_row, token_ids
+from edgepipe.testing.tiny_model import TinyWeights, tiny_config
+
+LLAMA = tiny_config()
+PROMPT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 40).tolist()
+OTHER = np.random.default_rng(6).integers(0, LLAMA.vocab_size, 40).tolist()
+
+
+def run(backend: Backend, *work: tuple[StepRow, Sequence[int]], copies: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+    """Logits of all tokens of one step of a whole model."""
+    step = make_step([row for row, _tokens in work], copies=copies)
+    return run_step(backend, step, token_ids(*(tokens for _row, tokens in work)))
+
+
+def whole_prompt(maker: Maker, config: ModelConfig, tokens: Sequence[int]) -> np.ndarray:
+    """Logits of every token, computed by a fresh backend in one step."""
+    return run(maker.loaded(config), (step_row(0, len(tokens), (0, 4)), tokens))
+
+
+class TestShapes:
+    @pytest.mark.parametrize("kind", list(ActivationType))
+    def test_every_slice_gives_what_the_next_one_takes(self, maker: Maker, kind: ActivationType) -> None:
+        row = step_row(0, 5, (0, 1))
+        data = token_ids(PROMPT[:5])
+        for index in range(3):
+            backend = maker.loaded(LLAMA, cuts=[1, 3], take=[index], kind=kind)
+            output = backend.collect(backend.submit(backend.prepare(make_step([row], slice_index=index)), data))
+            data = result_of(output)
+            assert (output.activations is None) == (index == 2)
+            assert (output.logits is None) == (index < 2)
+            assert data.shape == ((5, LLAMA.hidden_size) if index < 2 else (5, LLAMA.vocab_size))
+            assert data.dtype == (kind.numpy if index < 2 else np.float32)
+            assert data.flags.c_contiguous
+
+    def test_logits_come_in_the_order_they_were_asked_for(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        everything = run(backend, (step_row(0, 6, (0, 1)), PROMPT[:6]))
+        step = make_step([step_row(0, 6, (0, 1))], logit_rows=[4, 0, 5])
+        maker.assert_same(run_step(backend, step, token_ids(PROMPT[:6])), everything[[4, 0, 5]])
+
+    def test_a_chunk_that_is_not_the_last_asks_for_no_logits(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        step = make_step([step_row(0, 6, (0, 1))], logit_rows=[])
+        assert run_step(backend, step, token_ids(PROMPT[:6])).shape == (0, LLAMA.vocab_size)
+        rest = run(backend, (step_row(6, 4, (0, 1)), PROMPT[6:10]))
+        maker.assert_same(rest, whole_prompt(maker, LLAMA, PROMPT[:10])[6:])
+
+    def test_outputs_stay_when_later_steps_run(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        first = run(backend, (step_row(0, 6, (0, 1)), PROMPT[:6]))
+        kept = first.copy()
+        run(backend, (step_row(0, 6, (1, 1)), OTHER[:6]))
+        np.testing.assert_array_equal(first, kept)
+
+
+class TestSplits:
+    @pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]], ids=str)
+    def test_any_split_computes_what_the_whole_model_does(
+        self, maker: Maker, config: ModelConfig, cuts: list[int]
+    ) -> None:
+        stages = [maker.loaded(config, cuts=cuts, take=[index]) for index in range(len(cuts) + 1)]
+        for position, count in ((0, 12), (12, 1), (13, 7)):
+            data = token_ids(PROMPT[position : position + count])
+            for index, stage in enumerate(stages):
+                data = run_step(stage, make_step([step_row(position, count, (0, 2))], slice_index=index), data)
+            expected = whole_prompt(maker, config, PROMPT[: position + count])[position:]
+            maker.assert_same(data, expected)
+
+    def test_one_backend_runs_several_slices_with_kv_of_their_own(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA, cuts=[1, 3])
+        for position, count in ((0, 12), (12, 3)):
+            data = token_ids(PROMPT[position : position + count])
+            for index in range(3):
+                data = run_step(backend, make_step([step_row(position, count, (0, 1))], slice_index=index), data)
+            maker.assert_same(data, whole_prompt(maker, LLAMA, PROMPT[: position + count])[position:])
+
+    def test_bf16_links_stay_close_to_links_that_do_not_round(self, maker: Maker) -> None:
+        data = token_ids(PROMPT[:12])
+        for index in range(2):
+            backend = maker.loaded(LLAMA, cuts=[2], take=[index], kind=ActivationType.BF16)
+            data = run_step(backend, make_step([step_row(0, 12, (0, 1))], slice_index=index), data)
+        exact = whole_prompt(maker, LLAMA, PROMPT[:12])
+        assert float(np.abs(data - exact).max()) < 0.05 * float(np.abs(exact).max())
+
+
+class TestBatches:
+    @pytest.mark.parametrize("chunks", [[7, 9, 7], [1, 22], [16, 7], [22, 1]], ids=str)
+    def test_a_prompt_in_chunks_is_the_prompt(self, maker: Maker, config: ModelConfig, chunks: list[int]) -> None:
+        backend = maker.loaded(config)
+        found, position = [], 0
+        for count in chunks:
+            found.append(run(backend, (step_row(position, count, (2, 2)), PROMPT[position : position + count])))
+            position += count
+        maker.assert_same(np.concatenate(found), whole_prompt(maker, config, PROMPT[:23]))
+
+    def test_decoding_token_by_token_is_the_prompt(self, maker: Maker, config: ModelConfig) -> None:
+        backend = maker.loaded(config)
+        found = [run(backend, (step_row(i, 1, (0, 2)), [PROMPT[i]])) for i in range(20)]
+        maker.assert_same(np.concatenate(found), whole_prompt(maker, config, PROMPT[:20]))
+
+    def test_a_ragged_micro_batch_is_its_rows_alone(self, maker: Maker, config: ModelConfig) -> None:
+        backend = maker.loaded(config)
+        run(backend, (step_row(0, 17, (3, 2), sequence=2), OTHER[:17]))
+        run(backend, (step_row(0, 9, (5, 2), sequence=3), PROMPT[5:14]))
+        mixed = run(
+            backend,
+            (step_row(0, 13, (0, 1), sequence=1), PROMPT[:13]),
+            (step_row(17, 1, (3, 2), sequence=2), [OTHER[17]]),
+            (step_row(9, 8, (5, 2), sequence=3), PROMPT[14:22]),
+            (step_row(0, 1, (8, 1), sequence=4), [OTHER[0]]),
+        )
+        maker.assert_same(mixed[:13], whole_prompt(maker, config, PROMPT[:13]))
+        maker.assert_same(mixed[13:14], whole_prompt(maker, config, OTHER[:18])[17:])
+        maker.assert_same(mixed[14:22], whole_prompt(maker, config, PROMPT[5:22])[9:])
+        maker.assert_same(mixed[22:], whole_prompt(maker, config, OTHER[:1]))
+
+    def test_many_decoding_sequences_are_each_their_own(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        tokens = {i: [(7 * i + 3 * j) % LLAMA.vocab_size for j in range(i + 2)] for i in range(10)}
+        for i, sequence in tokens.items():
+            run(backend, (step_row(0, len(sequence) - 1, (i, 1), sequence=i), sequence[:-1]))
+        together = run(
+            backend,
+            *((step_row(len(s) - 1, 1, (i, 1), sequence=i), s[-1:]) for i, s in reversed(tokens.items())),
+        )
+        for i, logits in zip(reversed(tokens), together, strict=True):
+            maker.assert_same(logits, whole_prompt(maker, LLAMA, tokens[i])[-1])
+
+
+class TestKv:
+    def test_scattered_blocks_are_a_run(self, maker: Maker, config: ModelConfig) -> None:
+        backend = maker.loaded(config)
+        table = ((9, 1), (3, 2), (0, 1))
+        first = run(backend, (step_row(0, 30, *table), PROMPT[:30]))
+        rest = run(backend, (step_row(30, 6, *table), PROMPT[30:36]))
+        last = run(backend, (step_row(36, 1, *table), PROMPT[36:37]))
+        maker.assert_same(np.concatenate([first, rest, last]), whole_prompt(maker, config, PROMPT[:37]))
+
+    def test_a_run_that_grows_and_then_breaks_is_the_same_sequence(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 16, (4, 1)), PROMPT[:16]))
+        run(backend, (step_row(16, 16, (4, 2)), PROMPT[16:32]))
+        found = run(backend, (step_row(32, 8, (4, 2), (1, 1)), PROMPT[32:40]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:40])[32:])
+
+    def test_a_lower_position_truncates(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 20, (0, 2)), PROMPT[:20]))
+        found = run(backend, (step_row(6, 3, (0, 2)), OTHER[:3]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:6] + OTHER[:3])[6:])
+        found = run(backend, (step_row(9, 1, (0, 2)), OTHER[3:4]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:6] + OTHER[:4])[9:])
+
+    def test_copied_blocks_stand_for_computed_ones_and_live_apart(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 32, (0, 3)), PROMPT[:32]))
+        suffix = OTHER[:4]
+        branched = run(backend, (step_row(32, 4, (5, 3), sequence=2), suffix), copies=[(0, 5), (1, 6)])
+        maker.assert_same(branched, whole_prompt(maker, LLAMA, PROMPT[:32] + suffix)[32:])
+        run(backend, (step_row(16, 3, (5, 3), sequence=2), OTHER[10:13]))
+        found = run(backend, (step_row(32, 2, (0, 3)), PROMPT[32:34]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:34])[32:])
+
+    def test_copies_reach_every_slice_of_the_stage(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA, cuts=[2])
+        data = token_ids(PROMPT[:16])
+        for index in range(2):
+            data = run_step(backend, make_step([step_row(0, 16, (0, 1))], slice_index=index), data)
+        data = token_ids(PROMPT[16:18])
+        for index in range(2):
+            copies = [(0, 7)] if index == 0 else []
+            step = make_step([step_row(16, 2, (7, 2), sequence=2)], slice_index=index, copies=copies)
+            data = run_step(backend, step, data)
+        maker.assert_same(data, whole_prompt(maker, LLAMA, PROMPT[:18])[16:])
+
+    def test_shared_blocks_serve_two_sequences(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 16, (0, 1)), PROMPT[:16]))
+        both = run(
+            backend,
+            (step_row(16, 2, (0, 2)), PROMPT[16:18]),
+            (step_row(16, 2, (0, 1), (8, 1), sequence=2), OTHER[:2]),
+        )
+        maker.assert_same(both[:2], whole_prompt(maker, LLAMA, PROMPT[:18])[16:])
+        maker.assert_same(both[2:], whole_prompt(maker, LLAMA, PROMPT[:16] + OTHER[:2])[16:])
+
+    def test_blocks_used_before_are_as_good_as_fresh_ones(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 40, (0, 3)), OTHER[:40]))
+        found = run(backend, (step_row(0, 5, (1, 1), sequence=2), PROMPT[:5]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:5]))
+
+    def test_a_sequences_identity_does_not_matter(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 8, (0, 1), sequence=1), PROMPT[:8]))
+        found = run(backend, (step_row(8, 1, (0, 1), sequence=77), PROMPT[8:9]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:9])[8:])
+
+    def test_decoding_reads_its_own_kv_and_nobody_elses(self, maker: Maker) -> None:
+        expected = whole_prompt(maker, LLAMA, PROMPT[:21])[20:]
+
+        def decode_after(block: int) -> np.ndarray:
+            """Overwrite one block with somebody else's tokens, then decode the sequence in blocks 2 and 3."""
+            backend = maker.loaded(LLAMA)
+            run(backend, (step_row(0, 20, (2, 2)), PROMPT[:20]))
+            run(backend, (step_row(0, 16, (block, 1), sequence=2), OTHER[:16]))
+            return run(backend, (step_row(20, 1, (2, 2)), PROMPT[20:21]))
+
+        maker.assert_same(decode_after(1), expected)
+        maker.assert_same(decode_after(4), expected)
+        maker.assert_different(decode_after(2), expected)
+        maker.assert_different(decode_after(3), expected)
+
+    def test_decoding_with_empty_kv_is_wrong(self, maker: Maker) -> None:
+        found = run(maker.loaded(LLAMA), (step_row(20, 1, (2, 2)), PROMPT[20:21]))
+        maker.assert_different(found, whole_prompt(maker, LLAMA, PROMPT[:21])[20:])
+
+    def test_block_bytes_grow_with_layers_and_tokens(self, maker: Maker) -> None:
+        backend = maker.bare()
+
+        def block_bytes(slices: Sequence[Slice], block_size: int = 16) -> int:
+            return backend.kv_block_bytes(LLAMA, slices, block_size)
+
+        one, three = cut(LLAMA, [1])
+        assert block_bytes([one]) > 0
+        assert block_bytes([three]) == 3 * block_bytes([one])
+        assert block_bytes([one, three], 32) == 8 * block_bytes([one])
+
+    def test_a_pool_that_cannot_fit_is_refused(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        with pytest.raises(DeviceOutOfMemory):
+            backend.allocate_kv(num_blocks=2**36, block_size=16)
+
+
+class TestOrder:
+    def test_preparing_twice_changes_nothing(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 8, (0, 1)), PROMPT[:8]))
+        step = make_step([step_row(8, 2, (0, 1))])
+        backend.prepare(make_step([step_row(0, 3, (0, 1))], copies=[(5, 0)]))
+        first, second = backend.prepare(step), backend.prepare(step)
+        expected = whole_prompt(maker, LLAMA, PROMPT[:10])[8:]
+        for prepared in (second, first):
+            output = backend.collect(backend.submit(prepared, token_ids(PROMPT[8:10])))
+            maker.assert_same(result_of(output), expected)
+
+    def test_preparing_ahead_on_another_thread(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        steps = [make_step([step_row(i, 1, (0, 1))], step=i + 1) for i in range(10)]
+        found = []
+        with ThreadPoolExecutor(1) as other:
+            prepared = other.submit(backend.prepare, steps[0])
+            for i in range(10):
+                ticket = backend.submit(prepared.result(timeout=30), token_ids(PROMPT[i : i + 1]))
+                if i < 9:
+                    prepared = other.submit(backend.prepare, steps[i + 1])
+                found.append(result_of(backend.collect(ticket)))
+        maker.assert_same(np.concatenate(found), whole_prompt(maker, LLAMA, PROMPT[:10]))
+
+    def test_as_many_steps_as_it_allows_may_be_submitted(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        depth = backend.max_submitted
+        assert depth >= 1
+        found: list[np.ndarray] = []
+        waiting: list[Ticket] = []
+        for i in range(12):
+            prepared = backend.prepare(make_step([step_row(i, 1, (0, 1))], step=i + 1))
+            waiting.append(backend.submit(prepared, token_ids(PROMPT[i : i + 1])))
+            if len(waiting) == depth:
+                found.append(result_of(backend.collect(waiting.pop(0))))
+        found += [result_of(backend.collect(ticket)) for ticket in waiting]
+        maker.assert_same(np.concatenate(found), whole_prompt(maker, LLAMA, PROMPT[:12]))
+
+    def test_inputs_may_be_reused_once_the_step_is_collected(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA, cuts=[2], take=[0])
+        tokens = token_ids(PROMPT[:4])
+        first = run_step(backend, make_step([step_row(0, 4, (0, 1))]), tokens)
+        kept = first.copy()
+        tokens[:] = token_ids(OTHER[:4])
+        run_step(backend, make_step([step_row(4, 4, (0, 1))]), tokens)
+        np.testing.assert_array_equal(first, kept)
+
+    def test_inputs_may_be_read_only_views(self, maker: Maker) -> None:
+        stages = [maker.loaded(LLAMA, cuts=[2], take=[index]) for index in range(2)]
+        sent = run_step(stages[0], make_step([step_row(0, 4, (0, 1))]), token_ids(PROMPT[:4]))
+        received = np.frombuffer(sent.tobytes(), dtype=sent.dtype).reshape(sent.shape)
+        found = run_step(stages[1], make_step([step_row(0, 4, (0, 1))], slice_index=1), received)
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:4]))
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        "spoil",
+        [lambda x: x[:-1], lambda x: x[:, :-1], lambda x: x.reshape(-1), lambda x: x.astype(np.float64)],
+        ids=["a row short", "too narrow", "flat", "another type"],
+    )
+    def test_activations_of_a_wrong_shape_are_refused_and_the_backend_serves_on(
+        self, maker: Maker, spoil: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        stages = [maker.loaded(LLAMA, cuts=[2], take=[index]) for index in range(2)]
+        sent = run_step(stages[0], make_step([step_row(0, 4, (0, 1))]), token_ids(PROMPT[:4]))
+        step = make_step([step_row(0, 4, (0, 1))], slice_index=1)
+        with pytest.raises(ShardMismatch):
+            run_step(stages[1], step, spoil(sent))
+        maker.assert_same(run_step(stages[1], step, sent), whole_prompt(maker, LLAMA, PROMPT[:4]))
+
+    @pytest.mark.parametrize(
+        "tokens",
+        [token_ids(PROMPT[:3]), token_ids(PROMPT[:4]).reshape(2, 2), token_ids(PROMPT[:4]).astype(np.float32)],
+        ids=["a token short", "not flat", "another type"],
+    )
+    def test_token_ids_of_a_wrong_shape_are_refused(self, maker: Maker, tokens: np.ndarray) -> None:
+        with pytest.raises(ShardMismatch):
+            run_step(maker.loaded(LLAMA), make_step([step_row(0, 4, (0, 1))]), tokens)
+
+    @pytest.mark.parametrize("token", [-1, LLAMA.vocab_size])
+    def test_token_ids_outside_the_vocabulary_are_refused(self, maker: Maker, token: int) -> None:
+        with pytest.raises(ShardMismatch):
+            run(maker.loaded(LLAMA), (step_row(0, 1, (0, 1)), [token]))
+
+    def test_a_slice_that_is_not_loaded_is_refused(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA, cuts=[2], take=[1])
+        with pytest.raises(ShardMismatch):
+            run(backend, (step_row(0, 1, (0, 1)), [1]))
+
+
+class TestLife:
+    def test_loading_again_replaces_what_was_there(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA, cuts=[2], take=[0])
+        backend.load(cut(LLAMA, []), TinyWeights(LLAMA), lambda _progress: None)
+        backend.allocate_kv(num_blocks=4, block_size=16)
+        found = run(backend, (step_row(0, 6, (0, 1)), PROMPT[:6]))
+        maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:6]))
+
+    def test_a_pool_may_be_allocated_again(self, maker: Maker) -> None:
+        backend = maker.loaded(LLAMA)
+        run(backend, (step_row(0, 6, (0, 1)), OTHER[:6]))
+        backend.allocate_kv(num_blocks=3, block_size=16)
+        maker.assert_same(run(backend, (step_row(0, 6, (2, 1)), PROMPT[:6])), whole_prompt(maker, LLAMA, PROMPT[:6]))
+
+    def test_progress_covers_every_tensor_and_nothing_else_is_read(self, maker: Maker) -> None:
+        backend = maker.bare()
+        weights = TinyWeights(LLAMA)
+        part = cut(LLAMA, [1])[1]
+        told: list[LoadProgress] = []
+        backend.load([part], weights, told.append)
+        assert [item.tensors_done for item in told] == list(range(1, told[-1].tensors_total + 1))
+        assert [item.bytes_done for item in told] == sorted(item.bytes_done for item in told)
+        assert told[-1].bytes_done == told[-1].bytes_total
+        assert weights.bytes_read in (0, sum(info.num_bytes for info in weights.tensors(part)))
+
+    def test_closing_twice_and_before_loading(self, maker: Maker) -> None:
+        maker.bare().close()
+        backend = maker.loaded(LLAMA)
+        backend.close()
+        backend.close()
+
+    def test_profile_says_what_the_device_is(self, maker: Maker) -> None:
+        profile = maker.bare().profile()
+        assert profile.backend == maker.name
+        assert 0 < profile.memory_free_bytes <= profile.memory_total_bytes
+        assert profile.bandwidth_bytes_per_s > 1e8
+        assert profile.flops > 1e8
+        assert list(profile.block_sizes) == sorted(profile.block_sizes)
