@@ -1,0 +1,173 @@
+"""PURE: chunks of frames become steps. Knows order, repeats and sizes; knows nothing of time and sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import StepId
+from edgepipe.link.protocol import StepBytes
+
+CHUNK_BYTES = 256 << 10  # one frame; half the wire's limit: a decode step then waits at most 2 ms at 1 Gbit/s behind it
+MAX_CHUNK_BYTES = 512 << 10
+
+
+def cut(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The chunks of one step, in order; each is a copy."""
+    for start in range(0, len(data), chunk_bytes):
+        yield bytes(data[start : start + chunk_bytes])
+
+
+class _Arriving:
+    """A step of which something is known: its size from the plan, bytes from the link, or both."""
+
+    __slots__ = ("buffer", "filled", "held", "step")
+
+    def __init__(self, step: StepId) -> None:
+        self.step = step
+        self.buffer: StepBytes | None = None  # made when the plan has told the size
+        self.held: list[bytes] = []  # what came before that
+        self.filled = 0
+
+    def put(self, data: bytes) -> None:
+        if self.buffer is None:
+            self.held.append(data)
+        else:
+            end = self.filled + len(data)
+            if end > self.buffer.nbytes:
+                raise _misfit(self.step, end, self.buffer.nbytes)
+            self.buffer[self.filled : end] = np.frombuffer(data, np.uint8)
+        self.filled += len(data)
+
+    def size(self, num_bytes: int) -> None:
+        if self.filled > num_bytes:
+            raise _misfit(self.step, self.filled, num_bytes)
+        held, self.held, self.filled = self.held, [], 0
+        self.buffer = np.empty(num_bytes, np.uint8)
+        for data in held:
+            self.put(data)
+
+    def whole(self) -> StepBytes | None:
+        return self.buffer if self.buffer is not None and self.filled == self.buffer.nbytes else None
+
+
+class Assembler:
+    """Joins what plans announce and what a link brings.
+
+    At most ``window`` steps may have begun to arrive and not been taken. Plans and frames come in step order each,
+    so at most one step becomes whole per call, and they become whole in step order.
+    """
+
+    def __init__(self, *, window: int) -> None:
+        self.window = window
+        self.repeats = 0  # chunks that had come before
+        self.complete = StepId(0)  # every step up to here has arrived
+        self.held_bytes = 0  # of steps whose plan is not there yet
+        self._steps: deque[_Arriving] = deque()  # not whole yet, ascending
+        self._waiting = 0  # whole, not taken
+        self._last = (StepId(0), 0)  # step and chunk that came last
+        self._planned = StepId(0)
+
+    @property
+    def credits(self) -> int:
+        """How many steps beyond ``complete`` may be sent. Steps that are arriving now are among them."""
+        return self.window - self._waiting
+
+    @property
+    def arriving(self) -> StepId | None:
+        """The step of which some bytes, but no plan, have come; None if there is none."""
+        return next((arriving.step for arriving in self._steps if arriving.buffer is None), None)
+
+    def expect(self, step: StepId, num_bytes: int) -> StepBytes | None:
+        """The plan's word on a step's size; the step's bytes if they are all there.
+
+        Raises RemoteProtocolError if more came, or if a step came that no plan told.
+        """
+        self._planned = step
+        arriving = next((known for known in self._steps if known.buffer is None), None)
+        if arriving is None:
+            arriving = _Arriving(step)
+            self._steps.append(arriving)
+        if arriving.step < step:
+            raise RemoteProtocolError(f"activations of step {arriving.step} came without a plan")
+        if arriving.step > step:
+            raise _gap(step, arriving.step)
+        self.held_bytes -= arriving.filled
+        arriving.size(num_bytes)
+        if arriving.whole() is None and self._last[0] > step:
+            raise _misfit(step, arriving.filled, num_bytes)
+        return self._finish(arriving)
+
+    def add(self, step: StepId, chunk: int, data: bytes) -> StepBytes | None:
+        """One chunk from the link; the step's bytes if this completes it.
+
+        Repeats are dropped. Raises RemoteProtocolError for a gap, an oversized step or one beyond the credits.
+        """
+        if (step, chunk) <= self._last or step <= self.complete:
+            self.repeats += 1
+            return None
+        if not data or len(data) > MAX_CHUNK_BYTES:
+            raise RemoteProtocolError(f"a chunk of step {step} has {len(data)} bytes", fact="1 to 524288 are allowed")
+        arriving = self._at(step, chunk)
+        arriving.put(data)
+        if arriving.buffer is None:
+            self.held_bytes += len(data)
+        self._last = (step, chunk)
+        return self._finish(arriving)
+
+    def taken(self) -> None:
+        """One whole step has been taken: its place in the window is free."""
+        self._waiting -= 1
+
+    def _at(self, step: StepId, chunk: int) -> _Arriving:
+        """The place where a new chunk goes."""
+        last_step, last_chunk = self._last
+        if step == last_step:
+            if chunk != last_chunk + 1:
+                raise RemoteProtocolError(
+                    f"a chunk of step {step} is missing", fact=f"{chunk} came, {last_chunk + 1} was due"
+                )
+            return self._find(step)
+        if chunk != 0:
+            raise RemoteProtocolError(f"step {step} begins with chunk {chunk}", fact="chunks count from 0")
+        return self._begin(step)
+
+    def _begin(self, step: StepId) -> _Arriving:
+        for known in self._steps:
+            if known.step < step and known.buffer is not None:
+                raise _gap(known.step, step)
+        if self._waiting + sum(1 for known in self._steps if known.filled) >= self.window:
+            raise RemoteProtocolError(f"step {step} was sent beyond the credits", fact=f"{self.window} steps may wait")
+        if step <= self._planned:
+            return self._find(step)
+        arriving = _Arriving(step)
+        self._steps.append(arriving)
+        return arriving
+
+    def _find(self, step: StepId) -> _Arriving:
+        for known in self._steps:
+            if known.step == step:
+                return known
+        raise RemoteProtocolError(f"step {step} brings activations that its plan does not know")
+
+    def _finish(self, arriving: _Arriving) -> StepBytes | None:
+        whole = arriving.whole()
+        if whole is not None:
+            self._steps.remove(arriving)
+            self.complete = arriving.step
+            self._waiting += 1
+        return whole
+
+
+def _gap(missing: StepId, came: StepId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"activations of step {missing} are missing", fact=f"those of step {came} came first")
+
+
+def _misfit(step: StepId, came: int, planned: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"the activations of step {step} do not have the planned size",
+        fact=f"{came} bytes came, {planned} were planned",
+    )

@@ -1,0 +1,86 @@
+"""The sending end of a hop without a network: frames go straight to the receiver, on the event loop. For tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from edgepipe.backend.types import Activations
+from edgepipe.clock import Clock
+from edgepipe.ids import StepId
+from edgepipe.link.assembly import CHUNK_BYTES, cut
+from edgepipe.link.outbox import Outbox, Parcel
+from edgepipe.link.protocol import OnSample, RingTarget, SendStats
+from edgepipe.link.receiver import RingReceiver
+
+
+class MemorySender:
+    """Keeps the rules of the gRPC link: order, credits, chunks, copies. Clear ``flowing`` to stall it."""
+
+    def __init__(
+        self,
+        target: RingTarget,
+        *,
+        find_receiver: Callable[[RingTarget], Awaitable[RingReceiver]],
+        clock: Clock,
+        on_sample: OnSample,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.stats = SendStats()
+        self.flowing = asyncio.Event()
+        self.flowing.set()
+        self._target = target
+        self._find_receiver = find_receiver
+        self._clock = clock
+        self._on_sample = on_sample
+        self._chunk_bytes = chunk_bytes
+        self._outbox = Outbox(max_queued=target.max_queued)
+        self._receiver: RingReceiver | None = None
+        self._wake = asyncio.Event()
+        self._connected = asyncio.Event()
+
+    async def connected(self) -> None:
+        """See ``Outgoing.connected``."""
+        await self._connected.wait()
+
+    def send(self, step: StepId, activations: Activations) -> None:
+        """See ``Outgoing.send``."""
+        self._outbox.put(step, activations, self._clock.monotonic_s())
+        self._wake.set()
+
+    async def run(self) -> None:
+        """See ``Outgoing.run``."""
+        async with asyncio.timeout(self._target.connect_s):
+            self._receiver = await self._find_receiver(self._target)
+        self._receiver.attach(self)
+        self._connected.set()
+        try:
+            while True:
+                while (parcel := self._outbox.next()) is not None:
+                    await self._carry(self._receiver, parcel)
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self._receiver.detach(self)
+
+    def granted(self) -> None:
+        """See ``Feed.granted``."""
+        if self._receiver is None:
+            return
+        grant = self._receiver.grant()
+        self._outbox.grant(grant.step, grant.credits)
+        self._wake.set()
+        if grant.sample is not None:
+            self._on_sample(grant.sample)
+
+    def ended(self) -> None:
+        """See ``Feed.ended``: nothing more is taken."""
+        self.flowing.clear()
+
+    async def _carry(self, receiver: RingReceiver, parcel: Parcel) -> None:
+        for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
+            await self.flowing.wait()
+            receiver.frame(parcel.step, chunk, data, int(self._clock.wall_s() * 1e6))
+            await receiver.room()
+        self._outbox.written(parcel)
+        self.stats.steps += 1

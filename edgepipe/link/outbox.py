@@ -1,0 +1,70 @@
+"""PURE: what one hop still owes its receiver, and how much of it may be written now."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from edgepipe.backend.types import Activations
+from edgepipe.errors import LocalProtocolError
+from edgepipe.ids import StepId
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One step on its way."""
+
+    step: StepId
+    data: memoryview  # bytes of the activations
+    queued_s: float  # monotonic
+
+
+class Outbox:
+    """Steps in order, kept until acknowledged. A new stream begins again at the first that is not."""
+
+    def __init__(self, *, max_queued: int) -> None:
+        self._max_queued = max_queued
+        self._parcels: deque[Parcel] = deque()
+        self._written = 0  # of them, over the stream in use
+        self._allowed = 0  # of them, by the newest grant
+        self._last = StepId(0)
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def put(self, step: StepId, activations: Activations, queued_s: float) -> None:
+        """Queue a step. Raises LocalProtocolError if steps are not ascending or too many wait."""
+        if step <= self._last:
+            raise LocalProtocolError(f"step {step} was to be sent after step {self._last}")
+        if len(self._parcels) >= self._max_queued:
+            raise LocalProtocolError(
+                f"step {step} would be the {len(self._parcels) + 1}th to wait for the next stage",
+                fact=f"at most {self._max_queued} can be in flight",
+            )
+        self._last = step
+        self._parcels.append(Parcel(step, activations.data.cast("B"), queued_s))
+
+    def rewind(self) -> None:
+        """The stream broke: nothing counts as written, nothing is allowed until the next grant."""
+        self._written = self._allowed = 0
+
+    def grant(self, step: StepId, credits: int) -> bool:
+        """Steps up to ``step`` have arrived and ``credits`` more may follow; tells whether any was news."""
+        before = len(self._parcels)
+        while self._parcels and self._parcels[0].step <= step:
+            self._parcels.popleft()
+        gone = before - len(self._parcels)
+        self._written = max(0, self._written - gone)
+        self._allowed = credits
+        return gone > 0
+
+    def next(self) -> Parcel | None:
+        """The step to write now; None if there is none or no credit for it."""
+        if self._written >= min(len(self._parcels), self._allowed):
+            return None
+        return self._parcels[self._written]
+
+    def written(self, parcel: Parcel) -> None:
+        """All chunks of ``parcel`` have been handed to the stream (it may have been acknowledged meanwhile)."""
+        if self._written < len(self._parcels) and self._parcels[self._written] is parcel:
+            self._written += 1

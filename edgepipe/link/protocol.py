@@ -1,0 +1,90 @@
+"""One hop of a pipeline, as its two ends see it: over gRPC between processes, in memory for tests.
+
+A link is FIFO in step order. Everything here is called on the event loop; nothing blocks, so compute never waits for
+the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import Activations, ActivationType
+from edgepipe.ids import Epoch, PipelineId, StepId
+from edgepipe.wire.plans import LinkSample
+
+StepBytes = npt.NDArray[np.uint8]
+"""One step's activations as they travelled: ``[T * H * bytes per value]``, writable."""
+
+OnStep = Callable[[StepId, StepBytes], None]
+OnSample = Callable[[LinkSample], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTarget:
+    """Which slice a link feeds, and what never changes while it lives."""
+
+    address: str  # HOST:PORT of the stage with that slice
+    pipeline_id: PipelineId
+    epoch: Epoch
+    slice_index: int
+    hidden_size: int
+    activation_type: ActivationType
+    max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
+    connect_s: float  # until the other side's end stands, the first time
+    deadline_s: float  # to be reconnected, and for the oldest step to be acknowledged
+
+
+@dataclass(slots=True)
+class SendStats:
+    """What a sender has done so far."""
+
+    steps: int = 0  # written whole
+    redials: int = 0
+    queue_us: int = 0  # of the newest step: from send() to its first byte
+    upload_us: int = 0  # of the newest step: from its first byte to the acceptance of its last
+
+
+class Outgoing(Protocol):
+    """The sending end."""
+
+    @property
+    def stats(self) -> SendStats:
+        """What was sent so far."""
+        ...
+
+    async def run(self) -> None:
+        """Keep the link up until cancelled; redials a broken one and sends again what was not acknowledged.
+
+        Raises LinkError when the other side stays away or takes nothing for as long as the target allows, StaleEpoch
+        when it obeys a newer epoch, RemoteProtocolError when the ends do not agree.
+        """
+        ...
+
+    async def connected(self) -> None:
+        """Wait until the other side takes frames. Failures are raised by ``run``."""
+        ...
+
+    def send(self, step: StepId, activations: Activations) -> None:
+        """Queue a step and return at once. The array must not change afterwards. Raises LocalProtocolError if too
+        many are queued."""
+        ...
+
+
+class Incoming(Protocol):
+    """The receiving end; gives ``on_step`` each step once, in order, when its last byte is there."""
+
+    def expect(self, step: StepId, num_bytes: int) -> None:
+        """The plan told that ``step`` brings ``num_bytes``; called in step order, before or after its bytes arrive.
+
+        Raises RemoteProtocolError if what arrived already does not fit.
+        """
+        ...
+
+    def taken(self) -> None:
+        """The oldest step given out has gone to compute: its credit returns to the sender."""
+        ...

@@ -1,0 +1,135 @@
+"""The receiving end of one hop, whatever carries the frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgepipe.clock import Clock
+from edgepipe.ids import Epoch, StepId
+from edgepipe.link.assembly import Assembler
+from edgepipe.link.protocol import OnStep
+from edgepipe.wire.plans import LinkSample
+
+MAX_HELD_BYTES = 64 << 20  # of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Steps up to ``step`` have arrived whole; ``credits`` more may be sent beyond it."""
+
+    step: StepId
+    credits: int
+    sample: LinkSample | None
+
+
+class Feed(Protocol):
+    """What brings frames to a receiver: one stream."""
+
+    def granted(self) -> None:
+        """There is a new grant to be told to the sender."""
+        ...
+
+    def ended(self) -> None:
+        """The receiver is closed or has a newer feed: stop."""
+        ...
+
+
+class RingReceiver:
+    """Feeds one slice of one epoch. Streams come and go (a broken one is redialled); what arrived stays.
+
+    The newest stream is the one in use; the one before is told to end.
+    """
+
+    def __init__(
+        self, *, epoch: Epoch, window: int, clock: Clock, on_step: OnStep, on_held: Callable[[], None]
+    ) -> None:
+        self.epoch = epoch
+        self._assembler = Assembler(window=window)
+        self._clock = clock
+        self._on_step = on_step
+        self._on_held = on_held  # bytes have come whose plan is not there
+        self._first_sent_us = 0
+        self._first_received_us = 0
+        self._sample: LinkSample | None = None
+        self._feed: Feed | None = None
+        self._room = asyncio.Event()  # set: less than MAX_HELD_BYTES wait for plans
+        self._room.set()
+
+    @property
+    def repeats(self) -> int:
+        """Chunks that had come before and were dropped."""
+        return self._assembler.repeats
+
+    @property
+    def waiting_for_plan(self) -> StepId | None:
+        """A step whose bytes, but not its plan, have come."""
+        return self._assembler.arriving
+
+    def attach(self, feed: Feed) -> None:
+        """A stream begins and replaces the one before."""
+        previous, self._feed = self._feed, feed
+        if previous is not None:
+            previous.ended()
+        feed.granted()
+
+    def detach(self, feed: Feed) -> None:
+        """A stream has ended."""
+        if self._feed is feed:
+            self._feed = None
+
+    def grant(self) -> Grant:
+        """What the sender may do now, and the newest measurement, once."""
+        sample, self._sample = self._sample, None
+        return Grant(self._assembler.complete, self._assembler.credits, sample)
+
+    def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int) -> None:
+        """A frame has come. Raises RemoteProtocolError, which ends the stream and not the stage."""
+        if chunk == 0:
+            self._first_sent_us, self._first_received_us = sent_us, self._now_us()
+        whole = self._assembler.add(step, chunk, data)
+        if self._assembler.held_bytes:
+            self._on_held()
+            if self._assembler.held_bytes > MAX_HELD_BYTES:
+                self._room.clear()
+        if whole is not None:
+            self._sample = self._measured(step, whole.nbytes)
+            self._on_step(step, whole)
+
+    async def room(self) -> None:
+        """Wait until plans have caught up with what was held for them."""
+        await self._room.wait()
+
+    def expect(self, step: StepId, num_bytes: int) -> None:
+        """See ``Incoming.expect``."""
+        whole = self._assembler.expect(step, num_bytes)
+        if self._assembler.held_bytes <= MAX_HELD_BYTES:
+            self._room.set()
+        if whole is not None:
+            self._on_step(step, whole)  # unmeasured: its last byte came before its plan
+
+    def taken(self) -> None:
+        """See ``Incoming.taken``."""
+        self._assembler.taken()
+        if self._feed is not None:
+            self._feed.granted()
+
+    def close(self) -> None:
+        """No more is wanted: the stream in use ends."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.ended()
+
+    def _measured(self, step: StepId, num_bytes: int) -> LinkSample:
+        return LinkSample(
+            step=step,
+            num_bytes=num_bytes,
+            first_sent_us=self._first_sent_us,
+            first_received_us=self._first_received_us,
+            last_received_us=self._now_us(),
+        )
+
+    def _now_us(self) -> int:
+        return int(self._clock.wall_s() * 1e6)

@@ -1,0 +1,205 @@
+"""The sending end of one hop over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.backend.types import Activations
+from edgepipe.clock import Clock
+from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, Retry, SendTimeout
+from edgepipe.ids import StepId
+from edgepipe.link.assembly import CHUNK_BYTES, cut
+from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.deadline import Deadline
+from edgepipe.link.outbox import Outbox, Parcel
+from edgepipe.link.protocol import OnSample, RingTarget, SendStats
+from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire
+from edgepipe.wire.plans import sample_from_wire
+from edgepipe.wire.v1 import common_pb2, stage_pb2
+from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+
+logger = logging.getLogger(__name__)
+
+RingCall = Any  # grpc.aio.StreamStreamCall[RingMessage, Credit], which its stubs do not know how to make
+Credits = AsyncIterator[stage_pb2.Credit]
+Dial = Callable[..., RingCall]
+
+_REDIAL_PAUSE_S = 0.05  # doubling, between attempts in a row that moved nothing; the first is made at once
+
+
+class RingSender:
+    """Sends one stage's activations to the next over a channel of its own."""
+
+    def __init__(
+        self,
+        target: RingTarget,
+        *,
+        hello: common_pb2.Hello,
+        clock: Clock,
+        on_sample: OnSample,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.stats = SendStats()
+        self._target = target
+        self._hello = hello
+        self._clock = clock
+        self._on_sample = on_sample
+        self._chunk_bytes = chunk_bytes
+        self._epoch = epoch_to_wire(target.epoch)
+        self._outbox = Outbox(max_queued=target.max_queued)
+        self._wake = asyncio.Event()  # something may be written
+        self._connected = asyncio.Event()
+        self._progress = False  # the stream in use has moved a step
+        self._deadline = Deadline(limit_s=target.deadline_s, on_expired=self._expire)
+        self._expired = asyncio.Event()
+
+    async def connected(self) -> None:
+        """See ``Outgoing.connected``."""
+        await self._connected.wait()
+
+    def send(self, step: StepId, activations: Activations) -> None:
+        """See ``Outgoing.send``."""
+        self._outbox.put(step, activations, self._clock.monotonic_s())
+        if not self._deadline.running:
+            self._deadline.restart()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """See ``Outgoing.run``."""
+        channel = make_channel(self._target.address)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(), name=f"ring-deadline:{self._target.address}")
+                await self._dial_for_ever(StageStub(channel).Ring)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._deadline.close()
+            await channel.close()
+
+    async def _dial_for_ever(self, ring: Dial) -> None:
+        in_vain = 0
+        while True:
+            self._progress = False
+            self._outbox.rewind()
+            try:
+                await self._stream(ring)
+            except EdgepipeError as exc:
+                if exc.retry is not Retry.SAFE or isinstance(exc, ConnectTimeout):
+                    raise
+                logger.warning("link to %s broke, dialling again: %s", self._target.address, exc)
+            in_vain = 0 if self._progress else in_vain + 1
+            self.stats.redials += 1
+            if in_vain > 1:
+                await asyncio.sleep(min(_REDIAL_PAUSE_S * 2**in_vain, 1.0))
+
+    async def _stream(self, ring: Dial) -> None:
+        """One stream until it breaks. Raises what broke it."""
+        call = ring(wait_for_ready=True)
+        try:
+            credits = aiter(call)
+            await self._open(call, credits)
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(call), name=f"ring-write:{self._target.address}")
+                await self._read_credits(credits)
+                writer.cancel()
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, peer=f"the stage at {self._target.address}") from exc
+        except asyncio.InvalidStateError as exc:
+            raise await self._why_ended(call) from exc
+        except BaseExceptionGroup as group:
+            failure = group.exceptions[0]
+            if isinstance(failure, grpc.aio.AioRpcError):
+                raise from_rpc_error(failure, peer=f"the stage at {self._target.address}") from failure
+            raise failure from None
+        finally:
+            call.cancel()
+
+    async def _open(self, call: RingCall, credits: Credits) -> None:
+        """Send OpenRing and wait for the first grant, which says that the other side's epoch stands."""
+        target = self._target
+        limit_s = target.deadline_s if self._connected.is_set() else target.connect_s
+        try:
+            async with asyncio.timeout(limit_s):
+                opening = stage_pb2.OpenRing(
+                    hello=self._hello,
+                    pipeline_id=target.pipeline_id,
+                    epoch=self._epoch,
+                    slice=target.slice_index,
+                    hidden_size=target.hidden_size,
+                    activation_type=activation_type_to_wire(target.activation_type),
+                )
+                await call.write(stage_pb2.RingMessage(open=opening))
+                self._take_credit(await anext(credits, None))
+        except TimeoutError as exc:
+            raise ConnectTimeout(
+                f"the stage at {target.address} did not open its end of the link",
+                fact=f"waited {limit_s:g} s",
+                next_step="check that its node is up and that the network lets its ports through",
+            ) from exc
+        self._connected.set()
+
+    async def _read_credits(self, credits: Credits) -> None:
+        while True:
+            self._take_credit(await anext(credits, None))
+
+    def _take_credit(self, credit: stage_pb2.Credit | None) -> None:
+        if credit is None:
+            raise PeerClosed(f"the stage at {self._target.address} ended the link")
+        news = self._outbox.grant(StepId(credit.step), credit.credits)
+        if not len(self._outbox):
+            self._deadline.stop()
+        elif news:
+            self._deadline.restart()
+        self._progress |= news
+        self._wake.set()
+        if credit.HasField("sample"):
+            self._on_sample(sample_from_wire(credit.sample))
+
+    async def _write(self, call: RingCall) -> None:
+        """Write what may be written; ends quietly when the stream does, whose reader knows why."""
+        try:
+            while True:
+                while (parcel := self._outbox.next()) is not None:
+                    await self._write_step(call, parcel)
+                self._wake.clear()
+                await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    async def _write_step(self, call: RingCall, parcel: Parcel) -> None:
+        begun_s = self._clock.monotonic_s()
+        self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
+        for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
+            frame = stage_pb2.Frame(
+                epoch=self._epoch,
+                step=parcel.step,
+                slice=self._target.slice_index,
+                chunk=chunk,
+                data=data,
+                sent_us=int(self._clock.wall_s() * 1e6),
+            )
+            await call.write(stage_pb2.RingMessage(frame=frame))
+        self._outbox.written(parcel)
+        self.stats.steps += 1
+        self.stats.upload_us = int((self._clock.monotonic_s() - begun_s) * 1e6)
+
+    async def _why_ended(self, call: RingCall) -> EdgepipeError:
+        """What a write to an ended stream does not say."""
+        code, details = await call.code(), await call.details()
+        return PeerClosed(f"the stage at {self._target.address} ended the link", fact=f"{code.name}: {details}")
+
+    async def _watch(self) -> None:
+        await self._expired.wait()
+        raise SendTimeout(
+            f"the stage at {self._target.address} did not take a step's activations in time",
+            fact=f"waited {self._target.deadline_s:g} s, {len(self._outbox)} steps wait",
+        )
+
+    def _expire(self) -> None:
+        self._expired.set()

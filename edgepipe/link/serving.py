@@ -1,0 +1,96 @@
+"""One Ring stream at the receiving stage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc.aio
+
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import StepId
+from edgepipe.link.receiver import Grant, RingReceiver
+from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
+from edgepipe.wire.plans import sample_to_wire
+from edgepipe.wire.v1 import stage_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class Replies(Protocol):
+    """What a handler writes to: ``grpc.aio.ServicerContext``."""
+
+    async def write(self, message: Any, /) -> None:
+        """Send one reply."""
+        ...
+
+
+class _StreamEnded(Exception):
+    """The receiver has no more use for this stream."""
+
+
+class RingStream:
+    """Feeds a receiver from one stream's frames and writes its grants back, both until one side ends it."""
+
+    def __init__(self, receiver: RingReceiver, replies: Replies) -> None:
+        self._receiver = receiver
+        self._replies = replies
+        self._epoch = epoch_to_wire(receiver.epoch)
+        self._due = asyncio.Event()  # a grant is to be written
+        self._over = False
+        self.strays = 0  # frames of other epochs, dropped
+
+    async def serve(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> None:
+        """Run the stream, its opening message already read. Raises RemoteProtocolError; the stage lives on."""
+        self._receiver.attach(self)  # the first grant says that this end stands and what had come over another stream
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write_grants(), name="ring-grants")
+                await self._read_frames(messages)
+                writer.cancel()
+        except* _StreamEnded:
+            logger.debug("ring stream ended: the receiver is closed or has a newer one")
+        except* RemoteProtocolError as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._receiver.detach(self)
+
+    def granted(self) -> None:
+        """See ``Feed.granted``."""
+        self._due.set()
+
+    def ended(self) -> None:
+        """See ``Feed.ended``."""
+        self._over = True
+        self._due.set()
+
+    async def _read_frames(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> None:
+        async for message in messages:
+            frame = message.frame
+            if not message.HasField("frame"):
+                raise RemoteProtocolError("the link carries something that is no frame")
+            if frame.epoch != self._epoch:
+                self.strays += 1
+                logger.debug("frame of epoch %s dropped", epoch_from_wire(frame.epoch))
+                continue
+            self._receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)
+            await self._receiver.room()
+
+    async def _write_grants(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            if self._over:
+                raise _StreamEnded
+            try:
+                await self._replies.write(self._credit(self._receiver.grant()))
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+                return  # the stream is gone; the reader sees its end
+
+    def _credit(self, grant: Grant) -> stage_pb2.Credit:
+        credit = stage_pb2.Credit(epoch=self._epoch, step=grant.step, credits=grant.credits)
+        if grant.sample is not None:
+            credit.sample.CopyFrom(sample_to_wire(grant.sample))
+        return credit
