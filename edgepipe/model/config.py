@@ -83,7 +83,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     vocab = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     context = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
-    head_dim = _head_dim(fields, "head_dim", hidden, heads, family.default_head_dim)
+    head_dim = read_head_dim(fields, "head_dim", hidden, heads, family.default_head_dim)
     bias = family.attention_bias_key and fields.flag("attention_bias", default=False)
     config = ModelConfig(
         architecture=family.name,
@@ -91,7 +91,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", low=1, high=MAX_INTERMEDIATE),
         num_heads=heads,
-        num_kv_heads=_kv_heads(fields, "num_key_value_heads", heads, family.default_kv_heads),
+        num_kv_heads=read_kv_heads(fields, "num_key_value_heads", heads, family.default_kv_heads),
         head_dim=head_dim,
         vocab_size=vocab,
         context_length=context,
@@ -129,7 +129,7 @@ def gguf_config(
     heads = fields.integer(f"{arch}.attention.head_count", low=1, high=MAX_HEADS)
     context = fields.integer(f"{arch}.context_length", low=1, high=MAX_CONTEXT)
     layers = fields.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS)
-    head_dim = _head_dim(fields, f"{arch}.attention.key_length", hidden, heads, None)
+    head_dim = read_head_dim(fields, f"{arch}.attention.key_length", hidden, heads, None)
     window = fields.integer(f"{arch}.attention.sliding_window", low=0, high=MAX_CONTEXT, default=0)
     return ModelConfig(
         architecture=arch,
@@ -137,7 +137,7 @@ def gguf_config(
         hidden_size=hidden,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", low=1, high=MAX_INTERMEDIATE),
         num_heads=heads,
-        num_kv_heads=_kv_heads(fields, f"{arch}.attention.head_count_kv", heads, None),
+        num_kv_heads=read_kv_heads(fields, f"{arch}.attention.head_count_kv", heads, None),
         head_dim=head_dim,
         vocab_size=embedding[0],
         context_length=context,
@@ -195,7 +195,8 @@ def _refuse_foreign_code(fields: Fields) -> None:
         raise _unsupported(f"hidden_act {activation}")
 
 
-def _head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | None) -> int:
+def read_head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | None) -> int:
+    """The head size under ``key``, else ``default``, else hidden size over heads. Raises ModelInvalid."""
     if not fields.has(key) and default is None:
         if hidden % heads:
             raise fields.fail(key, f"{heads} heads do not divide the hidden size {hidden}, and it is missing")
@@ -206,7 +207,8 @@ def _head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | 
     return head_dim
 
 
-def _kv_heads(fields: Fields, key: str, heads: int, default: int | None) -> int:
+def read_kv_heads(fields: Fields, key: str, heads: int, default: int | None) -> int:
+    """The number of key-value heads under ``key``, else ``default``, else ``heads``. Raises ModelInvalid."""
     kv_heads = fields.integer(key, low=1, high=MAX_HEADS, default=default or heads)
     if heads % kv_heads:
         raise fields.fail(key, f"{kv_heads} key-value heads do not divide {heads} heads")

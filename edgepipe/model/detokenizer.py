@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
-TokenBytes = Callable[[int], bytes]
-
 
 class Detokenizer:
-    """Decodes one growing answer. A function of the ids pushed: replaying them gives the same text."""
+    """Decodes one growing answer. A function of the ids added: replaying them gives the same text."""
 
     def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         self._table = table
@@ -22,7 +20,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
 
-    def push(self, token: int) -> str:
+    def add(self, token: int) -> str:
         """The text that is certain now; may be empty while a character is incomplete. Unknown ids give nothing."""
         if token in self._skipped:
             return ""

@@ -88,14 +88,14 @@ class Fields:
             return []
         if isinstance(value, np.ndarray):
             return cast("list[object]", value.tolist())
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             raise self.fail(key, f"it is {_show(value)}; a list is needed")
-        return cast("list[object]", value)
+        return list(cast("list[object]", value))
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids below ``vocab_size``; absent: (). Raises ModelInvalid."""
         value = self._values.get(key)
-        items = self.items(key) if isinstance(value, list) else [] if value is None else [value]
+        items = self.items(key) if isinstance(value, list | tuple) else [] if value is None else [value]
         if len(items) > 1024 or not all(type(item) is int and 0 <= item < vocab_size for item in items):
             raise self.fail(key, f"it is {_show(items)}; token ids below {vocab_size} are needed")
         return tuple(cast("list[int]", items))

@@ -10,24 +10,24 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.facts import Rope
 from edgepipe.model.fields import Fields
 
-_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ALIASES = {"su": "longrope", "none": "default"}
-_MAX_THETA = 1e15
-_MAX_FACTOR = 1e6
+MAX_THETA = 1e15
+MAX_FACTOR = 1e6
 _MAX_CONTEXT = 1 << 25
 
 
 def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
     """``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` to a Rope. Raises ModelInvalid."""
     scaling = _scaling_fields(fields)
-    theta = fields.number("rope_theta", low=1.0, high=_MAX_THETA, default=10_000.0)
-    theta = scaling.number("rope_theta", low=1.0, high=_MAX_THETA, default=theta)
+    theta = fields.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
+    theta = scaling.number("rope_theta", low=1.0, high=MAX_THETA, default=theta)
     for where in (fields, scaling):
         if where.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
             raise _unsupported("partial_rotary_factor")
     kind = scaling.text("rope_type", default=scaling.text("type", default="default"))
     kind = _ALIASES.get(kind, kind)
-    if kind not in _SCALINGS:
+    if kind not in SCALINGS:
         raise _unsupported(kind)
     if kind == "default":
         return Rope(theta=theta)
@@ -64,7 +64,7 @@ def _scaled(kind: str, theta: float, fields: Fields, scaling: Fields, *, head_di
     rope = Rope(
         theta=theta,
         scaling=kind,
-        factor=scaling.number("factor", low=1.0, high=_MAX_FACTOR, default=default_factor),
+        factor=scaling.number("factor", low=1.0, high=MAX_FACTOR, default=default_factor),
         original_context=original,
     )
     if kind == "llama3":
@@ -84,8 +84,8 @@ def _original_context(kind: str, fields: Fields, scaling: Fields, context_length
 
 
 def _llama3(rope: Rope, scaling: Fields) -> Rope:
-    low = scaling.number("low_freq_factor", low=1e-6, high=_MAX_FACTOR)
-    high = scaling.number("high_freq_factor", low=1e-6, high=_MAX_FACTOR)
+    low = scaling.number("low_freq_factor", low=1e-6, high=MAX_FACTOR)
+    high = scaling.number("high_freq_factor", low=1e-6, high=MAX_FACTOR)
     if high <= low:
         raise scaling.fail("high_freq_factor", f"it is {high:g}; more than low_freq_factor ({low:g}) is needed")
     return replace(rope, low_freq_factor=low, high_freq_factor=high)
@@ -94,11 +94,11 @@ def _llama3(rope: Rope, scaling: Fields) -> Rope:
 def _yarn(rope: Rope, scaling: Fields) -> Rope:
     return replace(
         rope,
-        beta_fast=scaling.number("beta_fast", low=1e-6, high=_MAX_FACTOR, default=32.0),
-        beta_slow=scaling.number("beta_slow", low=1e-6, high=_MAX_FACTOR, default=1.0),
-        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=_MAX_FACTOR),
-        mscale=scaling.optional_number("mscale", low=0.0, high=_MAX_FACTOR),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim", low=0.0, high=_MAX_FACTOR),
+        beta_fast=scaling.number("beta_fast", low=1e-6, high=MAX_FACTOR, default=32.0),
+        beta_slow=scaling.number("beta_slow", low=1e-6, high=MAX_FACTOR, default=1.0),
+        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=MAX_FACTOR),
+        mscale=scaling.optional_number("mscale", low=0.0, high=MAX_FACTOR),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim", low=0.0, high=MAX_FACTOR),
         truncate=scaling.flag("truncate", default=True),
     )
 
@@ -106,9 +106,9 @@ def _yarn(rope: Rope, scaling: Fields) -> Rope:
 def _longrope(rope: Rope, scaling: Fields, num_pairs: int) -> Rope:
     return replace(
         rope,
-        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=_MAX_FACTOR),
-        short_factor=scaling.numbers("short_factor", low=1e-6, high=_MAX_FACTOR, length=num_pairs),
-        long_factor=scaling.numbers("long_factor", low=1e-6, high=_MAX_FACTOR, length=num_pairs),
+        attention_factor=scaling.optional_number("attention_factor", low=0.0, high=MAX_FACTOR),
+        short_factor=scaling.numbers("short_factor", low=1e-6, high=MAX_FACTOR, length=num_pairs),
+        long_factor=scaling.numbers("long_factor", low=1e-6, high=MAX_FACTOR, length=num_pairs),
     )
 
 
@@ -120,7 +120,7 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
     """
     if fields.integer(f"{arch}.rope.dimension_count", low=1, high=1 << 16, default=head_dim) != head_dim:
         raise _unsupported(f"{arch}.rope.dimension_count unlike the head size")
-    theta = fields.number(f"{arch}.rope.freq_base", low=1.0, high=_MAX_THETA, default=10_000.0)
+    theta = fields.number(f"{arch}.rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
     if factors:
         return _factored(theta, factors, head_dim, context_length)
     kind = fields.text(f"{arch}.rope.scaling.type", default="none")
@@ -129,7 +129,7 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
         return Rope(theta=theta)
     if kind not in ("linear", "yarn"):
         raise _unsupported(kind)
-    factor = fields.number(f"{arch}.rope.scaling.factor", low=1.0, high=_MAX_FACTOR)
+    factor = fields.number(f"{arch}.rope.scaling.factor", low=1.0, high=MAX_FACTOR)
     if kind == "linear":
         return Rope(theta=theta, scaling="linear", factor=factor)
     key = f"{arch}.rope.scaling.original_context_length"
@@ -139,19 +139,19 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
         factor=factor,
         original_context=fields.integer(key, low=1, high=_MAX_CONTEXT, default=context_length),
         attention_factor=_gguf_attention_factor(fields, arch, factor),
-        beta_fast=fields.number(f"{arch}.rope.scaling.yarn_beta_fast", low=1e-6, high=_MAX_FACTOR, default=32.0),
-        beta_slow=fields.number(f"{arch}.rope.scaling.yarn_beta_slow", low=1e-6, high=_MAX_FACTOR, default=1.0),
+        beta_fast=fields.number(f"{arch}.rope.scaling.yarn_beta_fast", low=1e-6, high=MAX_FACTOR, default=32.0),
+        beta_slow=fields.number(f"{arch}.rope.scaling.yarn_beta_slow", low=1e-6, high=MAX_FACTOR, default=1.0),
     )
 
 
 def _gguf_attention_factor(fields: Fields, arch: str, factor: float) -> float | None:
     """GGUF's factor multiplies yarn's own one, Hugging Face's replaces it."""
-    told = fields.number(f"{arch}.rope.scaling.attn_factor", low=0.0, high=_MAX_FACTOR, default=1.0)
+    told = fields.number(f"{arch}.rope.scaling.attn_factor", low=0.0, high=MAX_FACTOR, default=1.0)
     return None if told == 1.0 else told * (1.0 + 0.1 * math.log(factor))
 
 
 def _factored(theta: float, factors: tuple[float, ...], head_dim: int, context_length: int) -> Rope:
-    if len(factors) != head_dim // 2 or not all(1e-6 <= factor <= _MAX_FACTOR for factor in factors):
+    if len(factors) != head_dim // 2 or not all(1e-6 <= factor <= MAX_FACTOR for factor in factors):
         raise ModelInvalid(
             "the GGUF file has rope factors that cannot be used",
             fact=f"{len(factors)} factors, {head_dim // 2} positive ones are needed",
@@ -169,6 +169,6 @@ def _factored(theta: float, factors: tuple[float, ...], head_dim: int, context_l
 def _unsupported(kind: str) -> ArchitectureUnsupported:
     return ArchitectureUnsupported(
         f"the rotary embedding '{kind[:40]}' is not supported",
-        fact=f"supported: {', '.join(_SCALINGS)}, over the whole head",
+        fact=f"supported: {', '.join(SCALINGS)}, over the whole head",
         next_step="choose another model",
     )

@@ -22,7 +22,7 @@ import struct
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, ClassVar, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -41,7 +41,7 @@ _HEAD = struct.Struct(">I")
 class _Generation(Extension):
     """``{% generation %}`` marks what the model wrote, for training; rendering ignores it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -58,9 +58,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 def make_environment() -> ImmutableSandboxedEnvironment:
     """The environment that chat templates are written for, without a loader."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    cast("dict[str, object]", environment.filters)["tojson"] = _tojson
-    names = cast("dict[str, object]", environment.globals)
-    names |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    untyped = cast("Any", environment)  # jinja2 leaves the values' types open
+    untyped.filters["tojson"] = _tojson
+    untyped.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
 

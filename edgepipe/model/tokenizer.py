@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.detokenizer import Detokenizer, TokenBytes, token_bytes
+from edgepipe.model.detokenizer import Detokenizer, token_bytes
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use (262,144 tokens) take about 34 MB
+_CHECK_S = 60  # wall time for a check that the kernel ends after 10 s of CPU time
 
 CHAT_ENDS = (
     "<|im_end|>",
@@ -60,8 +63,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; ``add_special`` puts the model's begin token in front.
 
-        Special tokens that stand in the text are honoured. A chat template's result wants ``add_special=False``: it brings its own. Raises ModelInvalid if the tokenizer
-        gives an id that the model does not have.
+        Special tokens that stand in the text are honoured. A chat template's result wants ``add_special=False``: it
+        brings its own. Raises ModelInvalid if the tokenizer gives an id that the model does not have.
         """
         ids = self._library.encode(text, add_special_tokens=add_special).ids
         if ids and max(ids) >= self._vocab_size:
@@ -74,7 +77,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become replacement characters."""
         detokenizer = self.detokenizer(skip_special=skip_special)
-        return "".join([*(detokenizer.push(token) for token in ids), detokenizer.finish()])
+        return "".join([*(detokenizer.add(token) for token in ids), detokenizer.finish()])
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one choice of a request."""
@@ -90,14 +93,40 @@ class Tokenizer:
         ends = [self._special[name] for name in CHAT_ENDS if name in self._special]
         return tuple(dict.fromkeys([*configured, *ends]))
 
+    def largest_id(self) -> int:
+        """The largest id in the vocabulary, added tokens included."""
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def save(self, path: Path) -> None:
         """Write ``tokenizer.json``."""
         path.write_text(self._library.to_str(), encoding="utf-8")
 
 
+def check_tokenizer(path: Path, *, vocab_size: int) -> None:
+    """Try a foreign ``tokenizer.json`` in a child with limits. Raises ModelInvalid: damaged, too large, or over 10 s."""
+    _check_size(path)
+    command = (sys.executable, "-P", "-m", "edgepipe.model.tokenizer_child", str(path), str(vocab_size))
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise _unusable(path, f"it was not read within {_CHECK_S} s") from exc
+    if done.returncode < 0:
+        raise _unusable(path, "reading it took more than 10 s of CPU time, or more memory than it may have")
+    if done.returncode:
+        raise _unusable(path, done.stderr.decode("utf-8", "replace").strip().splitlines()[-1][:200])
+
+
 def _load(path: Path) -> _Library:
     from tokenizers import Tokenizer as Library
 
+    _check_size(path)
+    try:
+        return Library.from_file(str(path))
+    except Exception as exc:  # the library raises bare Exceptions
+        raise _unusable(path, str(exc)[:200]) from exc
+
+
+def _check_size(path: Path) -> None:
     try:
         size = path.stat().st_size
     except OSError as exc:
@@ -107,10 +136,11 @@ def _load(path: Path) -> _Library:
             f"'{path.name}' is too large",
             fact=f"{format_bytes(size)}, at most {format_bytes(MAX_TOKENIZER_BYTES)} are read",
         )
-    try:
-        return Library.from_file(str(path))
-    except Exception as exc:  # the library raises bare Exceptions
-        raise ModelInvalid(f"'{path.name}' is no tokenizer that can be used", fact=str(exc)[:200]) from exc
 
 
-__all__ = ["CHAT_ENDS", "Detokenizer", "TokenBytes", "Tokenizer"]
+def _unusable(path: Path, fact: str) -> ModelInvalid:
+    return ModelInvalid(
+        f"'{path.name}' is no tokenizer that can be used",
+        fact=fact,
+        next_step="fetch the model again, or choose another",
+    )

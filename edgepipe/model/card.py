@@ -1,0 +1,72 @@
+"""``edgepipe.json``: what every node must know of a model besides its tensors, whatever format it came in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from edgepipe.model.config_json import config_from_json, config_to_json
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.fields import Fields
+from edgepipe.model.strict_json import parse_json_object, read_json_object
+from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
+
+CARD_FILE = "edgepipe.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+_MAX_CARD_BYTES = 16 << 20
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """A model's shape and chat template. End tokens, those of chats included, stand in the config."""
+
+    config: ModelConfig
+    template: ChatTemplate
+    emulated: bool = False  # has no weights; only the emulated backend serves it
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        value = {
+            "version": _VERSION,
+            "config": config_to_json(self.config),
+            "chat_templates": dict(self.template.sources),
+            "special_tokens": dict(self.template.special_tokens),
+            "emulated": self.emulated,
+        }
+        return json.dumps(value, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ModelCard:
+        """Parse and check. Raises ModelInvalid."""
+        return _card(parse_json_object(data, what=f"'{CARD_FILE}'"))
+
+
+def read_card(folder: Path) -> ModelCard:
+    """The card of a stored model. Raises ModelInvalid."""
+    return _card(read_json_object(folder / CARD_FILE, max_bytes=_MAX_CARD_BYTES))
+
+
+def _card(values: dict[str, Any]) -> ModelCard:
+    fields = Fields(values, what=f"'{CARD_FILE}'")
+    fields.integer("version", low=_VERSION, high=_VERSION)
+    config = fields.raw("config")
+    if not isinstance(config, dict):
+        raise fields.fail("config", "it is missing")
+    sources, special = _texts(fields, "chat_templates"), _texts(fields, "special_tokens")
+    return ModelCard(
+        config=config_from_json(cast("dict[str, Any]", config)),
+        template=ChatTemplate(sources=sources, special_tokens=special),
+        emulated=fields.flag("emulated", default=False),
+    )
+
+
+def _texts(fields: Fields, key: str) -> dict[str, str]:
+    value = fields.raw(key)
+    entries = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    if not all(isinstance(text, str) and len(text) <= MAX_TEMPLATE_BYTES for text in entries.values()):
+        raise fields.fail(key, "texts are needed")
+    return {name: str(text) for name, text in entries.items()}

@@ -1,0 +1,161 @@
+"""What a model consists of, as content: every tensor and file with its size and SHA-256.
+
+Two nodes hold the same model exactly if the hashes of their manifests are equal; names and sources do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.fields import Fields
+from edgepipe.model.gguf_types import BLOCKS_BY_NAME
+from edgepipe.model.safe_path import check_member_name
+from edgepipe.model.strict_json import parse_json_object
+from edgepipe.model.tensors import TensorInfo
+
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_FILES = 4096
+MAX_METADATA_BYTES = 64 << 20  # of one metadata file; the largest tokenizers take about 34 MB
+
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor: what is known of it and the hash of its bytes as ``WeightSource.read`` gives them."""
+
+    info: TensorInfo
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of the model's folder. Metadata files are what a peer needs besides tensors."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    metadata: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The list of a model's parts. Values from peers are checked when they are read."""
+
+    model_id: str
+    source: str  # where it was pulled from, for people
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over the content: tensors and metadata files in order of their names."""
+        content = {
+            "tensors": sorted((_tensor_json(entry) for entry in self.tensors), key=lambda item: item["name"]),
+            "files": sorted((_file_json(entry) for entry in self.metadata_files), key=lambda item: item["name"]),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorEntry]:
+        """Tensors by name."""
+        return {entry.info.name: entry for entry in self.tensors}
+
+    @property
+    def metadata_files(self) -> tuple[FileEntry, ...]:
+        """Files that every node needs, whatever its layers."""
+        return tuple(entry for entry in self.files if entry.metadata)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.info.num_bytes for entry in self.tensors)
+
+    def to_json(self) -> bytes:
+        """For a file or a peer; ``from_json`` gives an equal manifest back."""
+        value = {
+            "model_id": self.model_id,
+            "source": self.source,
+            "tensors": [_tensor_json(entry) for entry in self.tensors],
+            "files": [_file_json(entry) for entry in self.files],
+        }
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse and check: names that stay in a folder, sizes that fit shapes, nothing twice. Raises ModelInvalid."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ModelInvalid("the model's manifest is too large", fact=f"{len(data)} bytes")
+        fields = Fields(parse_json_object(data, what="the model's manifest"), what="the model's manifest")
+        tensors = tuple(_tensor_from_json(item) for item in _objects(fields, "tensors"))
+        files = tuple(_file_from_json(item) for item in _objects(fields, "files"))
+        names = [entry.info.name for entry in tensors] + [f"/{entry.name}" for entry in files]
+        if len(set(names)) != len(names) or len(files) > MAX_FILES:
+            raise fields.fail("tensors", "a name stands there twice, or there are too many files")
+        return cls(model_id=fields.text("model_id"), source=fields.text("source"), tensors=tensors, files=files)
+
+
+def _objects(fields: Fields, key: str) -> list[Fields]:
+    items = fields.items(key)
+    if not all(isinstance(item, dict) for item in items):
+        raise fields.fail(key, "a list of objects is needed")
+    return [Fields(cast("dict[str, object]", item), what=f"the model's manifest ({key})") for item in items]
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    return {**asdict(entry.info), "sha256": entry.sha256}
+
+
+def _file_json(entry: FileEntry) -> dict[str, Any]:
+    return asdict(entry)
+
+
+def _tensor_from_json(fields: Fields) -> TensorEntry:
+    name, scheme = fields.text("name"), fields.text("scheme")
+    if not _TENSOR_NAME.fullmatch(name) or ".." in name:
+        raise fields.fail("name", f"{name[:80]!r} is no tensor's name")
+    if scheme not in BLOCKS_BY_NAME:
+        raise fields.fail("scheme", f"{scheme[:40]!r} is unknown")
+    shape = fields.items("shape")
+    if not 1 <= len(shape) <= 8 or not all(type(dim) is int and 0 < dim < 1 << 62 for dim in shape):
+        raise fields.fail("shape", f"it is {str(shape)[:80]}")
+    dims = tuple(cast("list[int]", shape))
+    num_bytes = fields.integer("num_bytes", low=1, high=1 << 50)
+    if num_bytes != _stored_bytes(dims, scheme):
+        raise fields.fail("num_bytes", f"'{name}' {list(dims)} in {scheme} does not take {num_bytes} bytes")
+    info = TensorInfo(
+        name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=fields.flag("rounded", default=False)
+    )
+    return TensorEntry(info=info, sha256=_digest(fields))
+
+
+def _stored_bytes(shape: tuple[int, ...], scheme: str) -> int:
+    block, values = BLOCKS_BY_NAME[scheme], 1
+    for dim in shape:
+        values *= dim
+    return values // block.block_values * block.block_bytes if values % block.block_values == 0 else -1
+
+
+def _file_from_json(fields: Fields) -> FileEntry:
+    metadata = fields.flag("metadata", default=False)
+    return FileEntry(
+        name=check_member_name(fields.text("name"), where="the model's manifest"),
+        num_bytes=fields.integer("num_bytes", low=0, high=MAX_METADATA_BYTES if metadata else 1 << 50),
+        sha256=_digest(fields),
+        metadata=metadata,
+    )
+
+
+def _digest(fields: Fields) -> str:
+    digest = fields.text("sha256")
+    if not _SHA256.fullmatch(digest):
+        raise fields.fail("sha256", f"{digest[:80]!r} is no SHA-256")
+    return digest

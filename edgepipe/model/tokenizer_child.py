@@ -1,0 +1,52 @@
+"""Tries a foreign ``tokenizer.json`` in a process that may be killed: ``python -m edgepipe.model.tokenizer_child FILE V``.
+
+Loading can recurse or allocate without end, and a pre-tokenizer's pattern can backtrack for ever. Exit code 0: the file
+loads, its ids are below V, and texts that provoke backtracking go through it and back. Otherwise the last line says why.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+from edgepipe.errors import ModelInvalid
+
+CPU_S = 10
+MEMORY_BYTES = 3 << 30  # address space; a tokenizer of 262,144 tokens takes about 0.4 GB while it loads
+_RUN = 4096  # characters per kind: an exponential pattern needs 30, a quadratic one passes
+_PROVOKING = ("a", " ", "1", "\n", "!", "é", "a!", "a 1", "' ", "\t \n", "字", "(a", "ab" * 8 + "\u0301")
+
+
+def check(path: Path, vocab_size: int) -> str:
+    """Empty if the tokenizer is good, else what is wrong with it."""
+    from edgepipe.model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path, vocab_size=vocab_size)
+    largest = tokenizer.largest_id()
+    if largest >= vocab_size:
+        return f"it has the token id {largest}, the model has {vocab_size}"
+    for text in _PROVOKING:
+        tokenizer.decode(tokenizer.encode(text * (_RUN // len(text))))
+    return ""
+
+
+def main() -> None:
+    """Check the file named on the command line."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    except (OSError, ValueError):
+        pass  # macOS refuses; the CPU limit and the size of the file bound it there
+    try:
+        problem = check(Path(sys.argv[1]), int(sys.argv[2]))
+    except ModelInvalid as exc:
+        problem = exc.fact or exc.what
+    except Exception as exc:  # the library raises bare Exceptions
+        problem = str(exc)[:200] or type(exc).__name__
+    sys.stderr.write(problem)
+    sys.exit(1 if problem else 0)
+
+
+if __name__ == "__main__":
+    main()
