@@ -10,21 +10,22 @@ from typing import Any
 import mlx.core as mx
 
 from edgepipe_mlx.kv import KvPool
-from edgepipe_mlx.plan import RowPlan, StepPlan
+from edgepipe_mlx.plan import RowPlan, StepPlan, tile_rows
 
 
 class StepArrays:
     """What all layers of a step share on the device. Made by ``submit``, dropped with the step."""
 
-    def __init__(self, plan: StepPlan) -> None:
-        self.rows = plan.rows
+    def __init__(self, plan: StepPlan, *, max_scores: int) -> None:
+        """``max_scores``: most queries times keys of one head that are attended to at once."""
+        self.rows = tile_rows(plan.rows, max_scores)
         self.positions = mx.array(plan.positions)
         self.slots = mx.array(plan.slots)
         self._blocks: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[tuple[int, int], mx.array] = {}
 
     def blocks(self, row: RowPlan, first_block: int) -> mx.array | None:
-        """The sequence's block ids from ``first_block`` on; None where it lies in one run."""
+        """A row's block ids from ``first_block`` on; None where it lies in one run."""
         if row.blocks is None:
             return None
         key = (row.first_row, first_block)

@@ -26,7 +26,7 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_mlx.attention import LayerCache, StepArrays
 from edgepipe_mlx.definitions import check_architecture, models_folder
-from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, is_cpu, measure
+from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, is_cpu, measure, score_bytes
 from edgepipe_mlx.kv import KvPool
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
 from edgepipe_mlx.plan import StepPlan, plan_step
@@ -115,7 +115,7 @@ class MlxBackend:
         hidden = self._hidden(part, prepared, inputs)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
-        hidden = self._run_layers(part, pools, StepArrays(prepared), hidden)
+        hidden = self._run_layers(part, pools, self._arrays(prepared), hidden)
         array = self._logits(part, hidden, prepared) if part.part.head else self._leaving(hidden)
         # The pools are evaluated with the output: a chunk without logits needs nothing of the last layer but its KV.
         mx.async_eval(array, [pool.arrays for pool in pools])
@@ -133,6 +133,10 @@ class MlxBackend:
         self._pools = {}
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
+
+    def _arrays(self, plan: StepPlan) -> StepArrays:
+        """Attention that is not fused keeps the scores of all heads in memory, in float32 at worst."""
+        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
 
     def _run_layers(self, part: LoadedSlice, pools: list[KvPool], step: StepArrays, hidden: mx.array) -> mx.array:
         """hidden [T, H] -> [T, H]. The layers see T sequences of one token: a rectangle without padding."""

@@ -13,7 +13,8 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-_CACHE_BYTES = 256 * 1024 * 1024  # freed buffers that MLX may keep for reuse; unbounded by default
+_MIB = 1024 * 1024
+_CACHE_BYTES = 128 * _MIB  # freed buffers that MLX may keep for reuse; unbounded by default
 
 
 def choose_device(name: str) -> mx.Device:
@@ -59,6 +60,15 @@ def configure(device: mx.Device) -> None:
         # Fused CPU kernels are built by a C++ compiler at run time and loaded from a folder under /tmp that anybody
         # on the machine may have made; they bring nothing here.
         mx.disable_compile()
+
+
+def score_bytes(device: mx.Device) -> int:
+    """Room for the attention scores of one product. MLX starts some products ahead, so several may be held at once.
+
+    The CPU device always keeps scores; Metal does so only for head sizes that its fused kernel lacks, and wants large
+    products.
+    """
+    return (16 if is_cpu(device) else 256) * _MIB
 
 
 def free_bytes(device: mx.Device) -> int:

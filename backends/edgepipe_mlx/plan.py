@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,21 @@ def plan_step(step: Step, *, block_size: int, num_blocks: int) -> StepPlan:
         logit_rows=np.asarray(step.logit_rows, np.int32),
         copies=step.copies,
     )
+
+
+def tile_rows(rows: tuple[RowPlan, ...], max_scores: int) -> tuple[RowPlan, ...]:
+    """The same rows, long chunks cut so that a part's queries times its keys (of one head) are at most ``max_scores``.
+
+    A part sees the keys up to its own end only, so cutting changes no result and saves what causality would throw away.
+    """
+    tiles: list[RowPlan] = []
+    for row in rows:
+        size = max(1, max_scores // row.length)
+        start = row.length - row.num_tokens
+        for at in range(0, row.num_tokens, size):
+            count = min(size, row.num_tokens - at)
+            tiles.append(replace(row, first_row=row.first_row + at, num_tokens=count, length=start + at + count))
+    return tuple(tiles)
 
 
 def join_runs(runs: tuple[BlockRun, ...]) -> list[BlockRun]:

@@ -81,6 +81,15 @@ def test_a_lower_position_truncates(chain: Chain) -> None:
     assert_same(again, whole(chain, PROMPT[:20] + OTHER[:5])[20:])
 
 
+@pytest.mark.parametrize("table", [((0, 3),), ((9, 1), (2, 1), (5, 1))], ids=["one run", "scattered"])
+def test_long_chunks_attended_in_parts_give_what_the_whole_gives(
+    chain: Chain, table: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = whole(chain, PROMPT)
+    monkeypatch.setattr("edgepipe_mlx.backend.score_bytes", lambda _: 4 * 4 * 250)  # 250 scores for each of 4 heads
+    assert_same(chain.run(PROMPT, [row(0, 45, *table)]), expected)
+
+
 def test_a_reused_block_forgets_its_former_sequence(chain: Chain) -> None:
     expected = whole(chain, OTHER)
     chain.run(PROMPT, [row(0, 45, (0, 3))], logit_rows=[])

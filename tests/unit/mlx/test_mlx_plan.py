@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe_mlx.kv import independent
-from edgepipe_mlx.plan import join_runs, plan_step
+from edgepipe_mlx.plan import join_runs, plan_step, tile_rows
 from mlx_models import row
 
 from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
 
-NUM_BLOCKS = 40
+NUM_BLOCKS = 40  # 640 tokens
 
 
 def step_of(*rows: StepRow) -> Step:
@@ -42,6 +42,21 @@ def test_every_token_goes_to_its_own_slot_of_the_block_table(blocks: list[int], 
         assert [planned.start_slot + at for at in range(position, position + num_tokens)] == expected
     else:
         assert planned.blocks.tolist() == blocks[: len(planned.blocks)]
+
+
+@given(length=st.integers(1, 300), num_tokens=st.integers(1, 300), max_scores=st.integers(1, 4000))
+def test_tiles_cover_every_row_once_and_see_the_keys_up_to_their_end(
+    length: int, num_tokens: int, max_scores: int
+) -> None:
+    num_tokens = min(length, num_tokens)
+    table = (0, -(-length // 16))
+    rows = plan_step(step_of(row(length - num_tokens, num_tokens, table)), block_size=16, num_blocks=NUM_BLOCKS).rows
+    tiles = tile_rows(rows, max_scores)
+    covered = [at for tile in tiles for at in range(tile.first_row, tile.first_row + tile.num_tokens)]
+    assert covered == list(range(num_tokens))
+    for tile in tiles:
+        assert tile.length == length - num_tokens + tile.first_row + tile.num_tokens
+        assert tile.num_tokens == 1 or tile.num_tokens * tile.length <= max_scores
 
 
 def test_adjacent_runs_are_one_run() -> None:
