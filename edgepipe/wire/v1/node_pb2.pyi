@@ -163,9 +163,12 @@ class DeviceState(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     reserved_bytes: _builtins.int
     state: _builtins.str
     """"starting" | "idle" | "loading" | "serving" | "failed" """
+    free_bytes: _builtins.int
+    """what can still be reserved: headroom and reservations taken off"""
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
@@ -177,10 +180,11 @@ class DeviceState(_message.Message):
         reserved_bytes: _builtins.int = ...,
         state: _builtins.str = ...,
         error: _common_pb2.Error | None = ...,
+        free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "profile", b"profile", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "free_bytes", b"free_bytes", "profile", b"profile", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1084,6 +1088,7 @@ class ClusterStatus(_message.Message):
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
     DATA_DIR_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     cluster_name: _builtins.str
     node_id: _builtins.str
@@ -1095,6 +1100,8 @@ class ClusterStatus(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.EngineState]: ...
     @_builtins.property
     def children(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChildState]: ...
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedPeer]: ...
     def __init__(
         self,
         *,
@@ -1106,14 +1113,41 @@ class ClusterStatus(_message.Message):
         uptime_ms: _builtins.int = ...,
         children: _abc.Iterable[Global___ChildState] | None = ...,
         data_dir: _builtins.str = ...,
+        refused: _abc.Iterable[Global___RefusedPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "engines", b"engines", "members", b"members", "node_id", b"node_id", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "engines", b"engines", "members", b"members", "node_id", b"node_id", "refused", b"refused", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class RefusedPeer(_message.Message):
+    """A node that was found and does not belong here: another cluster, or another version of the protocol."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """its address or name"""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error: ...
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedPeer: _TypeAlias = RefusedPeer  # noqa: Y015
 
 @_typing.final
 class ChildState(_message.Message):

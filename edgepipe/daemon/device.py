@@ -1,0 +1,295 @@
+"""One device of this node: a spare stage process that is ready to load, the stages that serve, their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon.backends import NONE
+from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.memory import MemoryLedger
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
+from edgepipe.ids import Epoch
+from edgepipe.model.facts import ModelConfig
+from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire, slices_from_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
+
+
+@dataclass(slots=True, kw_only=True)
+class _Hold:
+    """A pipeline's stage on this device, from its reservation to its release."""
+
+    epoch: Epoch
+    engine_node: str  # node id of the engine that asked
+    child: Child | None = None
+    ready: bool = False
+    reports: asyncio.Queue[pb.ChildReport | None] = field(default_factory=asyncio.Queue[pb.ChildReport | None])
+
+
+class DeviceHost:
+    """Starts, loads and ends the stage processes of one device."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        backend: str,
+        children: Children,
+        new_settings: Callable[[], ChildSettings],
+        memory_limit_bytes: int,
+        timeouts: Timeouts,
+        tasks: asyncio.TaskGroup,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._node_name = node_name
+        self._backend = backend
+        self._children = children
+        self._new_settings = new_settings
+        self._memory_limit_bytes = memory_limit_bytes
+        self._timeouts = timeouts
+        self._tasks = tasks
+        self._on_change = on_change
+        self._profile: common_pb2.DeviceProfile | None = None
+        self._ledger: MemoryLedger | None = None
+        self._spare: Child | None = None
+        self._holds: dict[str, _Hold] = {}
+        self._error: EdgepipeError | None = None
+        self._vacant = asyncio.Event()  # nothing is held, so a spare is wanted
+        self._vacant.set()
+
+    def state(self) -> list[pb.DeviceState]:
+        """The device as the node tells of it; nothing where there is no backend."""
+        if self._backend == NONE:
+            return []
+        told = pb.DeviceState(profile=self._profile or common_pb2.DeviceProfile(backend=self._backend))
+        told.state = self._word()
+        if self._ledger is not None:
+            told.reserved_bytes = self._ledger.reserved_bytes
+            told.free_bytes = self._ledger.free_bytes
+        if self._error is not None:
+            told.error.CopyFrom(error_to_wire(self._error))
+        return [told]
+
+    async def keep_spare(self) -> None:
+        """Have a spare while nothing is held; ends when the backend cannot run here, or by cancellation."""
+        wait_s = _RESTART_MIN_S
+        while self._backend != NONE:
+            await self._vacant.wait()
+            try:
+                await self._spare_life()
+                wait_s = _RESTART_MIN_S
+            except BackendUnavailable as error:
+                self._fail(error)
+                return
+            except EdgepipeError as error:
+                self._fail(error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RESTART_MAX_S)
+
+    async def prepare(
+        self, request: pb.PrepareRequest, *, path: str, config: ModelConfig
+    ) -> AsyncGenerator[pb.PrepareEvent]:
+        """Reserve memory and load a stage; progress, then ``prepared``. Whatever goes wrong gives all back.
+
+        Raises StaleEpoch, NoFeasiblePlacement, BackendUnavailable and what loading raises.
+        """
+        hold = await self._admit(request)
+        try:
+            kv_bytes = self._reserve(request, config)
+            child = hold.child = await self._take_stage()
+            self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
+            child.on_report = hold.reports.put_nowait
+            child.send(pb.ChildCommand(load=_load_command(request, path)))
+            self._on_change()
+            async for report in self._reports(hold, child):
+                if report.HasField("loading"):
+                    yield pb.PrepareEvent(progress=report.loading)
+                if report.HasField("loaded"):
+                    hold.ready = True
+                    self._on_change()
+                    yield pb.PrepareEvent(prepared=self._prepared(child, report.loaded, request, kv_bytes))
+                    return
+        finally:
+            if not hold.ready:  # also when the engine goes away half-way
+                self._release_soon(request.pipeline_id, hold)
+
+    async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
+        """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""
+        hold = self._holds.get(pipeline_id)
+        if hold is not None and (epoch is None or epoch >= hold.epoch):
+            await self._end(pipeline_id, hold)
+
+    async def release_all(self) -> None:
+        """End every stage, the spare too."""
+        for pipeline_id, hold in list(self._holds.items()):
+            await self._end(pipeline_id, hold)
+        await self._children.stop_all("stage")
+
+    def release_of_engines_on(self, node_id: str) -> None:
+        """The node is gone, so nobody drives its pipelines."""
+        for pipeline_id, hold in list(self._holds.items()):
+            if hold.engine_node == node_id:
+                logger.info("released pipeline=%s: the node of its engine is gone", pipeline_id)
+                self._release_soon(pipeline_id, hold)
+
+    async def _spare_life(self) -> None:
+        """From the start of a spare to the end of its process. Raises what ended it before it was taken."""
+        spare = await self._start_stage()
+        self._error = None
+        if self._profile is not None and (self._ledger is None or not self._ledger.reserved_bytes):
+            self._ledger = self._new_ledger(self._profile)
+        self._spare = spare
+        self._on_change()
+        await spare.exited.wait()
+        if self._spare is spare:
+            self._spare = None
+            raise spare.error()
+
+    async def _start_stage(self) -> Child:
+        child = await self._children.start(self._new_settings(), self._tasks)
+        self._profile = (await self._children.wait_started(child)).profile
+        return child
+
+    async def _take_stage(self) -> Child:
+        """The spare, or a new process where the device serves already."""
+        spare, self._spare = self._spare, None
+        return spare or await self._start_stage()
+
+    async def _admit(self, request: pb.PrepareRequest) -> _Hold:
+        epoch = epoch_from_wire(request.epoch)
+        known = self._holds.get(request.pipeline_id)
+        if known is not None and epoch <= known.epoch:
+            raise StaleEpoch(
+                fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
+                node=self._node_name,
+            )
+        if known is not None:
+            await self._end(request.pipeline_id, known)
+        if self._ledger is None:
+            raise self._error or BackendUnavailable(
+                f"node {self._node_name} cannot compute",
+                fact="its device is still starting" if self._backend != NONE else "it has no backend",
+                next_step="see 'edgepipe status', then try again",
+                node=self._node_name,
+            )
+        hold = self._holds[request.pipeline_id] = _Hold(epoch=epoch, engine_node=request.hello.node_id)
+        self._vacant.clear()
+        return hold
+
+    def _reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> int:
+        """Set memory aside for weights and KV; returns the bytes for KV. Raises NoFeasiblePlacement."""
+        assert self._ledger is not None
+        assert self._profile is not None
+        dtype = self._profile.compute_dtype if request.dtype in ("", "auto") else request.dtype
+        token_bytes = config.kv_bytes_per_token(
+            num_layers=sum(len(part.layers) for part in slices_from_wire(request.slices)),
+            bytes_per_value=4 if dtype == "float32" else 2,
+        )
+        held = self._ledger.reserve(
+            request.pipeline_id,
+            weight_bytes=request.weight_bytes,
+            kv_token_bytes=token_bytes,
+            kv_tokens=request.kv_tokens,
+        )
+        return held.kv_bytes
+
+    async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
+        """What the loading stage tells. Raises its fault, what ended it, or SendTimeout if it is silent."""
+        while True:
+            try:
+                async with asyncio.timeout(self._timeouts.load_s):
+                    report = await hold.reports.get()
+            except TimeoutError as exc:
+                raise SendTimeout(
+                    "the stage does not get on with loading",
+                    fact=f"silent for {self._timeouts.load_s:.0f} s",
+                    node=self._node_name,
+                ) from exc
+            if report is None:
+                raise self._named(child.error())
+            if report.HasField("fault"):
+                raise self._named(error_from_wire(report.fault))
+            yield report
+
+    async def _mourn(self, pipeline_id: str, hold: _Hold, child: Child) -> None:
+        """Wait for the stage's end; if nobody asked for it, give its memory back and say so."""
+        await child.exited.wait()
+        hold.reports.put_nowait(None)
+        if not child.stopping:
+            self._error = self._named(child.error())
+            logger.error("stage lost pipeline=%s: %s", pipeline_id, self._error)
+        if self._holds.get(pipeline_id) is hold:
+            await self._end(pipeline_id, hold)
+
+    async def _end(self, pipeline_id: str, hold: _Hold) -> None:
+        if self._holds.get(pipeline_id) is hold:
+            del self._holds[pipeline_id]
+        if hold.child is not None and not hold.child.exited.is_set():
+            await self._children.stop(hold.child)
+        if self._ledger is not None and pipeline_id not in self._holds:
+            self._ledger.release(pipeline_id)
+        if not self._holds:
+            self._vacant.set()
+        self._on_change()
+
+    def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
+        self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
+
+    def _prepared(self, child: Child, loaded: pb.ShardLoaded, request: pb.PrepareRequest, kv_bytes: int) -> pb.Prepared:
+        block_bytes = max(1, loaded.kv_block_bytes)
+        wanted = -(-request.kv_tokens // max(1, request.block_size))
+        return pb.Prepared(
+            address=f"{child.settings.host}:{child.started.result().port}",
+            max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
+            kv_block_bytes=loaded.kv_block_bytes,
+            weight_bytes=loaded.weight_bytes,
+            profile=self._profile,
+        )
+
+    def _new_ledger(self, profile: common_pb2.DeviceProfile) -> MemoryLedger:
+        return MemoryLedger(
+            node=self._node_name,
+            free_bytes=profile.memory_free_bytes,
+            total_bytes=profile.memory_total_bytes,
+            on_host=profile.device == "cpu" or profile.backend == "mlx",  # Apple's GPU shares the host's memory
+            limit_bytes=self._memory_limit_bytes,
+        )
+
+    def _word(self) -> str:
+        if any(hold.ready for hold in self._holds.values()):
+            return "serving"
+        if self._holds:
+            return "loading"
+        if self._spare is not None:
+            return "idle"
+        return "failed" if self._error is not None else "starting"
+
+    def _fail(self, error: EdgepipeError) -> None:
+        self._error = self._named(error)
+        logger.error("device failed backend=%s: %s", self._backend, self._error)
+        self._on_change()
+
+    def _named(self, error: EdgepipeError) -> EdgepipeError:
+        error.node = error.node or self._node_name
+        return error
+
+
+def _load_command(request: pb.PrepareRequest, path: str) -> pb.LoadShard:
+    return pb.LoadShard(
+        pipeline_id=request.pipeline_id,
+        epoch=request.epoch,
+        path=path,
+        slices=request.slices,
+        block_size=request.block_size,
+        dtype=request.dtype,
+        activation_type=request.activation_type,
+    )

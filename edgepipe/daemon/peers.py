@@ -1,0 +1,73 @@
+"""Calls from this daemon to others (and to itself): one control channel per node, a channel of its own per transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc.aio
+
+from edgepipe.cluster.membership import Membership
+from edgepipe.config import Timeouts
+from edgepipe.errors import NodeUnreachable
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+class Peers:
+    """Addresses and channels of the cluster's nodes."""
+
+    def __init__(
+        self, *, own: Callable[[], pb.NodeState], membership: Membership, hello: common_pb2.Hello, timeouts: Timeouts
+    ) -> None:
+        self.hello = hello
+        self._own = own
+        self._membership = membership
+        self._timeouts = timeouts
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def nodes(self) -> list[pb.NodeState]:
+        """This node and every reachable member."""
+        return [self._own(), *(member.node for member in self._membership.reachable())]
+
+    def node(self, node_id: str) -> pb.NodeState:
+        """One of them. Raises NodeUnreachable."""
+        for node in self.nodes():
+            if node.node_id == node_id:
+                return node
+        known = self._membership.member(node_id)
+        name = known.node.name if known else node_id
+        raise NodeUnreachable(f"node {name} is not in the cluster now", next_step="see 'edgepipe status'", node=name)
+
+    def is_self(self, node_id: str) -> bool:
+        """Whether it is this node's id."""
+        return node_id == self._own().node_id
+
+    async def start_engine(self, node_id: str, request: pb.StartEngineRequest) -> None:
+        """``Node.StartEngine`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StartEngine(request, timeout=self._timeouts.child_start_s)
+
+    async def stop_engine(self, node_id: str, pipeline_id: str) -> None:
+        """``Node.StopEngine`` there. Raises its errors and LinkError."""
+        request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id)
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def release(self, node_id: str, pipeline_id: str) -> None:
+        """``Node.Release`` there. Raises its errors and LinkError."""
+        request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id)
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def close(self) -> None:
+        """Close the control channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _stub(self, node_id: str) -> node_pb2_grpc.NodeAsyncStub:
+        address = self.node(node_id).address
+        if address not in self._channels:
+            self._channels[address] = make_channel(address)
+        return node_pb2_grpc.NodeStub(self._channels[address])
