@@ -1,0 +1,207 @@
+"""What an engine is told to serve and what it tells of itself, as values, and their conversion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgepipe.backend.types import ActivationType
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import Epoch, NodeId, PipelineId
+from edgepipe.model.facts import Slice
+from edgepipe.wire.common import (
+    activation_type_from_wire,
+    activation_type_to_wire,
+    epoch_from_wire,
+    epoch_to_wire,
+    error_from_wire,
+    error_to_wire,
+    slices_from_wire,
+    slices_to_wire,
+)
+from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlacement:
+    """Which slices a node runs."""
+
+    node_id: NodeId
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSpec:
+    """What is to be served, where, and how."""
+
+    model: str
+    manifest_hash: str = ""
+    stages: tuple[StagePlacement, ...] = ()  # in the order of a token's way
+    micro_batches: int = 0  # M; 0: one per stage
+    context_length: int = 0  # tokens per sequence; 0: the model's
+    kv_tokens: int = 0  # wanted KV pool; 0: decided by free memory
+    dtype: str = "auto"
+    activation_type: ActivationType = ActivationType.BF16
+    threads: int = 0  # compute threads per stage; 0: the backend's choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """A stage as its engine sees it."""
+
+    node_id: NodeId
+    node_name: str = ""
+    backend: str = ""
+    device: str = ""
+    slices: tuple[Slice, ...] = ()
+    address: str = ""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    busy: float = 0.0  # fraction of the last seconds
+    step_ms: float = 0.0  # EWMA of compute
+    upload_ms: float = 0.0  # EWMA of its outgoing link
+    one_way_ms: float = 0.0  # EWMA of its outgoing link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """An engine as it tells of itself."""
+
+    model: str
+    pipeline_id: PipelineId
+    epoch: Epoch
+    state: str  # "starting" | "loading" | "ready" | "failed" | "stopping"
+    error: EdgepipeError | None = None
+    micro_batches: int = 0  # M
+    in_flight: int = 0  # steps
+    running: int = 0  # sequences
+    waiting: int = 0  # sequences
+    num_blocks: int = 0
+    free_blocks: int = 0
+    block_size: int = 0  # tokens
+    tokens_per_s: float = 0.0
+    stages: tuple[StageState, ...] = ()
+    context_length: int = 0  # tokens, prompt and output
+    address: str = ""  # HOST:PORT where gateways reach it
+    manifest_hash: str = ""
+    message: str = ""  # what it is doing, for people
+    progress: float = 0.0  # 0..1 while loading
+
+
+def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
+    """What is to be served, for the wire."""
+    return node_pb2.ServeSpec(
+        model=spec.model,
+        manifest_hash=spec.manifest_hash,
+        stages=[
+            node_pb2.StagePlacement(node_id=stage.node_id, slices=slices_to_wire(stage.slices)) for stage in spec.stages
+        ],
+        micro_batches=spec.micro_batches,
+        context_length=spec.context_length,
+        kv_tokens=spec.kv_tokens,
+        dtype=spec.dtype,
+        activation_type=activation_type_to_wire(spec.activation_type),
+        threads=spec.threads,
+    )
+
+
+def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
+    """What is to be served. Raises PlanInvalid for an empty range, RemoteProtocolError for an unknown type."""
+    unspecified = message.activation_type == common_pb2.ACTIVATION_TYPE_UNSPECIFIED
+    return ServeSpec(
+        model=message.model,
+        manifest_hash=message.manifest_hash,
+        stages=tuple(
+            StagePlacement(node_id=NodeId(stage.node_id), slices=slices_from_wire(stage.slices))
+            for stage in message.stages
+        ),
+        micro_batches=message.micro_batches,
+        context_length=message.context_length,
+        kv_tokens=message.kv_tokens,
+        dtype=message.dtype or "auto",
+        activation_type=ActivationType.BF16 if unspecified else activation_type_from_wire(message.activation_type),
+        threads=message.threads,
+    )
+
+
+def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
+    """An engine's state for the wire."""
+    return engine_pb2.EngineState(
+        model=state.model,
+        pipeline_id=state.pipeline_id,
+        epoch=epoch_to_wire(state.epoch),
+        state=state.state,
+        error=None if state.error is None else error_to_wire(state.error),
+        micro_batches=state.micro_batches,
+        in_flight=state.in_flight,
+        running=state.running,
+        waiting=state.waiting,
+        num_blocks=state.num_blocks,
+        free_blocks=state.free_blocks,
+        block_size=state.block_size,
+        tokens_per_s=state.tokens_per_s,
+        stages=[_stage_to_wire(stage) for stage in state.stages],
+        context_length=state.context_length,
+        address=state.address,
+        manifest_hash=state.manifest_hash,
+        message=state.message,
+        progress=state.progress,
+    )
+
+
+def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
+    """An engine's state from the wire. Raises PlanInvalid if a stage has an empty range."""
+    return EngineState(
+        model=message.model,
+        pipeline_id=PipelineId(message.pipeline_id),
+        epoch=epoch_from_wire(message.epoch),
+        state=message.state,
+        error=error_from_wire(message.error) if message.HasField("error") else None,
+        micro_batches=message.micro_batches,
+        in_flight=message.in_flight,
+        running=message.running,
+        waiting=message.waiting,
+        num_blocks=message.num_blocks,
+        free_blocks=message.free_blocks,
+        block_size=message.block_size,
+        tokens_per_s=message.tokens_per_s,
+        stages=tuple(_stage_from_wire(stage) for stage in message.stages),
+        context_length=message.context_length,
+        address=message.address,
+        manifest_hash=message.manifest_hash,
+        message=message.message,
+        progress=message.progress,
+    )
+
+
+def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
+    return engine_pb2.StageState(
+        node_id=stage.node_id,
+        node_name=stage.node_name,
+        backend=stage.backend,
+        device=stage.device,
+        slices=slices_to_wire(stage.slices),
+        address=stage.address,
+        weight_bytes=stage.weight_bytes,
+        kv_bytes=stage.kv_bytes,
+        busy=stage.busy,
+        step_ms=stage.step_ms,
+        upload_ms=stage.upload_ms,
+        one_way_ms=stage.one_way_ms,
+    )
+
+
+def _stage_from_wire(message: engine_pb2.StageState) -> StageState:
+    return StageState(
+        node_id=NodeId(message.node_id),
+        node_name=message.node_name,
+        backend=message.backend,
+        device=message.device,
+        slices=slices_from_wire(message.slices),
+        address=message.address,
+        weight_bytes=message.weight_bytes,
+        kv_bytes=message.kv_bytes,
+        busy=message.busy,
+        step_ms=message.step_ms,
+        upload_ms=message.upload_ms,
+        one_way_ms=message.one_way_ms,
+    )

@@ -1,0 +1,159 @@
+"""What gateways and engines tell each other about requests, as values, and their conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgepipe.errors import EdgepipeError, RemoteProtocolError
+from edgepipe.ids import Epoch, PipelineId, RequestId
+from edgepipe.sampling import SamplingParams
+from edgepipe.wire.common import epoch_to_wire, error_to_wire
+from edgepipe.wire.v1 import common_pb2, engine_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as its gateway owns it. A higher attempt cancels lower ones."""
+
+    request_id: RequestId
+    attempt: int = 1
+    prompt: tuple[int, ...]
+    num_choices: int = 1
+    generated: tuple[tuple[int, ...], ...] = ()  # per choice, what earlier attempts gave; never sampled again
+    max_tokens: int = 0  # output tokens per choice, those in ``generated`` included; 0: as many as the context takes
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams
+    priority: int = 0  # 0 interactive, 1 batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancellation:
+    """The choice is wanted up to output position ``at_position`` and no further."""
+
+    request_id: RequestId
+    attempt: int = 1
+    choice: int = 0
+    at_position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """After a broken stream: send again what comes after ``have`` output tokens of each choice."""
+
+    request_id: RequestId
+    attempt: int = 1
+    have: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a choice ended."""
+
+    reason: str  # "stop" | "length" | "cancelled" | "error"
+    num_tokens: int  # output tokens of the choice
+    error: EdgepipeError | None = None
+
+
+GatewayCommand = Submission | Cancellation | Resumption
+
+
+def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
+    """A gateway's message for an engine."""
+    if isinstance(command, Submission):
+        return engine_pb2.GatewayMessage(submit=_submission_to_wire(command))
+    if isinstance(command, Cancellation):
+        cancel = engine_pb2.Cancel(
+            request_id=command.request_id,
+            attempt=command.attempt,
+            choice=command.choice,
+            at_position=command.at_position,
+        )
+        return engine_pb2.GatewayMessage(cancel=cancel)
+    resume = engine_pb2.Resume(request_id=command.request_id, attempt=command.attempt, have=command.have)
+    return engine_pb2.GatewayMessage(resume=resume)
+
+
+def submission_from_wire(message: engine_pb2.Submit) -> Submission:
+    """A request as the engine got it. Raises RequestInvalid if the sampling parameters cannot be used."""
+    return Submission(
+        request_id=RequestId(message.request_id),
+        attempt=message.attempt,
+        prompt=tuple(message.prompt),
+        num_choices=message.num_choices or 1,
+        generated=tuple(tuple(choice.ids) for choice in message.generated),
+        max_tokens=message.max_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        sampling=SamplingParams(temperature=message.sampling.temperature, seed=message.sampling.seed),
+        priority=message.priority,
+    )
+
+
+def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
+    """A cancellation as the engine got it."""
+    return Cancellation(
+        request_id=RequestId(message.request_id),
+        attempt=message.attempt,
+        choice=message.choice,
+        at_position=message.at_position,
+    )
+
+
+def resumption_from_wire(message: engine_pb2.Resume) -> Resumption:
+    """A resumption as the engine got it."""
+    return Resumption(request_id=RequestId(message.request_id), attempt=message.attempt, have=tuple(message.have))
+
+
+def hello_from_wire(message: engine_pb2.GatewayMessage) -> common_pb2.Hello:
+    """The hello that begins a gateway's stream. Raises RemoteProtocolError if something else came."""
+    if message.WhichOneof("message") != "hello":
+        raise RemoteProtocolError("the gateway sent a request before its hello")
+    return message.hello
+
+
+def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: Epoch) -> engine_pb2.EngineEvent:
+    """The engine's first message on a gateway's stream."""
+    return engine_pb2.EngineEvent(
+        welcome=engine_pb2.Welcome(hello=hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
+    )
+
+
+def tokens_to_wire(
+    request_id: RequestId, *, attempt: int, choice: int, position: int, ids: Sequence[int]
+) -> engine_pb2.EngineEvent:
+    """Tokens of a choice from output position ``position`` on."""
+    return engine_pb2.EngineEvent(
+        tokens=engine_pb2.Tokens(request_id=request_id, attempt=attempt, choice=choice, position=position, ids=ids)
+    )
+
+
+def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: Ending) -> engine_pb2.EngineEvent:
+    """The one ending of a choice."""
+    return engine_pb2.EngineEvent(
+        ended=engine_pb2.Ended(
+            request_id=request_id,
+            attempt=attempt,
+            choice=choice,
+            reason=ending.reason,
+            num_tokens=ending.num_tokens,
+            error=None if ending.error is None else error_to_wire(ending.error),
+        )
+    )
+
+
+def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:
+    sampling = common_pb2.SamplingParams(temperature=submission.sampling.temperature, seed=submission.sampling.seed)
+    return engine_pb2.Submit(
+        request_id=submission.request_id,
+        attempt=submission.attempt,
+        prompt=submission.prompt,
+        num_choices=submission.num_choices,
+        generated=[engine_pb2.Generated(ids=ids) for ids in submission.generated],
+        max_tokens=submission.max_tokens,
+        ignore_eos=submission.ignore_eos,
+        stop_token_ids=sorted(submission.stop_token_ids),
+        sampling=sampling,
+        priority=submission.priority,
+    )

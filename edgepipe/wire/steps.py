@@ -1,0 +1,46 @@
+"""A scheduled step on its way to the stages: columns to columns, since this runs between every two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgepipe.scheduler import ScheduledStep
+from edgepipe.wire.plans import Registration
+from edgepipe.wire.v1 import common_pb2, stage_pb2
+
+
+def step_to_wire(
+    step: ScheduledStep,
+    *,
+    epoch: common_pb2.Epoch,
+    last_slice: int,
+    registrations: Sequence[Registration],
+    with_token_ids: bool,
+) -> stage_pb2.ControlMessage:
+    """A step for one stage; only the stage that embeds gets the token ids. One registration per ``step.registers``."""
+    return stage_pb2.ControlMessage(
+        plan=stage_pb2.Plan(
+            epoch=epoch,
+            step=step.step,
+            last_slice=last_slice,
+            sequence=step.sequences,
+            position=step.positions,
+            num_tokens=step.num_tokens,
+            sample=step.samples,
+            block_row=step.block_rows,
+            block_start=step.block_starts,
+            block_count=step.block_counts,
+            token_ids=step.token_ids if with_token_ids else (),
+            registers=[_registration_to_wire(registration) for registration in registrations],
+            frees=step.frees,
+        )
+    )
+
+
+def _registration_to_wire(registration: Registration) -> stage_pb2.Register:
+    return stage_pb2.Register(
+        sequence=registration.sequence,
+        sampling=common_pb2.SamplingParams(temperature=registration.temperature, seed=registration.seed),
+        choice=registration.choice,
+        prompt_tokens=registration.prompt_tokens,
+    )

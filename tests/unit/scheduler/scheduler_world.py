@@ -1,0 +1,181 @@
+"""A pipeline reduced to what the scheduler can get wrong: block tables from deltas, KV slots, an oracle for tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgepipe.ids import SequenceId
+from edgepipe.scheduler import (
+    EndReason,
+    EvenPolicy,
+    Event,
+    Policy,
+    ScheduledStep,
+    Scheduler,
+    SchedulerLimits,
+    SequenceEnded,
+    SequenceSpec,
+    TokenSampled,
+)
+
+VOCAB = 97
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The oracle: depends on every token and on their order."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def reference(spec: SequenceSpec, *, context: int) -> list[int]:
+    """All output tokens that the sequence shall have, those generated before included."""
+    output = list(spec.generated)
+    limit = context - len(spec.prompt) if spec.max_tokens is None else spec.max_tokens
+    while len(output) < limit and len(spec.prompt) + len(output) < context:
+        if output and output[-1] in spec.stop_ids:
+            break
+        output.append(next_token([*spec.prompt, *output]))
+    return output
+
+
+@dataclass
+class World:
+    """Drives a scheduler and computes its steps the way stages would: in order, from tables and slots."""
+
+    limits: SchedulerLimits
+    policy: Policy = field(default_factory=EvenPolicy)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits, self.policy)
+        self.specs: dict[SequenceId, SequenceSpec] = {}
+        self.output: dict[SequenceId, list[int]] = {}
+        self.ended: dict[SequenceId, SequenceEnded] = {}
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
+        self.slots: dict[int, int] = {}  # block * block_size + offset -> token
+        self.steps: list[ScheduledStep] = []
+
+    def submit(self, *specs: SequenceSpec) -> None:
+        events = self.scheduler.submit(specs)
+        for spec in specs:
+            self.specs[spec.sequence] = spec
+            self.output[spec.sequence] = list(spec.generated)
+        self.note(events)
+
+    def cancel(self, sequence: int, *, at_position: int = 0) -> None:
+        self.note(self.scheduler.cancel(SequenceId(sequence), at_position=at_position))
+
+    def fill(self) -> int:
+        """Send steps until the scheduler has none."""
+        count = 0
+        while (step := self.scheduler.next_step()) is not None:
+            self._check_new(step)
+            self.in_flight.append(step)
+            self.steps.append(step)
+            count += 1
+        return count
+
+    def retire(self) -> None:
+        step = self.in_flight.popleft()
+        self.note(self.scheduler.retire(step.step, self._compute(step)))
+
+    def run(self, *, max_turns: int = 100_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_turns):
+            self.fill()
+            if not self.in_flight:
+                return
+            self.retire()
+        raise AssertionError("the work does not end")
+
+    def note(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert event.sequence not in self.ended, "something follows the ending"
+            if isinstance(event, TokenSampled):
+                assert event.position == len(self.output[event.sequence])
+                self.output[event.sequence].append(event.token_id)
+            else:
+                assert event.num_tokens == len(self.output[event.sequence])
+                self.ended[event.sequence] = event
+
+    def check_outputs(self) -> None:
+        """Exactly the oracle's tokens for who ran to the end, a prefix of them for who was cancelled."""
+        context = self.limits.max_tokens
+        for sequence, spec in self.specs.items():
+            wanted, got = reference(spec, context=context), self.output[sequence]
+            reason = self.ended[sequence].reason
+            if reason is EndReason.CANCELLED:
+                assert got == wanted[: len(got)]
+            else:
+                assert got == wanted
+                assert reason is (EndReason.STOP if got[-1] in spec.stop_ids else EndReason.LENGTH)
+
+    def assert_invariants(self) -> None:
+        """Nothing in flight, nothing queued, every block free."""
+        stats = self.scheduler.stats()
+        assert (stats.in_flight, stats.running, stats.waiting) == (0, 0, 0)
+        assert stats.free_blocks == stats.num_blocks
+        assert set(self.ended) == set(self.specs)
+        assert self.scheduler._draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
+
+    def _check_new(self, step: ScheduledStep) -> None:
+        """No block is given away while somebody's table or a step in flight holds it. Tables advance as at a stage."""
+        held = {block for sent in self.in_flight for block in self._touched[sent.step]}
+        for sequence in step.frees:
+            del self.tables[sequence]
+        for sequence in step.registers:
+            assert sequence not in self.tables
+            self.tables[sequence] = []
+        held |= {block for table in self.tables.values() for block in table}
+        for row, start, count in zip(step.block_rows, step.block_starts, step.block_counts, strict=True):
+            blocks = range(start, start + count)
+            assert not held & set(blocks), "a block is owned twice"
+            assert 0 <= start
+            assert start + count <= self.limits.num_blocks
+            held |= set(blocks)
+            self.tables[step.sequences[row]] += blocks
+        assert len(set(step.sequences)) == step.num_rows
+        sampling = {
+            s for sent in self.in_flight for s, samples in zip(sent.sequences, sent.samples, strict=True) if samples
+        }
+        assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
+        self._touched[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
+        self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
+
+    def _compute(self, step: ScheduledStep) -> list[int]:
+        ids: list[int] = []
+        tokens = iter(step.token_ids)
+        tables = self._snapshot.pop(step.step)
+        del self._touched[step.step]
+        rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
+        for sequence, position, num_tokens, samples in rows:
+            table, size = tables[sequence], self.limits.block_size
+            assert position + num_tokens <= len(table) * size
+            slot = [table[p // size] * size + p % size for p in range(position + num_tokens)]
+            for p in range(position, position + num_tokens):
+                self.slots[slot[p]] = next(tokens)
+            if samples:
+                ids.append(next_token([self.slots[s] for s in slot]))
+        assert next(tokens, None) is None
+        return ids
+
+    _touched: dict[int, set[int]] = field(default_factory=dict)
+    _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
+
+
+def spec(sequence: int, prompt: int | Sequence[int] = 4, **more: object) -> SequenceSpec:
+    """A sequence with a prompt of that length (or these tokens)."""
+    tokens = tuple((sequence * 13 + i * 5) % VOCAB for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+    return SequenceSpec(sequence=SequenceId(sequence), prompt=tokens, **more)  # type: ignore[arg-type]
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    """A small pipeline."""
+    defaults = {"num_blocks": 64, "block_size": 4, "context_length": 200, "micro_batches": 2}
+    return SchedulerLimits(**{**defaults, **changes})
