@@ -1,0 +1,104 @@
+"""Request bodies: bounded, then JSON without the things that Python's parser lets through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import Any, NoReturn, cast
+
+from starlette.requests import ClientDisconnect, Request
+
+from edgepipe.gateway.problems import HttpProblem, bad_request
+
+MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
+MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
+BODY_TIMEOUT_S = 30.0
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 broken off."""
+    _check_content_type(request.headers.get("content-type", ""))
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError as exc:
+        raise HttpProblem(status=408, message="the body did not arrive in time", code="request_timeout") from exc
+    except ClientDisconnect as exc:
+        raise bad_request("the body broke off", code="body_incomplete") from exc
+    return bytes(body)
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The body as an object. Refuses NaN, Infinity, keys given twice, lone surrogates and deep nesting with a 400."""
+    try:
+        value: object = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
+        _check_depth(value, MAX_DEPTH)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as exc:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from exc
+    except UnicodeError as exc:
+        raise bad_request("the body is not valid UTF-8 text", code="invalid_json") from exc
+    except ValueError as exc:
+        raise bad_request(f"the body is not valid JSON: {str(exc)[:200]}", code="invalid_json") from exc
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    return cast("dict[str, Any]", value)
+
+
+def _check_content_type(value: str) -> None:
+    kind = value.partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpProblem(
+            status=415, message="send the body with Content-Type: application/json", code="unsupported_media_type"
+        )
+
+
+def _too_large() -> HttpProblem:
+    return HttpProblem(
+        status=413, message=f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large"
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
+
+
+def _check_depth(value: object, left: int) -> None:
+    if isinstance(value, dict):
+        items: Any = cast("dict[str, Any]", value).values()
+    elif isinstance(value, list):
+        items = cast("list[Any]", value)
+    else:
+        return
+    if left == 0:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    for item in items:
+        if isinstance(item, (dict, list)):
+            _check_depth(cast("object", item), left - 1)

@@ -1,0 +1,196 @@
+"""The one stream from this gateway to an engine. It carries all requests, and outlives breaks by resuming them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry, StageLost
+from edgepipe.gateway.engine_types import EngineRequest, ServedModel
+from edgepipe.gateway.generation import Generation
+from edgepipe.gateway.messages import cancel_message, event_from_wire, resume_message, submit_message
+from edgepipe.ids import RequestId
+from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.wire.common import check_hello
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLimits:
+    """Bounds of one engine link."""
+
+    resume_window_s: float = 3.0  # a crashed engine is reported by its daemon within 0.1 s; a blip is over by then
+    max_breaks: int = 5  # in a row without a message in between
+    max_requests: int = 256  # prompts in flight; each may hold a context of ids
+    max_outbox: int = 4096  # messages waiting for the stream: one submit and up to 8 cancels per request
+
+
+class EngineLink:
+    """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``open`` admits a request."""
+
+    def __init__(self, served: ServedModel, *, hello: common_pb2.Hello, limits: LinkLimits) -> None:
+        self._served = served
+        self._hello = hello
+        self._limits = limits
+        self._active: dict[RequestId, Generation] = {}
+        self._submitted_to: dict[RequestId, str] = {}  # engine id
+        self._outbox: asyncio.Queue[engine_pb2.GatewayMessage] | None = None  # while a stream stands
+        self._engine_id = ""
+        self._wanted = asyncio.Event()
+        self._breaks = 0
+
+    @property
+    def num_active(self) -> int:
+        """Requests that wait for tokens."""
+        return len(self._active)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raise QueueFull unless so many more requests may be opened."""
+        if len(self._active) + num_requests > self._limits.max_requests:
+            raise QueueFull(
+                "too many requests are running",
+                fact=f"{len(self._active)} are running here, at most {self._limits.max_requests} may",
+                next_step="try again in a moment",
+            )
+
+    @contextmanager
+    def open(self, request: EngineRequest, *, changed: asyncio.Event) -> Generator[Generation]:
+        """Send the request; leaving the block stops what of it still runs. Raises QueueFull."""
+        self.check_room(1)
+        generation = Generation(request, changed=changed, send_cancel=self._cancel)
+        self._active[request.request_id] = generation
+        self._wanted.set()
+        if self._outbox is not None:
+            self._start(generation)
+        try:
+            yield generation
+        finally:
+            generation.abandon()
+            self._active.pop(request.request_id, None)
+            self._submitted_to.pop(request.request_id, None)
+
+    async def run(self) -> None:
+        """Keep the stream while anybody wants it. Ends by cancellation only."""
+        async with make_channel(self._served.address) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
+            while True:
+                await self._wanted.wait()
+                self._after_break(await self._session(stub))
+
+    def fail_all(self, error: EdgepipeError) -> None:
+        """The engine is gone: every request ends with ``error``."""
+        self._wanted.clear()
+        self._breaks = 0
+        for generation in self._active.values():
+            generation.fail(error)
+
+    def _after_break(self, error: EdgepipeError) -> None:
+        self._breaks += 1
+        again = error.retry is Retry.SAFE and not isinstance(error, ConnectTimeout)
+        if again and self._active and self._breaks <= self._limits.max_breaks:
+            logger.warning("stream to the engine broke, resuming: model=%s error=%s", self._served.name, error)
+        else:
+            self.fail_all(error)
+
+    async def _session(self, stub: engine_pb2_grpc.EngineAsyncStub) -> EdgepipeError:
+        """One stream from its opening to its end; returns why it ended."""
+        call = stub.Generate(wait_for_ready=True)
+        try:
+            await self._greet(call)
+            outbox: asyncio.Queue[engine_pb2.GatewayMessage] = asyncio.Queue(self._limits.max_outbox)
+            self._outbox = outbox
+            for generation in self._active.values():
+                self._start(generation)
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(call, outbox), name=f"write:{self._served.name}")
+                error = await self._read(call)
+                writer.cancel()
+            return error
+        except grpc.aio.AioRpcError as exc:
+            return from_rpc_error(exc, peer=self._peer())
+        except EdgepipeError as exc:
+            return exc
+        finally:
+            self._outbox = None
+            call.cancel()
+
+    async def _greet(self, call: Any) -> None:
+        """Exchange Hello and Welcome. Raises ConnectTimeout, VersionMismatch, RemoteProtocolError, AioRpcError."""
+        window_s = self._limits.resume_window_s
+        try:
+            async with asyncio.timeout(window_s):
+                await call.write(engine_pb2.GatewayMessage(hello=self._hello))
+                first = await call.read()
+        except TimeoutError as exc:
+            raise ConnectTimeout(
+                f"{self._peer()} does not answer",
+                fact=f"tried {self._served.address} for {window_s:.0f} s",
+                next_step="see 'edgepipe status', then send the request again",
+            ) from exc
+        if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
+            raise RemoteProtocolError(f"{self._peer()} did not begin with Welcome")
+        check_hello(first.welcome.hello)
+        self._engine_id = first.welcome.epoch.engine_id
+
+    async def _read(self, call: Any) -> EdgepipeError:
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._breaks = 0
+                event = event_from_wire(message)
+                generation = self._active.get(event.request_id) if event else None
+                if event and generation:
+                    generation.apply(event)
+        except grpc.aio.AioRpcError as exc:
+            return from_rpc_error(exc, peer=self._peer())
+        return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")
+
+    def _start(self, generation: Generation) -> None:
+        """Submit the request, or resume it if it was written to this engine before."""
+        request_id = generation.request.request_id
+        known_by = self._submitted_to.get(request_id)
+        if generation.failure is not None:
+            return
+        if known_by is None:
+            self._put(submit_message(generation.request))
+        elif known_by == self._engine_id:
+            self._put(resume_message(request_id, generation.log.have()))
+            for choice, at_position in generation.cancelled.items():
+                self._cancel(generation, choice, at_position)
+        else:
+            generation.fail(self._restarted())
+
+    def _cancel(self, generation: Generation, choice: int, at_position: int) -> None:
+        self._put(cancel_message(generation.request.request_id, choice=choice, at_position=at_position))
+
+    async def _write(self, call: Any, outbox: asyncio.Queue[engine_pb2.GatewayMessage]) -> None:
+        """Write what waits, in order. A broken stream ends this quietly: the reader tells why."""
+        try:
+            while True:
+                message = await outbox.get()
+                await call.write(message)
+                if message.HasField("submit") and message.submit.request_id in self._active:
+                    self._submitted_to[RequestId(message.submit.request_id)] = self._engine_id
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            return
+
+    def _put(self, message: engine_pb2.GatewayMessage) -> None:
+        if self._outbox is None:
+            return  # no stream: the engine forgets what nobody resumes
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self.fail_all(PeerClosed(f"{self._peer()} does not take requests", next_step="send the request again"))
+
+    def _restarted(self) -> StageLost:
+        return StageLost(f"{self._peer()} was started again while the request ran", next_step="send the request again")
+
+    def _peer(self) -> str:
+        return f"the engine of '{self._served.name}'"

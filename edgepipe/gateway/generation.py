@@ -1,0 +1,78 @@
+"""One prompt being answered: its request, its log, its endings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
+from edgepipe.gateway.engine_types import ChoiceEnded, EngineRequest, TokensArrived
+from edgepipe.gateway.log import RequestLog
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """What an engine link fills and the door reads. The log is the buffer between them: it is bounded by the request's
+    own token limit, so a client that reads slowly holds up nobody."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        changed: asyncio.Event,
+        send_cancel: Callable[[Generation, int, int], None],
+    ) -> None:
+        self.request = request
+        self.log = RequestLog(num_choices=request.num_choices, max_tokens=request.max_tokens)
+        self.failure: EdgepipeError | None = None
+        self.cancelled: dict[int, int] = {}  # choice -> number of tokens wanted; a resumed engine is told again
+        self._changed = changed
+        self._send_cancel = send_cancel
+        self._endings: dict[int, ChoiceEnded] = {}
+
+    def apply(self, event: TokensArrived | ChoiceEnded) -> None:
+        """Append what the engine reports, then wake the reader. A broken rule of the protocol fails the request."""
+        if isinstance(event, ChoiceEnded):
+            self._end(event)
+        elif event.choice not in self._endings:
+            try:
+                self.log.append(choice=event.choice, position=event.position, ids=event.ids)
+            except RemoteProtocolError as exc:
+                self.fail(exc)
+        self._changed.set()
+
+    def ending(self, choice: int) -> ChoiceEnded | None:
+        """How a choice ended, once it has."""
+        return self._endings.get(choice)
+
+    def cancel(self, choice: int, *, at_position: int) -> None:
+        """Only the first ``at_position`` tokens of the choice are wanted."""
+        if choice not in self._endings:
+            self._endings[choice] = ChoiceEnded(request_id=self.request.request_id, choice=choice, reason="cancelled")
+            self.cancelled[choice] = at_position
+            self._send_cancel(self, choice, at_position)
+
+    def abandon(self) -> None:
+        """Nobody reads any more: stop every choice that still runs."""
+        for choice, have in enumerate(self.log.have()):
+            self.cancel(choice, at_position=have)
+
+    def fail(self, error: EdgepipeError) -> None:
+        """The request cannot be finished. The first failure stays."""
+        self.failure = self.failure or error
+        self._changed.set()
+
+    def _end(self, event: ChoiceEnded) -> None:
+        if event.reason in ("stop", "length"):
+            self._endings.setdefault(event.choice, event)
+        elif event.choice not in self._endings:
+            self.fail(
+                event.error
+                or StageLost(
+                    "the engine gave the request up",
+                    fact=f"it ended with '{event.reason}'",
+                    next_step="send the request again",
+                )
+            )

@@ -1,0 +1,47 @@
+"""The request log: what a request was given, token by token. Everything a client sees is a function of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgepipe.errors import RemoteProtocolError
+
+
+class RequestLog:
+    """``(choice, position) -> token id``, append-only, in memory. Append first, then send.
+
+    A position is written once: what a resumed engine sends again is dropped, and the first writer wins.
+    """
+
+    def __init__(self, *, num_choices: int, max_tokens: int) -> None:
+        self._ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self._max_tokens = max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices the request asked for."""
+        return len(self._ids)
+
+    def append(self, *, choice: int, position: int, ids: Sequence[int]) -> None:
+        """Add tokens from output position ``position`` on. Raises RemoteProtocolError for a gap or too many: the engine
+        is at fault, and the request cannot go on."""
+        if choice >= len(self._ids):
+            raise RemoteProtocolError("the engine sent a token for a choice that was not asked for")
+        have = self._ids[choice]
+        if position > len(have):
+            raise RemoteProtocolError(
+                "the engine left out a token", fact=f"position {position} came, {len(have)} was next"
+            )
+        if position + len(ids) > self._max_tokens:
+            raise RemoteProtocolError(
+                "the engine sent more tokens than were asked for", fact=f"{self._max_tokens} were asked for"
+            )
+        have.extend(ids[len(have) - position :])
+
+    def tokens(self, choice: int, *, start: int = 0) -> Sequence[int]:
+        """Token ids of a choice from output position ``start`` on."""
+        return self._ids[choice][start:]
+
+    def have(self) -> list[int]:
+        """Number of tokens per choice: what ``Resume`` tells the engine."""
+        return [len(ids) for ids in self._ids]

@@ -1,0 +1,107 @@
+"""The models that this gateway can answer for: what the daemon tells, and their tokenizers and templates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgepipe.errors import CapacityError, ModelUnknown
+from edgepipe.gateway.engine_link import EngineLink
+from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.text import Detokenizer
+
+
+class Assets(Protocol):
+    """What turns a model's text into ids and back."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Ids of a text. ``special_tokens``: add those that the model expects around a raw prompt."""
+        ...
+
+    def new_detokenizer(self) -> Detokenizer:
+        """A fresh detokenizer for one choice."""
+        ...
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as a prompt that asks for the assistant's next turn. Raises TemplateFailed."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what rendering holds."""
+        ...
+
+
+AssetLoader = Callable[[Path], Assets]  # blocking; runs in a thread
+
+
+class ModelEntry:
+    """One served model with its link and, once somebody needed them, its assets."""
+
+    def __init__(self, served: ServedModel, link: EngineLink, load: AssetLoader) -> None:
+        self.served = served
+        self.link = link
+        self._load = load
+        self._assets: Assets | None = None
+        self._loading = asyncio.Lock()
+
+    async def assets(self) -> Assets:
+        """Tokenizer and template, read once. Raises ModelInvalid."""
+        async with self._loading:
+            if self._assets is None:
+                self._assets = await asyncio.to_thread(self._load, Path(self.served.model_path))
+            return self._assets
+
+    async def close(self) -> None:
+        """Give the assets back."""
+        async with self._loading:
+            if self._assets is not None:
+                await self._assets.close()
+                self._assets = None
+
+
+class ModelTable:
+    """Served models by name. The daemon's newest view replaces the table."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, ModelEntry] = {}
+        self._known: list[ServedModel] = []
+
+    def replace(self, entries: Sequence[ModelEntry], known: Sequence[ServedModel]) -> None:
+        """Ready entries, and every model that the cluster works on."""
+        self._entries = {entry.served.name: entry for entry in entries}
+        self._known = list(known)
+
+    @property
+    def served(self) -> list[ServedModel]:
+        """Models that answer now, by name."""
+        return [self._entries[name].served for name in sorted(self._entries)]
+
+    def get(self, name: str | None) -> ModelEntry:
+        """The entry of a model; no name means the only one served. Raises ModelUnknown, listing what there is, or
+        CapacityError while it loads."""
+        if not name and len(self._entries) == 1:
+            return next(iter(self._entries.values()))
+        if name and name in self._entries:
+            return self._entries[name]
+        self._raise_if_coming(name)
+        names = ", ".join(sorted(self._entries))
+        raise ModelUnknown(
+            f"the model '{name[:256]}' is not served here" if name else "the request names no model",
+            fact=f"served: {names}" if names else "no model is served",
+            next_step="name one of these in 'model'" if names else "serve one: edgepipe serve MODEL",
+        )
+
+    def _raise_if_coming(self, name: str | None) -> None:
+        for served in self._known:
+            if served.name != name and (name or len(self._known) > 1):
+                continue
+            if served.error is not None:
+                raise served.error
+            if served.state in ("starting", "loading"):
+                raise CapacityError(
+                    f"the model '{served.name}' is not ready yet",
+                    fact=served.message,
+                    next_step="try again in a moment",
+                )

@@ -1,0 +1,43 @@
+"""What goes wrong on the way in, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgepipe.errors import EdgepipeError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+RETRY_AFTER_S = 1  # a slot is usually free again after one short answer
+
+
+@dataclass(slots=True, kw_only=True)
+class HttpProblem(Exception):
+    """A request that ends with an error status. The routing layer turns it into a response."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body that OpenAI's clients understand."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code}: {self.message}"
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> HttpProblem:
+    """A body or field that cannot be used."""
+    return HttpProblem(status=400, message=message, param=param, code=code)
+
+
+def from_error(error: EdgepipeError, *, param: str | None = None) -> HttpProblem:
+    """Any error of the tree as a response; capacity errors say when to try again."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else {}
+    message = ". ".join(line.rstrip(".") for line in error.lines())
+    return HttpProblem(status=error.http_status, message=message, code=error.code, param=param, headers=retry)

@@ -1,0 +1,161 @@
+"""The gateway as one object: fed with cluster views, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from edgepipe.clock import Clock
+from edgepipe.errors import EdgepipeError, PortInUse, StageLost
+from edgepipe.gateway.app import make_app
+from edgepipe.gateway.assets import load_assets
+from edgepipe.gateway.door import Door
+from edgepipe.gateway.engine_link import EngineLink, LinkLimits
+from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.messages import served_models
+from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable
+from edgepipe.ids import IdSource
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+MAX_HEADER_BYTES = 16 << 10
+MAX_CONNECTIONS = 512  # idle ones included; each costs some 50 KB
+_STOP_S = 2  # answers still running then are cut
+
+
+class Gateway:
+    """One per gateway process. ``run`` owns the engine links, ``serve`` the HTTP port; ``update`` takes views."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        node_name: str,
+        clock: Clock,
+        ids: IdSource,
+        new_seed: Callable[[], int],
+        load: AssetLoader = load_assets,
+        limits: LinkLimits | None = None,
+        host_names: Iterable[str] = (),
+    ) -> None:
+        self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
+        self._load = load
+        self._limits = limits or LinkLimits()
+        self._models = ModelTable()
+        self._view: list[ServedModel] = []
+        self._changed = asyncio.Event()
+        self._entries: dict[tuple[str, str], ModelEntry] = {}
+        self._runners: dict[tuple[str, str], asyncio.Task[None]] = {}
+        door = Door(models=self._models, clock=clock, ids=ids, new_seed=new_seed)
+        self.app: ASGIApp = make_app(door, host_names=host_names)
+
+    def update(self, view: node_pb2.ClusterView) -> None:
+        """Take the daemon's newest view; ``run`` acts on it."""
+        self._view = served_models(view)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keep one link per engine of the view. Ends by cancellation only."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    self._reconcile(tasks)
+        finally:
+            for entry in self._entries.values():
+                await entry.close()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Answer HTTP on a listening socket until cancelled; answers under way get two seconds to end."""
+        config = uvicorn.Config(
+            self.app,
+            http="h11",  # checks more than httptools does
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        server = _Server(config)
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[sock]), name="http")
+            try:
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+
+    def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
+        ready = {(served.pipeline_id, served.address): served for served in self._view if served.ready}
+        for key in [key for key in self._entries if key not in ready]:
+            self._runners.pop(key).cancel()
+            entry = self._entries.pop(key)
+            entry.link.fail_all(self._gone(key))
+            tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
+        for key, served in ready.items():
+            if key not in self._entries:
+                link = EngineLink(served, hello=self._hello, limits=self._limits)
+                entry = ModelEntry(served, link, self._load)
+                self._entries[key] = entry
+                self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")
+                tasks.create_task(_preload(entry), name=f"preload:{served.name}")
+            self._entries[key].served = served
+        self._models.replace(list(self._entries.values()), self._view)
+
+    def _gone(self, key: tuple[str, str]) -> EdgepipeError:
+        """Why the engine left the view: its own error, if its daemon knows one."""
+        for served in self._view:
+            if served.pipeline_id == key[0] and served.error is not None:
+                return served.error
+        return StageLost(
+            "the model's engine has ended while the request ran",
+            next_step="see 'edgepipe status', then send the request again",
+        )
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the process that runs it decides when to end."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def _preload(entry: ModelEntry) -> None:
+    """Read tokenizer and template before the first request asks; its own reading reports what fails."""
+    try:
+        await entry.assets()
+    except EdgepipeError as exc:
+        logger.warning("cannot read the tokenizer: model=%s error=%s", entry.served.name, exc)
+
+
+def listen(*, host: str, port: int) -> socket.socket:
+    """A listening socket for ``serve``. Raises PortInUse."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError as exc:
+        sock.close()
+        raise PortInUse(
+            f"port {port} on {host} cannot be used for HTTP",
+            fact=exc.strerror or str(exc),
+            next_step="choose another with --http-port (0: any free one), or stop the other program",
+        ) from exc
+    return sock

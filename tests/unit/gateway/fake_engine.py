@@ -1,0 +1,198 @@
+"""An engine of engine.proto without a model: its tokens are bytes, its answer a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.link.channels import bind, make_server
+from edgepipe.wire.common import error_to_wire, make_hello
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2
+
+END = 256  # the one special token of the byte alphabet
+CONTEXT = 4096
+
+
+class ByteDetokenizer:
+    """Bytes to text; holds back an unfinished character."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def push(self, token: int) -> str:
+        if token == END:
+            return ""
+        self._held += bytes([token])
+        try:
+            text = self._held.decode()
+        except UnicodeDecodeError as exc:
+            if len(self._held) - exc.start < 4 and exc.reason == "unexpected end of data":
+                return ""
+            text = self._held.decode(errors="replace")
+        self._held = b""
+        return text
+
+    def finish(self) -> str:
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
+
+
+class ByteAssets:
+    """A byte-level tokenizer and a template of one line per turn."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def new_detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class FakeEngine(engine_pb2_grpc.EngineServicer):
+    """Answers every request with ``answer``, ``group`` tokens a message."""
+
+    answer: bytes = b"The capital of France is Paris."
+    group: int = 1
+    hold_after: int | None = None  # tokens; then nothing more comes until ``release``
+    error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
+    engine_id: str = "engine-1"
+    submits: list[engine_pb2.Submit] = field(default_factory=list)
+    cancels: list[engine_pb2.Cancel] = field(default_factory=list)
+    resumes: list[engine_pb2.Resume] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    break_stream: asyncio.Event = field(default_factory=asyncio.Event)
+    num_streams: int = 0
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[engine_pb2.GatewayMessage], context: Any
+    ) -> AsyncIterator[engine_pb2.EngineEvent]:
+        self.num_streams += 1
+        outbox: asyncio.Queue[engine_pb2.EngineEvent | None] = asyncio.Queue()
+        first = await anext(request_iterator)
+        assert first.WhichOneof("message") == "hello"
+        yield engine_pb2.EngineEvent(
+            welcome=engine_pb2.Welcome(
+                hello=make_hello(role="engine"), epoch=common_pb2.Epoch(counter=1, engine_id=self.engine_id)
+            )
+        )
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        breaker = asyncio.create_task(self._break(outbox))
+        try:
+            while (event := await outbox.get()) is not None:
+                yield event
+        finally:
+            reader.cancel()
+            breaker.cancel()
+
+    async def Describe(self, request: engine_pb2.DescribeEngine, context: Any) -> engine_pb2.EngineState:
+        return engine_pb2.EngineState(state="ready")
+
+    async def _break(self, outbox: asyncio.Queue[engine_pb2.EngineEvent | None]) -> None:
+        await self.break_stream.wait()
+        self.break_stream.clear()
+        outbox.put_nowait(None)
+
+    async def _read(
+        self,
+        messages: AsyncIterator[engine_pb2.GatewayMessage],
+        outbox: asyncio.Queue[engine_pb2.EngineEvent | None],
+    ) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            async for message in messages:
+                kind = message.WhichOneof("message")
+                if kind == "submit":
+                    self.submits.append(message.submit)
+                    self.submitted.set()
+                    have = [0] * message.submit.num_choices
+                    tasks.create_task(self._answer(message.submit, have, outbox))
+                elif kind == "resume":
+                    self.resumes.append(message.resume)
+                    known = next(s for s in self.submits if s.request_id == message.resume.request_id)
+                    tasks.create_task(self._answer(known, list(message.resume.have), outbox))
+                elif kind == "cancel":
+                    self.cancels.append(message.cancel)
+                    self.cancelled.set()
+
+    async def _answer(
+        self, submit: engine_pb2.Submit, have: Sequence[int], outbox: asyncio.Queue[engine_pb2.EngineEvent | None]
+    ) -> None:
+        whole = list(self.answer[: submit.max_tokens])
+        finished = len(self.answer) >= submit.max_tokens
+        for choice, start in enumerate(have):
+            position = start
+            while position < len(whole):
+                if self.hold_after is not None and position >= self.hold_after:
+                    if self.error is not None:
+                        break
+                    await self.release.wait()
+                ids = whole[position : position + self.group]
+                outbox.put_nowait(_tokens(submit, choice, position, ids))
+                position += len(ids)
+                await asyncio.sleep(0)
+            if self.error is None and not finished:
+                outbox.put_nowait(_tokens(submit, choice, position, [END]))
+                position += 1
+            outbox.put_nowait(_ended(submit, choice, position, "length" if finished else "stop", self.error))
+
+
+def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int]) -> engine_pb2.EngineEvent:
+    return engine_pb2.EngineEvent(
+        tokens=engine_pb2.Tokens(
+            request_id=submit.request_id, attempt=submit.attempt, choice=choice, position=position, ids=ids
+        )
+    )
+
+
+def _ended(
+    submit: engine_pb2.Submit, choice: int, num_tokens: int, reason: str, error: EdgepipeError | None
+) -> engine_pb2.EngineEvent:
+    ended = engine_pb2.Ended(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        choice=choice,
+        reason="error" if error else reason,
+        num_tokens=num_tokens,
+    )
+    if error is not None:
+        ended.error.CopyFrom(error_to_wire(error))
+    return engine_pb2.EngineEvent(ended=ended)
+
+
+async def start_engine(engine: FakeEngine, *, port: int = 0) -> tuple[Any, str]:
+    """A running server and its address."""
+    server = make_server()
+    engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
+    bound = bind(server, host="127.0.0.1", port=port)
+    await server.start()
+    return server, f"127.0.0.1:{bound}"
+
+
+def view_of(
+    *addresses: str, names: Sequence[str] = ("tiny",), state: str = "ready", error: EdgepipeError | None = None
+) -> node_pb2.ClusterView:
+    """What a daemon tells of engines at these addresses."""
+    view = node_pb2.ClusterView(cluster_id="test")
+    for index, address in enumerate(addresses):
+        engine = engine_pb2.EngineState(
+            model=names[index],
+            pipeline_id=f"pipeline-{index}",
+            epoch=common_pb2.Epoch(counter=1, engine_id="engine-1"),
+            state=state,
+            address=address,
+            context_length=CONTEXT,
+        )
+        if error is not None:
+            engine.error.CopyFrom(error_to_wire(error))
+        view.served.append(node_pb2.ServedModel(engine=engine, model_path="/nowhere"))
+    return view

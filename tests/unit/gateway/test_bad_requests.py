@@ -1,0 +1,214 @@
+"""Whatever comes in, the answer is an error in OpenAI's shape, with the right status, and the engine hears nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine, view_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(shared: Served) -> Served:
+    """The shared gateway, its engine having heard nothing."""
+    shared.engine.submits.clear()
+    return shared
+
+
+def check_error(response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    """The error inside, after checking its shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert "Traceback" not in response.text
+    if code is not None:
+        assert body["error"]["code"] == code
+    return body["error"]
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    *[({"n": value}, "n") for value in (0, -1, 9, 10**6, 1.5, "3", True)],
+    *[({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31, "5", 1.5)],
+    *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -1)],
+    *[({"temperature": value}, "temperature") for value in (-1, 2.1, 1e308, "warm")],
+    *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5)],
+    *[({"stop": value}, "stop") for value in (["a"] * 5, [""], ["x" * 257], ["a"] * 1000, "", 3, [3])],
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1 << 32]}, "stop_token_ids"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, ""),
+    *[({name: value}, name) for name, value in {"top_p": 0.5, "logprobs": True, "top_logprobs": 10**6}.items()],
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": USER * 2049}, "messages"),
+    ({"model": 3}, "model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=lambda value: str(value)[:40])
+async def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
+    error = check_error(await served.http.post(CHAT, json={"messages": USER} | fields), 400)
+    assert (error["param"] or "").startswith(param)
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [1 << 32], ["a", 3], 3, None, [[["x"]]], ["x"] * 65])
+async def test_a_bad_prompt_is_refused(served: Served, prompt: Any) -> None:
+    error = check_error(await served.http.post(TEXT, json={"prompt": prompt}), 400)
+    assert error["param"].startswith("prompt")
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xef\xbb\xbf{}",
+        '{"messages": 1}'.encode("utf-16"),
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e400}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"n": 1, "n": 2}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 100_000,
+        b'{"a": ' * 50 + b"1" + b"}" * 50,
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+async def test_what_is_no_clean_json_object_is_refused(served: Served, body: bytes) -> None:
+    response = await served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    check_error(response, 400, "invalid_json")
+
+
+async def test_a_missing_field_is_named(served: Served) -> None:
+    assert check_error(await served.http.post(CHAT, json={}), 400)["param"] == "messages"
+    assert check_error(await served.http.post(TEXT, json={}), 400)["param"] == "prompt"
+
+
+async def test_a_body_over_the_limit_is_413(served: Served) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * (9 << 20)}]}).encode()
+    headers = {"content-type": "application/json"}
+    check_error(await served.http.post(CHAT, content=body, headers=headers), 413)
+
+    async def chunks() -> Any:
+        for _ in range(10):
+            yield b" " * (1 << 20)
+
+    check_error(await served.http.post(CHAT, content=chunks(), headers=headers), 413)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_only_json_is_taken(served: Served, kind: str) -> None:
+    response = await served.http.post(CHAT, content=b"{}", headers={"content-type": kind})
+    check_error(response, 415)
+
+
+async def test_a_prompt_that_fills_the_context_is_too_long(served: Served) -> None:
+    response = await served.complete([97] * (CONTEXT - 1))
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+    error = check_error(await served.complete([97] * CONTEXT), 400, "context_length_exceeded")
+    assert str(CONTEXT) in error["message"]
+    check_error(await served.chat("x" * CONTEXT), 400, "context_length_exceeded")
+
+
+async def test_an_unknown_model_lists_those_served(served: Served) -> None:
+    for name in ("gpt-4", "../../etc/passwd"):
+        error = check_error(await served.chat(model=name), 404, "model_not_found")
+        assert "tiny" in error["message"]
+        assert error["param"] == "model"
+        check_error(await served.http.get("/v1/models/" + name), 404)
+
+
+async def test_an_empty_or_missing_model_is_the_only_one_served(served: Served) -> None:
+    for fields in ({}, {"model": ""}, {"model": None}):
+        assert (await served.chat(**fields)).json()["model"] == "tiny"
+
+
+async def test_with_two_models_one_must_be_named() -> None:
+    async with serving(FakeEngine(), names=("a/one", "two")) as served:
+        error = check_error(await served.chat(), 404, "model_not_found")
+        assert "a/one, two" in error["message"]
+        assert (await served.chat(model="a/one")).status_code == 200
+        assert (await served.http.get("/v1/models/a/one")).json()["id"] == "a/one"
+
+
+async def test_models_health_and_ready(served: Served) -> None:
+    listed = (await served.http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [(card["id"], card["object"], card["max_model_len"]) for card in listed["data"]] == [
+        ("tiny", "model", CONTEXT)
+    ]
+    assert (await served.http.get("/health")).status_code == 200
+    assert (await served.http.get("/ready")).json() == {"status": "ready", "models": ["tiny"]}
+
+
+async def test_while_nothing_is_served_health_is_fine_and_the_rest_says_so() -> None:
+    async with serving(FakeEngine()) as served:
+        served.gateway.update(view_of())
+        async with asyncio.timeout(5):
+            while (response := await served.http.get("/ready")).status_code == 200:
+                pass
+        check_error(response, 503, "not_ready")
+        assert (await served.http.get("/health")).status_code == 200
+        assert "no model is served" in check_error(await served.chat(), 404)["message"]
+
+
+async def test_a_model_that_loads_gives_503_and_says_when_to_come_back() -> None:
+    async with serving(FakeEngine()) as served:
+        served.gateway.update(view_of(served.address, state="loading"))
+        async with asyncio.timeout(5):
+            while (response := await served.chat(model="tiny")).status_code == 200:
+                pass
+        check_error(response, 503)
+        assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost:80:90", "localhost:x", ""])
+async def test_a_foreign_host_is_refused(served: Served, host: str) -> None:
+    check_error(await served.http.get("/v1/models", headers={"host": host}), 421)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8117", "[::1]"])
+async def test_loopback_hosts_are_served(served: Served, host: str) -> None:
+    assert (await served.http.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example"])
+async def test_a_foreign_origin_is_refused_whatever_the_method(served: Served, method: str, origin: str) -> None:
+    response = await served.http.request(method, CHAT, headers={"origin": origin})
+    check_error(response, 403)
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/v1", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405), ("POST", "/x", 404)],
+)
+async def test_other_routes_and_methods(served: Served, method: str, path: str, status: int) -> None:
+    check_error(await served.http.request(method, path), status)
