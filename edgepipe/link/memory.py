@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from edgepipe.backend.types import Activations
 from edgepipe.clock import Clock
+from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES, cut
 from edgepipe.link.outbox import Outbox, Parcel
@@ -50,8 +51,11 @@ class MemorySender:
 
     async def run(self) -> None:
         """See ``Outgoing.run``."""
-        async with asyncio.timeout(self._target.connect_s):
-            self._receiver = await self._find_receiver(self._target)
+        try:
+            async with asyncio.timeout(self._target.connect_s):
+                self._receiver = await self._find_receiver(self._target)
+        except TimeoutError as exc:
+            raise ConnectTimeout("the next stage did not open its end of the link") from exc
         self._receiver.attach(self)
         self._connected.set()
         try:

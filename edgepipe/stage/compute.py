@@ -1,0 +1,171 @@
+"""The one thread that touches the device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from edgepipe.backend.protocol import Backend, Prepared, Ticket
+from edgepipe.backend.types import Activations, StepOutput, TokenIds
+from edgepipe.clock import Clock
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """One step on one slice, as the compute thread sees it. The methods are called on that thread."""
+
+    prepared: Prepared
+
+    def take_inputs(self) -> TokenIds | Activations:
+        """What it computes on; called once, so that the memory is free when the backend is done with it."""
+        ...
+
+    def wanted(self) -> bool:
+        """False when its epoch has ended meanwhile: it is dropped."""
+        ...
+
+    def done(self, output: StepOutput, span: Span) -> None:
+        """It has been computed."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """The backend raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a step was on the device, in monotonic seconds."""
+
+    submitted_s: float  # submit entered
+    collected_s: float  # collect returned
+    idle_s: float  # device idle before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Outstanding:
+    work: Work
+    ticket: Ticket
+    submitted_s: float
+    idle_s: float
+
+
+class ComputeThread:
+    """Runs steps in the order of ``put``, each submitted before the one ahead of it is collected where the backend
+    allows; calls made through ``call`` run between steps with nothing outstanding."""
+
+    def __init__(self, *, clock: Clock, name: str = "compute") -> None:
+        self.started = 0  # steps submitted
+        self.finished = 0  # steps collected
+        self._clock = clock
+        self._backend: Backend | None = None
+        self._jobs: SimpleQueue[Work | Callable[[], None]] = SimpleQueue()
+        self._outstanding: deque[_Outstanding] = deque()
+        self._idle_since_s = clock.monotonic_s()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def backend(self) -> Backend:
+        """The backend in use."""
+        assert self._backend is not None, "use() comes first"
+        return self._backend
+
+    def use(self, backend: Backend) -> None:
+        """Run steps on ``backend`` from now on."""
+        self._backend = backend
+
+    def put(self, work: Work) -> None:
+        """Queue a step. Never blocks; how many are queued is bounded by the caller."""
+        self._jobs.put(work)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the thread once all steps before it are collected; raises what it raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def job() -> None:
+            try:
+                result = function()
+            except BaseException as exc:
+                loop.call_soon_threadsafe(_settle, future, None, exc)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._jobs.put(job)
+        return await future
+
+    async def close(self) -> None:
+        """Finish what is queued and end the thread. May be called twice."""
+        if self._thread.is_alive():
+            await self.call(self._stop)
+        self._thread.join()
+
+    def _stop(self) -> None:
+        self._open = False
+
+    def _run(self) -> None:
+        while self._open:
+            job = self._next_job()
+            if job is None:
+                self._collect()
+            elif callable(job):
+                self._drain()
+                job()
+            else:
+                self._submit(job)
+
+    def _next_job(self) -> Work | Callable[[], None] | None:
+        """The next job; None when the oldest outstanding step is to be collected first."""
+        if not self._outstanding:
+            return self._jobs.get()
+        if len(self._outstanding) >= self.backend.max_submitted:
+            return None
+        try:
+            return self._jobs.get_nowait()
+        except Empty:
+            return None
+
+    def _submit(self, work: Work) -> None:
+        if not work.wanted():
+            return
+        entered_s = self._clock.monotonic_s()
+        idle_s = 0.0 if self._outstanding else entered_s - self._idle_since_s
+        self.started += 1
+        try:
+            ticket = self.backend.submit(work.prepared, work.take_inputs())
+        except Exception as exc:
+            work.failed(exc)
+            return
+        self._outstanding.append(_Outstanding(work, ticket, entered_s, idle_s))
+
+    def _collect(self) -> None:
+        oldest = self._outstanding.popleft()
+        try:
+            output = self.backend.collect(oldest.ticket)
+        except Exception as exc:
+            oldest.work.failed(exc)
+            return
+        now_s = self._idle_since_s = self._clock.monotonic_s()
+        self.finished += 1
+        oldest.work.done(output, Span(oldest.submitted_s, now_s, oldest.idle_s))
+
+    def _drain(self) -> None:
+        while self._outstanding:
+            self._collect()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,18 @@
+"""How a stage reaches the next one."""
+
+from __future__ import annotations
+
+from edgepipe.clock import Clock
+from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.sender import RingSender
+from edgepipe.stage.session import Dial
+from edgepipe.wire.v1 import common_pb2
+
+
+def grpc_dial(*, hello: common_pb2.Hello, clock: Clock) -> Dial:
+    """Over gRPC, each link with a channel of its own."""
+
+    def dial(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
+        return RingSender(target, hello=hello, clock=clock, on_sample=on_sample)
+
+    return dial

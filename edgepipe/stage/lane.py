@@ -1,0 +1,107 @@
+"""One slice's queue: plans and inputs come in either order, steps leave in step order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from edgepipe.backend.types import Activations, ActivationType, TokenIds
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
+from edgepipe.ids import StepId
+from edgepipe.link.deadline import Deadline
+from edgepipe.link.protocol import Outgoing, StepBytes
+from edgepipe.link.receiver import RingReceiver
+from edgepipe.model.facts import Slice
+from edgepipe.stage.step_work import StepWork
+
+Inputs = TokenIds | Activations
+
+
+class Lane:
+    """Joins the steps of one slice with their inputs: token ids, or activations from another stage or from this one.
+
+    ``receiver`` is there where another stage feeds the slice, ``sender`` where another stage is fed.
+    """
+
+    def __init__(
+        self,
+        part: Slice,
+        *,
+        hidden_size: int,
+        activation_type: ActivationType,
+        deadline_s: float,
+        on_late: Callable[[EdgepipeError], None],
+    ) -> None:
+        self.part = part
+        self.receiver: RingReceiver | None = None
+        self.sender: Outgoing | None = None
+        self._hidden_size = hidden_size
+        self._kind = activation_type
+        self._on_late = on_late
+        self._planned: deque[StepWork] = deque()  # not dispatched
+        self._arrived: deque[tuple[StepId, Inputs]] = deque()  # not dispatched
+        self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
+        self._deadline_s = deadline_s
+
+    def plan(self, work: StepWork) -> None:
+        """The step is to be computed. Raises RemoteProtocolError if its activations came and do not fit."""
+        self._planned.append(work)
+        if self.receiver is not None:
+            self.receiver.expect(work.step, work.num_tokens * self._hidden_size * self._kind.num_bytes)
+        self._watch()
+
+    def arrive(self, step: StepId, inputs: Inputs) -> None:
+        """Inputs for the step, of a slice of this stage or of the plan."""
+        self._arrived.append((step, inputs))
+        self._watch()
+
+    def arrive_bytes(self, step: StepId, data: StepBytes) -> None:
+        """Inputs for the step, from the link."""
+        self.arrive(step, data.view(self._kind.numpy).reshape(-1, self._hidden_size))
+
+    def held(self) -> None:
+        """Activations came before their plan."""
+        if not self._deadline.running:
+            self._deadline.restart()
+
+    def next_ready(self) -> StepWork | None:
+        """The next step in order, with its inputs; None while it waits for them."""
+        if not self._planned or not self._arrived:
+            return None
+        step, inputs = self._arrived.popleft()
+        work = self._planned.popleft()
+        if step != work.step:
+            raise RemoteProtocolError(f"inputs of step {step} came where those of step {work.step} were due")
+        work.give_inputs(inputs)
+        if self.receiver is not None:
+            self.receiver.taken()
+        self._deadline.stop()
+        self._watch()
+        return work
+
+    def close(self) -> None:
+        """Forget everything; the stream that feeds the slice ends."""
+        self._deadline.close()
+        self._planned.clear()
+        self._arrived.clear()
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def _watch(self) -> None:
+        """Time runs while the step whose turn it is waits for something from outside."""
+        waits_for_inputs = self.receiver is not None and self._planned and not self._arrived
+        waits_for_plan = self.receiver is not None and self.receiver.waiting_for_plan is not None
+        if not waits_for_inputs and not waits_for_plan:
+            self._deadline.stop()
+        elif not self._deadline.running:
+            self._deadline.restart()
+
+    def _late(self) -> None:
+        fact = f"waited {self._deadline_s:g} s"
+        if self._planned:
+            step = self._planned[0].step
+            error = StepFailed(f"the activations of step {step} did not come from the stage before", fact=fact)
+        else:
+            step = self.receiver.waiting_for_plan if self.receiver is not None else None
+            error = StepFailed(f"the plan of step {step} did not come from the engine", fact=fact)
+        self._on_late(error)

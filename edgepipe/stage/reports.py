@@ -1,0 +1,87 @@
+"""What a stage tells its engine, in order, over one Control stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import Epoch
+from edgepipe.link.serving import Replies
+from edgepipe.wire.common import epoch_to_wire, error_to_wire
+from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, done_to_wire, timings_to_wire
+from edgepipe.wire.v1 import stage_pb2
+
+TIMINGS_EVERY_S = 0.1
+_MAX_TIMINGS = 1024  # between two reports; older ones are forgotten
+
+
+class Reports:
+    """Reports wait here for the stream's writer. Their number is bounded by the steps in flight."""
+
+    def __init__(self) -> None:
+        self._reports: deque[stage_pb2.StageReport] = deque()
+        self._due = asyncio.Event()
+        self._ends = False
+        self._timings: deque[StepTiming] = deque(maxlen=_MAX_TIMINGS)
+        self._links: deque[LinkSample] = deque(maxlen=_MAX_TIMINGS)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def opened(self, epoch: Epoch) -> None:
+        """Plans may come."""
+        self._put(stage_pb2.StageReport(opened=stage_pb2.Opened(epoch=epoch_to_wire(epoch))))
+
+    def done(self, done: StepDone) -> None:
+        """A step is retired."""
+        self._put(done_to_wire(done))
+
+    def timing(self, timing: StepTiming) -> None:
+        """A step went through here; told within 100 ms."""
+        self._timings.append(timing)
+        self._arm()
+
+    def link(self, sample: LinkSample) -> None:
+        """A step reached the next stage; told within 100 ms."""
+        self._links.append(sample)
+        self._arm()
+
+    def fault(self, error: EdgepipeError) -> None:
+        """The last report: the epoch has ended."""
+        self._put(stage_pb2.StageReport(fault=error_to_wire(error)))
+        self._ends = True
+
+    async def write_to(self, replies: Replies) -> None:
+        """Write reports until a fault has been written or the stream is gone."""
+        try:
+            while self._reports or not self._ends:
+                while self._reports:
+                    await replies.write(self._reports.popleft())
+                if not self._ends:
+                    self._due.clear()
+                    await self._due.wait()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+            return  # the stream's reader sees its end, too
+
+    def close(self) -> None:
+        """Forget the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TIMINGS_EVERY_S, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        report = StageTimings(timings=tuple(self._timings), links=tuple(self._links))
+        self._timings.clear()
+        self._links.clear()
+        self._put(timings_to_wire(report))
+
+    def _put(self, report: Any) -> None:
+        self._reports.append(report)
+        self._due.set()

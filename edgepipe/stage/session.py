@@ -1,0 +1,336 @@
+"""One epoch of a pipeline on one stage: plans in, steps through the slices, reports out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from edgepipe.backend.types import Step, StepOutput
+from edgepipe.clock import Clock
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
+from edgepipe.ids import StepId
+from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.receiver import RingReceiver
+from edgepipe.link.serving import Replies
+from edgepipe.model.facts import Slice
+from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.lane import Lane
+from edgepipe.stage.reports import Reports
+from edgepipe.stage.retirement import Retirement
+from edgepipe.stage.sampler import SamplerPool
+from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
+from edgepipe.stage.step_work import StepWork
+from edgepipe.stage.trace import Trace, TraceEntry
+from edgepipe.wire.plans import PipelineSpec, StepPlan, plan_from_wire
+from edgepipe.wire.v1 import stage_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class Dial(Protocol):
+    """Makes the sending end of a link; called on the loop."""
+
+    def __call__(self, target: RingTarget, *, on_sample: OnSample) -> Outgoing:
+        """A sender that is not running yet."""
+        ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a stage did over all its epochs; written on the loop only."""
+
+    received: int = 0  # plans accepted
+    sent: int = 0  # steps handed to the next stage or reported as done
+    repeats: int = 0  # plans that had come before, dropped
+    strays: int = 0  # plans and frames of other epochs, dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What outlives an epoch."""
+
+    compute: ComputeThread
+    samplers: SamplerPool
+    clock: Clock
+    trace: Trace
+    counters: Counters
+    dial: Dial
+    connect_s: float  # for the next stage to open its end of the link
+    node: str  # names for errors
+    stage: str
+
+
+class _Over(Exception):
+    """The epoch has ended here; leaves a task group, reaches nobody."""
+
+
+class Session:
+    """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
+
+    def __init__(self, spec: PipelineSpec, tools: Tools) -> None:
+        self.spec = spec
+        self.over = False
+        self._tools = tools
+        self._loop = asyncio.get_running_loop()
+        self._table = SequenceTable(num_blocks=spec.num_blocks, block_size=spec.block_size)
+        self._retirement = Retirement(spec.epoch)
+        self._reports = Reports()
+        self._last_step = StepId(0)
+        self._in_compute = 0  # steps given to the compute thread and not back
+        self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more lies ready
+        self._lanes = {part.index: self._make_lane(part) for part in sorted(spec.slices, key=lambda part: part.index)}
+
+    def receiver(self, slice_index: int) -> RingReceiver | None:
+        """Where the stage before sends a slice's activations; None if no other stage feeds it."""
+        lane = self._lanes.get(slice_index)
+        return lane.receiver if lane is not None else None
+
+    async def run(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
+        """Obey plans until the engine ends the stream, or until a fault has been told to it."""
+        senders = [lane.sender for lane in self._lanes.values() if lane.sender is not None]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(replies), name="stage-reports")
+                for sender in senders:
+                    tasks.create_task(self._keep(sender), name="stage-ring")
+                tasks.create_task(self._announce(senders), name="stage-opened")
+                async for message in messages:
+                    self._obey(message)
+                raise _Over
+        except* _Over:
+            logger.debug("epoch %s ended", self.spec.epoch)
+        finally:
+            self.end()
+
+    def fault(self, error: EdgepipeError) -> None:
+        """End the epoch and tell the engine why. Only the first counts."""
+        if self.over:
+            return
+        error.node = error.node or self._tools.node
+        error.stage = error.stage or self._tools.stage
+        logger.warning("epoch %s ends with a fault: %s", self.spec.epoch, error)
+        self._reports.fault(error)
+        self.end()
+
+    def end(self) -> None:
+        """Drop what is not computed yet. The KV may be used by another epoch once the compute thread gets there."""
+        self.over = True
+        for lane in self._lanes.values():
+            lane.close()
+        self._reports.close()
+
+    def computed(self, work: StepWork, output: StepOutput) -> None:
+        """See ``WorkOwner.computed``: on the compute thread."""
+        assert work.span is not None, "it was computed"
+        span = work.span
+        self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
+        if work.samples and output.logits is not None:
+            self._tools.samplers.put(
+                output.logits, work.samples, partial(self._on_ids, work), partial(self.broken, work)
+            )
+        self._loop.call_soon_threadsafe(self._after_compute, work, output)
+
+    def broken(self, work: StepWork, error: Exception) -> None:
+        """See ``WorkOwner.broken``: on the compute thread or a sampler's."""
+        self._loop.call_soon_threadsafe(self.fault, _as_fault(error, f"step {work.step} could not be computed"))
+
+    def _make_lane(self, part: Slice) -> Lane:
+        spec = self.spec
+        lane = Lane(
+            part,
+            hidden_size=spec.hidden_size,
+            activation_type=spec.activation_type,
+            deadline_s=spec.step_deadline_ms / 1e3,
+            on_late=self.fault,
+        )
+        here = {other.index for other in spec.slices}
+        if not part.embedding and part.index - 1 not in here:
+            lane.receiver = RingReceiver(
+                epoch=spec.epoch,
+                window=spec.max_in_flight,
+                clock=self._tools.clock,
+                on_step=partial(self._arrived, lane),
+                on_held=lane.held,
+            )
+        if part.index + 1 < spec.num_slices and part.index + 1 not in here:
+            lane.sender = self._tools.dial(self._target(part.index + 1), on_sample=self._reports.link)
+        return lane
+
+    def _target(self, slice_index: int) -> RingTarget:
+        spec = self.spec
+        return RingTarget(
+            address=spec.next_address,
+            pipeline_id=spec.pipeline_id,
+            epoch=spec.epoch,
+            slice_index=slice_index,
+            hidden_size=spec.hidden_size,
+            activation_type=spec.activation_type,
+            # A step may be retired before its credit is back: the engine's next one then finds the old one still here.
+            max_queued=2 * spec.max_in_flight + 2,
+            connect_s=self._tools.connect_s,
+            deadline_s=spec.step_deadline_ms / 1e3,
+        )
+
+    async def _write(self, replies: Replies) -> None:
+        await self._reports.write_to(replies)
+        raise _Over
+
+    async def _keep(self, sender: Outgoing) -> None:
+        try:
+            await sender.run()
+        except EdgepipeError as exc:
+            self.fault(exc)
+
+    async def _announce(self, senders: list[Outgoing]) -> None:
+        for sender in senders:
+            await sender.connected()
+        self._reports.opened(self.spec.epoch)
+
+    def _obey(self, message: stage_pb2.ControlMessage) -> None:
+        if self.over:
+            return
+        try:
+            if not message.HasField("plan"):
+                raise RemoteProtocolError("the engine sent something that is no plan")
+            self._plan(plan_from_wire(message.plan))
+            self._pump()
+        except Exception as exc:
+            self.fault(_as_fault(exc, "a plan could not be prepared"))
+
+    def _plan(self, plan: StepPlan) -> None:
+        counters = self._tools.counters
+        if plan.epoch != self.spec.epoch:
+            counters.strays += 1
+            return
+        if plan.step <= self._last_step:
+            counters.repeats += 1
+            return
+        if plan.step != self._last_step + 1:
+            raise RemoteProtocolError(
+                f"the plan of step {self._last_step + 1} is missing", fact=f"step {plan.step} came"
+            )
+        self._last_step = plan.step
+        counters.received += 1
+        self._begin(plan, self._table.apply(plan))
+
+    def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
+        last = self._lanes.get(plan.last_slice)
+        self._check(plan, rows, last)
+        if last is not None:
+            self._retirement.due(plan.step)
+        if not plan.rows:
+            if last is not None:
+                self._retire(plan.step, ())
+            return
+        lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
+        for lane in lanes:
+            work = self._prepare(plan, rows, lane, with_copies=lane is lanes[0])
+            if lane.part.embedding:
+                lane.arrive(plan.step, np.array(plan.token_ids, np.int32))
+            lane.plan(work)
+
+    def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
+        wrong = ""
+        if plan.last_slice >= self.spec.num_slices:
+            wrong = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
+        elif last is not None and rows.samples and not last.part.head:
+            wrong = f"it samples at slice {plan.last_slice}, which has no head"
+        elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
+            wrong = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
+        elif plan.copies and not plan.rows:
+            wrong = "it copies blocks and has no rows"
+        if wrong:
+            raise RemoteProtocolError(f"the plan of step {plan.step} cannot be followed: {wrong}")
+
+    def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, with_copies: bool) -> StepWork:
+        started_s = self._tools.clock.monotonic_s()
+        retires = lane.part.index == plan.last_slice
+        step = Step(
+            step=plan.step,
+            slice_index=lane.part.index,
+            rows=rows.rows,
+            logit_rows=packed_indices(rows.logit_rows),
+            copies=plan.copies if with_copies else (),
+        )
+        prepared = self._tools.compute.backend.prepare(step)
+        return StepWork(
+            self,
+            step=plan.step,
+            slice_index=lane.part.index,
+            num_tokens=plan.num_tokens,
+            num_rows=len(plan.rows),
+            prepared=prepared,
+            prepare_us=int((self._tools.clock.monotonic_s() - started_s) * 1e6),
+            retires=retires,
+            samples=rows.samples if retires else (),
+        )
+
+    def _arrived(self, lane: Lane, step: StepId, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        lane.arrive_bytes(step, data)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Give the compute thread what is ready, no further ahead than it can use."""
+        for work in self._ready():
+            self._in_compute += 1
+            self._tools.compute.put(work)
+
+    def _ready(self) -> Iterator[StepWork]:
+        for lane in self._lanes.values():
+            while self._in_compute < self._max_in_compute and (work := lane.next_ready()) is not None:
+                yield work
+
+    def _after_compute(self, work: StepWork, output: StepOutput) -> None:
+        if self.over:
+            return
+        self._in_compute -= 1
+        try:
+            self._pass_on(work, output)
+            self._pump()
+        except Exception as exc:
+            self.fault(_as_fault(exc, f"step {work.step} could not be passed on"))
+
+    def _pass_on(self, work: StepWork, output: StepOutput) -> None:
+        if work.retires:
+            if not work.samples:
+                self._retire(work.step, (), work)
+            return
+        lane = self._lanes[work.slice_index]
+        if output.activations is None:
+            raise StepFailed(f"slice {work.slice_index} gave no activations for step {work.step}")
+        if lane.sender is None:
+            self._lanes[work.slice_index + 1].arrive(work.step, output.activations)
+            self._reports.timing(work.timing())
+            return
+        lane.sender.send(work.step, output.activations)
+        self._tools.counters.sent += 1
+        stats = lane.sender.stats
+        self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
+
+    def _on_ids(self, work: StepWork, ids: tuple[int, ...], sample_us: int) -> None:
+        """On a sampler thread."""
+        self._loop.call_soon_threadsafe(self._sampled, work, ids, sample_us)
+
+    def _sampled(self, work: StepWork, ids: tuple[int, ...], sample_us: int) -> None:
+        if not self.over:
+            self._retire(work.step, ids, work, sample_us)
+
+    def _retire(self, step: StepId, ids: tuple[int, ...], work: StepWork | None = None, sample_us: int = 0) -> None:
+        timings = (work.timing(sample_us=sample_us),) if work is not None else ()
+        for done in self._retirement.settle(step, ids, timings):
+            self._reports.done(done)
+            self._tools.counters.sent += 1
+
+
+def _as_fault(error: Exception, what: str) -> EdgepipeError:
+    """The error itself, or what a bug looks like to an engine."""
+    if isinstance(error, EdgepipeError):
+        return error
+    logger.error("%s", what, exc_info=error)
+    return StepFailed(what, fact=f"{type(error).__name__}: {error}")

@@ -1,0 +1,344 @@
+"""A stage: one asyncio loop and one compute thread that alone touches the backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc.aio
+
+from edgepipe.backend.protocol import Backend
+from edgepipe.backend.types import DeviceProfile, LoadProgress
+from edgepipe.clock import Clock
+from edgepipe.errors import ConnectTimeout, PeerClosed, RemoteProtocolError, ShardMismatch, StageError, StaleEpoch
+from edgepipe.ids import Epoch, PipelineId
+from edgepipe.link.protocol import RingTarget
+from edgepipe.link.receiver import RingReceiver
+from edgepipe.link.serving import Replies, RingStream
+from edgepipe.model.facts import Slice
+from edgepipe.model.tensors import WeightSource
+from edgepipe.sampling import sample
+from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.dialling import grpc_dial
+from edgepipe.stage.sampler import Sampler, SamplerPool
+from edgepipe.stage.session import Counters, Dial, Session, Tools
+from edgepipe.stage.trace import TraceEntry, new_trace
+from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
+from edgepipe.wire.plans import PipelineSpec, spec_from_wire
+from edgepipe.wire.v1 import common_pb2, stage_pb2
+from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
+
+M = TypeVar("M")
+
+FIRST_MESSAGE_S = 10.0  # a peer that has connected says what it wants at once
+OPEN_S = 60.0  # for KV to be allocated and the next stage to do the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedShard:
+    """What a stage holds after loading."""
+
+    slices: tuple[Slice, ...]
+    weight_bytes: int  # in the device's compute dtype
+    kv_block_bytes: int  # of one block in all its layers
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgress:
+    """Steps so far, over all epochs. ``started`` running ahead of ``finished`` for long is a hung device."""
+
+    received: int
+    started: int
+    finished: int
+    sent: int
+    strays: int = 0  # messages of other epochs, dropped
+    repeats: int = 0  # plans that had come before, dropped
+
+
+class Stage:
+    """What a stage process offers to its daemon; its engine and its predecessor reach it through ``add_to``.
+
+    Without ``compute`` it makes a thread of its own. Hand one in where the backend must be made on its thread:
+    ``backend = await compute.call(lambda: create_backend(...))``.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        clock: Clock,
+        hello: common_pb2.Hello,
+        sampler: Sampler = sample,
+        sampler_threads: int = 2,
+        compute: ComputeThread | None = None,
+        dial: Dial | None = None,
+        name: str = "",
+    ) -> None:
+        self._compute = compute or ComputeThread(clock=clock)
+        self._compute.use(backend)
+        self._backend = backend
+        self._trace = new_trace()
+        self._counters = Counters()
+        self._tools = Tools(
+            compute=self._compute,
+            samplers=SamplerPool(sampler, num_threads=sampler_threads, clock=clock),
+            clock=clock,
+            trace=self._trace,
+            counters=self._counters,
+            dial=dial or grpc_dial(hello=hello, clock=clock),
+            connect_s=OPEN_S,
+            node=hello.node_name,
+            stage=name,
+        )
+        self._shard: LoadedShard | None = None
+        self._kv = (0, 0)  # number of blocks and tokens per block that stand
+        self._pipeline: PipelineId | None = None
+        self._promised: Epoch | None = None  # the highest seen of that pipeline
+        self._session: Session | None = None
+        self._opening = asyncio.Lock()
+        self._changed = asyncio.Condition()  # the session or the promise
+
+    async def profile(self) -> DeviceProfile:
+        """Measure the device, between steps. Raises BackendUnavailable."""
+        return await self._compute.call(self._backend.profile)
+
+    async def load(
+        self,
+        *,
+        slices: Sequence[Slice],
+        open_weights: Callable[[], WeightSource],
+        progress: Callable[[LoadProgress], None],
+        block_size: int,
+    ) -> LoadedShard:
+        """Load slices in place of those loaded before; ``progress`` is called on the loop, once per tensor.
+
+        Raises StageError while a pipeline is open, and what ``Backend.load`` raises.
+        """
+        if self._session is not None:
+            raise StageError("the stage serves a pipeline and cannot load other layers")
+        loop = asyncio.get_running_loop()
+
+        def tell(done: LoadProgress) -> None:
+            loop.call_soon_threadsafe(progress, done)
+
+        self._shard, self._kv = None, (0, 0)
+        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, block_size))
+        return self._shard
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Answer engines and predecessors on ``server``."""
+        add_StageServicer_to_server(_Service(self), server)  # pyright: ignore[reportArgumentType]
+
+    def progress(self) -> StageProgress:
+        """Counters for the daemon, which ends a stage that hangs."""
+        counters = self._counters
+        return StageProgress(
+            received=counters.received,
+            started=self._compute.started,
+            finished=self._compute.finished,
+            sent=counters.sent,
+            strays=counters.strays,
+            repeats=counters.repeats,
+        )
+
+    def trace(self) -> list[TraceEntry]:
+        """The newest steps, oldest first."""
+        return list(self._trace)
+
+    async def close(self) -> None:
+        """End the pipeline, give the device's memory back and end all threads. Stop the server first."""
+        if self._session is not None:
+            self._session.fault(PeerClosed("the stage is shutting down"))
+            self._session = None
+        await self._compute.call(self._backend.close)
+        await self._compute.close()
+        self._tools.samplers.close()
+
+    async def control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
+        """Serve an engine's Control stream. Raises what keeps the pipeline from being opened."""
+        message = await _first(messages)
+        if not message.HasField("open"):
+            raise RemoteProtocolError("a Control stream begins with OpenPipeline")
+        check_hello(message.open.hello)
+        session = await self._open(spec_from_wire(message.open))
+        try:
+            await session.run(messages, replies)
+        finally:
+            await self._leave(session)
+
+    async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
+        """Serve a predecessor's Ring stream. Raises StaleEpoch, RemoteProtocolError; the stage lives on."""
+        message = await _first(messages)
+        if not message.HasField("open"):
+            raise RemoteProtocolError("a Ring stream begins with OpenRing")
+        opening = message.open
+        check_hello(opening.hello)
+        target = RingTarget(
+            address="",
+            pipeline_id=PipelineId(opening.pipeline_id),
+            epoch=epoch_from_wire(opening.epoch),
+            slice_index=opening.slice,
+            hidden_size=opening.hidden_size,
+            activation_type=activation_type_from_wire(opening.activation_type),
+            max_queued=0,
+            connect_s=OPEN_S,
+            deadline_s=OPEN_S,
+        )
+        stream = RingStream(await self.find_receiver(target), replies)
+        try:
+            await stream.serve(messages)
+        finally:
+            self._counters.strays += stream.strays
+
+    async def find_receiver(self, target: RingTarget) -> RingReceiver:
+        """Where the link that ``target`` describes ends, once its epoch stands here.
+
+        Raises StaleEpoch, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
+        """
+        try:
+            async with asyncio.timeout(OPEN_S), self._changed:
+                await self._changed.wait_for(lambda: self._stands(target))
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"epoch {target.epoch} was not opened here", fact=f"waited {OPEN_S:g} s") from exc
+        session = self._session
+        receiver = session.receiver(target.slice_index) if session is not None else None
+        if session is None or receiver is None:
+            raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} here")
+        spec = session.spec
+        if (target.hidden_size, target.activation_type) != (spec.hidden_size, spec.activation_type):
+            raise RemoteProtocolError(
+                "the two ends of the link do not agree on activations",
+                fact=f"{target.activation_type.value} of {target.hidden_size} against "
+                f"{spec.activation_type.value} of {spec.hidden_size}",
+            )
+        return receiver
+
+    def _stands(self, target: RingTarget) -> bool:
+        """Whether the target's epoch is open. Raises StaleEpoch once it cannot be any more."""
+        if target.pipeline_id != self._pipeline or self._promised is None or target.epoch > self._promised:
+            return False
+        if target.epoch < self._promised:
+            raise _stale(target.epoch, self._promised)
+        return self._session is not None and self._session.spec.epoch == target.epoch
+
+    async def _open(self, spec: PipelineSpec) -> Session:
+        self._check(spec)
+        await self._promise(spec)
+        async with self._opening:
+            self._still_promised(spec)
+            await self._compute.call(lambda: self._allocate(spec))
+            self._still_promised(spec)
+            self._session = Session(spec, self._tools)
+            await self._tell_change()
+        return self._session
+
+    def _check(self, spec: PipelineSpec) -> None:
+        shard = self._shard
+        loaded = () if shard is None else shard.slices
+        if set(loaded) != set(spec.slices) or len(loaded) != len(spec.slices):
+            raise ShardMismatch(
+                "the stage holds other layers than the pipeline wants",
+                fact=f"loaded: {_layers(loaded)}; wanted: {_layers(spec.slices)}",
+            )
+        if shard is not None and shard.hidden_size != spec.hidden_size:
+            raise ShardMismatch(
+                "the pipeline is for another model", fact=f"hidden size {spec.hidden_size}, loaded {shard.hidden_size}"
+            )
+        if max(part.index for part in spec.slices) + 1 < spec.num_slices and not spec.next_address:
+            raise RemoteProtocolError("the pipeline cannot be opened: the next stage has no address")
+
+    async def _promise(self, spec: PipelineSpec) -> None:
+        """From here on only ``spec.epoch`` and greater ones are obeyed. Raises StaleEpoch, StageError."""
+        if spec.pipeline_id != self._pipeline:
+            if self._session is not None:
+                raise StageError("the stage serves another pipeline", fact=f"pipeline {self._pipeline}")
+        elif self._promised is not None and spec.epoch <= self._promised:
+            raise _stale(spec.epoch, self._promised)
+        self._pipeline, self._promised = spec.pipeline_id, spec.epoch
+        session, self._session = self._session, None
+        if session is not None:
+            session.fault(_stale(session.spec.epoch, spec.epoch))
+        await self._tell_change()
+
+    def _still_promised(self, spec: PipelineSpec) -> None:
+        if self._promised is not None and self._promised != spec.epoch:
+            raise _stale(spec.epoch, self._promised)
+
+    async def _leave(self, session: Session) -> None:
+        if self._session is session:
+            self._session = None
+            await self._tell_change()
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _allocate(self, spec: PipelineSpec) -> None:
+        """On the compute thread. What an earlier epoch left in the KV is never read: rows write before they attend."""
+        wanted = (spec.num_blocks, spec.block_size)
+        if self._kv != wanted:
+            self._kv = (0, 0)
+            self._backend.allocate_kv(num_blocks=spec.num_blocks, block_size=spec.block_size)
+            self._kv = wanted
+
+    def _load(
+        self,
+        slices: tuple[Slice, ...],
+        open_weights: Callable[[], WeightSource],
+        tell: Callable[[LoadProgress], None],
+        block_size: int,
+    ) -> LoadedShard:
+        """On the compute thread."""
+        weights = open_weights()
+        self._backend.load(slices, weights, tell)
+        config = weights.config
+        value_bytes = 4 if self._backend.profile().compute_dtype == "float32" else 2
+        return LoadedShard(
+            slices=slices,
+            weight_bytes=value_bytes * sum(config.slice_parameters(part) for part in slices),
+            kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
+            hidden_size=config.hidden_size,
+        )
+
+
+class _Service:
+    """gRPC's face of a stage. Both handlers write through the context: replies come from several places."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    async def Control(
+        self, request_iterator: AsyncIterator[stage_pb2.ControlMessage], context: Replies
+    ) -> AsyncIterator[stage_pb2.StageReport]:
+        await self._stage.control(request_iterator, context)
+        for reply in ():
+            yield reply
+
+    async def Ring(
+        self, request_iterator: AsyncIterator[stage_pb2.RingMessage], context: Replies
+    ) -> AsyncIterator[stage_pb2.Credit]:
+        await self._stage.ring(request_iterator, context)
+        for reply in ():
+            yield reply
+
+
+async def _first(messages: AsyncIterator[M]) -> M:
+    """The message that says what a stream is for. Raises RemoteProtocolError if there is none."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            async for message in messages:
+                return message
+    except TimeoutError as exc:
+        raise RemoteProtocolError("a stream was opened and nothing sent", fact=f"waited {FIRST_MESSAGE_S:g} s") from exc
+    raise RemoteProtocolError("a stream ended before its first message")
+
+
+def _stale(epoch: Epoch, promised: Epoch) -> StaleEpoch:
+    return StaleEpoch(f"epoch {epoch} has been replaced", fact=f"the stage obeys {promised}")
+
+
+def _layers(slices: Sequence[Slice]) -> str:
+    return ", ".join(str(part.layers) for part in slices) or "none"

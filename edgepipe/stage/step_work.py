@@ -1,0 +1,112 @@
+"""One step on one slice, from its plan to its output."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edgepipe.backend.protocol import Prepared
+from edgepipe.backend.types import Activations, StepOutput, TokenIds
+from edgepipe.ids import StepId
+from edgepipe.sampling import SampleRow
+from edgepipe.stage.compute import Span
+from edgepipe.wire.plans import StepTiming
+
+
+class WorkOwner(Protocol):
+    """The epoch that a step belongs to. The last two are called on the compute thread."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch has ended."""
+        ...
+
+    def computed(self, work: StepWork, output: StepOutput) -> None:
+        """The step's output is there."""
+        ...
+
+    def broken(self, work: StepWork, error: Exception) -> None:
+        """The backend could not compute the step."""
+        ...
+
+
+class StepWork:
+    """Mutable, handed from the loop to the compute thread and back; never touched by both at once."""
+
+    __slots__ = (
+        "_inputs",
+        "_owner",
+        "num_rows",
+        "num_tokens",
+        "prepare_us",
+        "prepared",
+        "retires",
+        "samples",
+        "slice_index",
+        "span",
+        "step",
+    )
+
+    def __init__(
+        self,
+        owner: WorkOwner,
+        *,
+        step: StepId,
+        slice_index: int,
+        num_tokens: int,
+        num_rows: int,
+        prepared: Prepared,
+        prepare_us: int,
+        retires: bool,
+        samples: tuple[SampleRow, ...],
+    ) -> None:
+        self.step = step
+        self.slice_index = slice_index
+        self.num_tokens = num_tokens
+        self.num_rows = num_rows
+        self.prepared = prepared
+        self.prepare_us = prepare_us
+        self.retires = retires  # the step ends with this slice
+        self.samples = samples  # rows whose tokens this slice's logits decide
+        self.span: Span | None = None  # once computed
+        self._owner = owner
+        self._inputs: TokenIds | Activations | None = None
+
+    def give_inputs(self, inputs: TokenIds | Activations) -> None:
+        """What it computes on has come."""
+        self._inputs = inputs
+
+    def take_inputs(self) -> TokenIds | Activations:
+        """See ``Work.take_inputs``."""
+        inputs, self._inputs = self._inputs, None
+        assert inputs is not None, "a step is computed once, after its inputs have come"
+        return inputs
+
+    def wanted(self) -> bool:
+        """See ``Work.wanted``."""
+        return not self._owner.over
+
+    def done(self, output: StepOutput, span: Span) -> None:
+        """See ``Work.done``."""
+        self.span = span
+        self._owner.computed(self, output)
+
+    def failed(self, error: Exception) -> None:
+        """See ``Work.failed``."""
+        self._owner.broken(self, error)
+
+    def timing(self, *, sample_us: int = 0, send_queue_us: int = 0, upload_us: int = 0) -> StepTiming:
+        """Where its time went, once computed."""
+        assert self.span is not None, "not computed yet"
+        return StepTiming(
+            step=self.step,
+            slice_index=self.slice_index,
+            num_tokens=self.num_tokens,
+            num_rows=self.num_rows,
+            started_us=int(self.span.submitted_s * 1e6),
+            wait_us=int(self.span.idle_s * 1e6),
+            prepare_us=self.prepare_us,
+            compute_us=int((self.span.collected_s - self.span.submitted_s) * 1e6),
+            sample_us=sample_us,
+            send_queue_us=send_queue_us,
+            upload_us=upload_us,
+        )
