@@ -14,7 +14,6 @@ from edgepipe.errors import BackendUnavailable, ConfigInvalid
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 _MIB = 1024 * 1024
-_CACHE_BYTES = 128 * _MIB  # freed buffers that MLX may keep for reuse; unbounded by default
 
 
 def choose_device(name: str) -> mx.Device:
@@ -55,7 +54,8 @@ def is_cpu(device: mx.Device) -> bool:
 def configure(device: mx.Device) -> None:
     """Settings of the whole process, which is a stage's own."""
     mx.set_default_device(device)
-    mx.set_cache_limit(_CACHE_BYTES)
+    # Freed buffers that MLX may keep for reuse, unbounded by default; on Metal making new ones costs more.
+    mx.set_cache_limit((128 if is_cpu(device) else 256) * _MIB)
     if is_cpu(device):
         # Fused CPU kernels are built by a C++ compiler at run time and loaded from a folder under /tmp that anybody
         # on the machine may have made; they bring nothing here.
@@ -83,7 +83,7 @@ def free_bytes(device: mx.Device) -> int:
 def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfile:
     """Profile the device in well under 2 s."""
     info = _info(device)
-    total = info.get("memory_size")
+    total = info.get("memory_size", info.get("total_memory"))
     return DeviceProfile(
         backend="mlx",
         device="cpu" if is_cpu(device) else "gpu",
@@ -97,10 +97,10 @@ def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfil
 
 
 def _info(device: mx.Device) -> dict[str, str | int]:
-    """MLX's facts of the device; older versions take no device, some devices have none."""
+    """MLX's facts of the device; what is missing from them is asked of the system."""
     try:
         return dict(mx.device_info(device))
-    except (TypeError, RuntimeError):
+    except (RuntimeError, TypeError):  # MLX knows no facts of this kind of device
         return {}
 
 

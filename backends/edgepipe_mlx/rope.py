@@ -52,13 +52,7 @@ def rotary_wavelengths(config: ModelConfig) -> tuple[Floats, float]:
     """
     rope = config.rope
     plain = rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    if _depends_on_length(config):
-        raise ArchitectureUnsupported(
-            f"the mlx backend does not compute the rope scaling '{rope.scaling}' beyond the trained context",
-            fact=f"trained context {rope.original_context} tokens, context of the model {config.context_length}",
-            next_step="serve the model on nodes with another backend",
-        )
-    if rope.scaling in ("default", "dynamic"):
+    if rope.scaling in ("default", "dynamic"):  # dynamic stretches only beyond the model's context
         return plain, 1.0
     if rope.scaling == "linear":
         return plain * rope.factor, 1.0
@@ -67,7 +61,7 @@ def rotary_wavelengths(config: ModelConfig) -> tuple[Floats, float]:
     if rope.scaling == "yarn":
         return _yarn(rope, plain, config), _yarn_amplitude(rope)
     if rope.scaling == "longrope":
-        return plain * np.array(rope.short_factor, np.float64), _longrope_amplitude(rope)
+        return plain * _longrope_factors(rope, config), _longrope_amplitude(rope)
     raise ArchitectureUnsupported(
         f"the mlx backend does not compute the rope scaling '{rope.scaling}'",
         fact=f"it computes {', '.join(SCALINGS)}",
@@ -75,16 +69,13 @@ def rotary_wavelengths(config: ModelConfig) -> tuple[Floats, float]:
     )
 
 
-def _depends_on_length(config: ModelConfig) -> bool:
-    """Whether frequencies would change once a sequence outgrows the trained context, and the model lets it do so.
+def _longrope_factors(rope: Rope, config: ModelConfig) -> Floats:
+    """The long factors for a model that is served beyond its trained context, however long the sequence is.
 
-    The keys kept by then were rotated with the former frequencies, so chunked or replayed prompts would differ from
-    whole ones.
+    Choosing by the length would leave keys of both kinds in one cache once a sequence has grown.
     """
-    rope = config.rope
-    if rope.original_context in (0, config.context_length) or config.context_length < rope.original_context:
-        return False
-    return rope.scaling == "dynamic" or (rope.scaling == "longrope" and rope.short_factor != rope.long_factor)
+    beyond = 0 < rope.original_context < config.context_length
+    return np.array(rope.long_factor if beyond else rope.short_factor, np.float64)
 
 
 def _longrope_amplitude(rope: Rope) -> float:

@@ -114,6 +114,25 @@ CASES = [
         },
     ),
     Case(
+        name="llama longrope beyond its trained context",
+        ours={
+            "rope": Rope(
+                scaling="longrope",
+                factor=4.0,
+                original_context=32,
+                short_factor=(1.0, 1.1, 1.3, 1.7, 2.2, 3.1),
+                long_factor=(2.0, 2.1, 2.3, 2.7, 3.2, 4.1),
+            )
+        },
+        rope={
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.1],
+            "long_factor": [2.0, 2.1, 2.3, 2.7, 3.2, 4.1],
+        },
+    ),
+    Case(
         name="mistral with a sliding window",
         ours={"architecture": "mistral", "sliding_windows": (9, 9, 9)},
         extra={"sliding_window": 9},

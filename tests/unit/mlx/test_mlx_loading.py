@@ -80,23 +80,10 @@ def test_weights_that_contradict_the_config_are_refused_by_name(
     [
         tiny_config(architecture="gemma3"),
         tiny_config(rope=Rope(scaling="strange")),
-        tiny_config(rope=Rope(scaling="dynamic", factor=2.0, original_context=128)),
-        tiny_config(
-            rope=Rope(scaling="longrope", original_context=128, short_factor=(1.0,) * 6, long_factor=(2.0,) * 6)
-        ),
     ],
-    ids=["family", "unknown scaling", "dynamic beyond training", "longrope beyond training"],
+    ids=["family", "rope scaling"],
 )
 def test_what_is_not_computed_is_refused_in_three_lines(config: ModelConfig) -> None:
     with pytest.raises(ArchitectureUnsupported) as refused:
         load(config, random_weights(config))
     assert len(refused.value.lines()) == 3
-
-
-def test_factors_that_hold_at_every_length_are_computed_beyond_the_trained_context() -> None:
-    factors = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0)
-    rope = Rope(
-        scaling="longrope", original_context=64, attention_factor=1.0, short_factor=factors, long_factor=factors
-    )
-    config = tiny_config(rope=rope)
-    Chain(MemorySource(config, random_weights(config)))
