@@ -10,10 +10,10 @@ from typing import Any, cast
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.fields import Fields
+from edgepipe.model.manifest import CARD_FILE
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
 
-CARD_FILE = "edgepipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 _MAX_CARD_BYTES = 16 << 20

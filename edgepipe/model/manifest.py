@@ -1,6 +1,7 @@
 """What a model consists of, as content: every tensor and file with its size and SHA-256.
 
-Two nodes hold the same model exactly if the hashes of their manifests are equal; names and sources do not count.
+Two nodes hold the same model exactly if the hashes of their manifests are equal. Names and sources do not count, nor
+does the tokenizer: rebuilt from GGUF, its file is spelled differently by different versions of the library.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
@@ -20,6 +22,8 @@ from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorInfo
 
+CARD_FILE = "edgepipe.json"
+MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 4096
 MAX_METADATA_BYTES = 64 << 20  # of one metadata file; the largest tokenizers take about 34 MB
@@ -57,10 +61,10 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the content: tensors and metadata files in order of their names."""
+        """SHA-256 over the content: tensors and the model's card."""
         content = {
             "tensors": sorted((_tensor_json(entry) for entry in self.tensors), key=lambda item: item["name"]),
-            "files": sorted((_file_json(entry) for entry in self.metadata_files), key=lambda item: item["name"]),
+            "card": [entry.sha256 for entry in self.files if entry.name == CARD_FILE],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -101,6 +105,17 @@ class Manifest:
         if len(set(names)) != len(names) or len(files) > MAX_FILES:
             raise fields.fail("tensors", "a name stands there twice, or there are too many files")
         return cls(model_id=fields.text("model_id"), source=fields.text("source"), tensors=tensors, files=files)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a stored model. Raises ModelInvalid."""
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ModelInvalid(f"'{path.name}' is too large", fact=f"{path.stat().st_size} bytes")
+        return Manifest.from_json(path.read_bytes())
+    except OSError as exc:
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
 
 
 def _objects(fields: Fields, key: str) -> list[Fields]:

@@ -79,7 +79,7 @@ class ShardWriter:
         return self._manifest
 
     def missing(self, names: Iterable[str]) -> list[MissingTensor]:
-        """Those of the tensors that are not complete here, in the given order. Raises ModelInvalid for unknown names."""
+        """Those of the tensors that are not complete here, in order. Raises ModelInvalid for unknown names."""
         entries = [self._entry(name) for name in names]
         return [
             MissingTensor(name=entry.info.name, num_bytes=entry.info.num_bytes, have_bytes=self._have(entry))

@@ -103,7 +103,7 @@ class Tokenizer:
 
 
 def check_tokenizer(path: Path, *, vocab_size: int) -> None:
-    """Try a foreign ``tokenizer.json`` in a child with limits. Raises ModelInvalid: damaged, too large, or over 10 s."""
+    """Try a foreign ``tokenizer.json`` in a child with limits. Raises ModelInvalid: damaged, too large, too slow."""
     _check_size(path)
     command = (sys.executable, "-P", "-m", "edgepipe.model.tokenizer_child", str(path), str(vocab_size))
     try:

@@ -1,7 +1,7 @@
-"""Tries a foreign ``tokenizer.json`` in a process that may be killed: ``python -m edgepipe.model.tokenizer_child FILE V``.
+"""Tries a foreign ``tokenizer.json`` in a process of its own: ``python -m edgepipe.model.tokenizer_child FILE V``.
 
 Loading can recurse or allocate without end, and a pre-tokenizer's pattern can backtrack for ever. Exit code 0: the file
-loads, its ids are below V, and texts that provoke backtracking go through it and back. Otherwise the last line says why.
+loads, its ids are below V, and texts that provoke backtracking go through it and back. Else the last line says why.
 """
 
 from __future__ import annotations

@@ -10,12 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.card import read_card
 from edgepipe.model.config import gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
 from edgepipe.model.layout import check_layout, slice_tensors
+from edgepipe.model.manifest import CARD_FILE, read_manifest
 from edgepipe.model.safetensors_file import open_safetensors
+from edgepipe.model.strict_json import read_json_object
+from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder
 from edgepipe.model.tensors import RawTensor, TensorInfo
+
+EMULATED_KEY = "edgepipe_emulated"  # in config.json: this model has a shape and no weights
+GGUF_FILE = "model.gguf"  # name of a GGUF file within the store
 
 
 class TensorFiles(Protocol):
@@ -60,7 +67,9 @@ class Weights:
         return self._infos
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """The tensors that a slice needs, in reading order. Raises ModelInvalid if one is not here."""
+        """The tensors that a slice needs, in reading order; none for an emulated model. Raises ModelInvalid."""
+        if not self._infos:
+            return ()
         return [self._info(name) for name in slice_tensors(self._config, part)]
 
     def read(self, name: str) -> RawTensor:
@@ -86,16 +95,40 @@ class Weights:
         return self._infos[name]
 
 
-def open_weights(path: Path) -> Weights:
-    """Open a GGUF file or a folder with ``config.json`` and safetensors; config and tensors are checked to agree.
+class NoTensors:
+    """The tensors of an emulated model: none."""
 
-    Raises ModelInvalid, ArchitectureUnsupported.
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Empty."""
+        return {}
+
+    def read(self, name: str) -> npt.NDArray[np.uint8]:
+        """Raises ModelInvalid."""
+        return self.read_range(name, 0, 0)
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Raises ModelInvalid."""
+        raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
+
+
+def open_weights(path: Path) -> Weights:
+    """Open a model of the store, a GGUF file, or a folder with ``config.json`` and safetensors.
+
+    Config and tensors are checked to agree. Raises ModelInvalid, ArchitectureUnsupported.
     """
     if path.is_file() and path.suffix == ".gguf":
         return open_gguf_weights(path)
     if not path.is_dir():
         raise ModelInvalid(f"'{path.name}' is no model", fact="a .gguf file or a folder with config.json is needed")
+    return _open_stored(path) if (path / CARD_FILE).is_file() else open_hf_weights(path)
+
+
+def open_hf_weights(path: Path) -> Weights:
+    """Open a folder with ``config.json`` and safetensors. Raises ModelInvalid, ArchitectureUnsupported."""
     config = read_hf_config(path)
+    if is_emulated(path):
+        return Weights(config, NoTensors())
     files = open_safetensors(path)
     check_layout(config, files.infos)
     return Weights(config, files)
@@ -108,3 +141,26 @@ def open_gguf_weights(path: Path) -> Weights:
     config = gguf_config(header.metadata, shapes, read_rope_factors(path, header))
     check_layout(config, files.infos)
     return Weights(config, files)
+
+
+def is_emulated(path: Path) -> bool:
+    """Whether a model folder's config says that there are no weights, only a shape for the emulated backend."""
+    return read_json_object(path / "config.json").get(EMULATED_KEY) is True
+
+
+def _open_stored(path: Path) -> Weights:
+    """The card's config, which knows more end tokens, with the tensors in whatever form they are kept."""
+    card = read_card(path)
+    if card.emulated:
+        return Weights(card.config, NoTensors())
+    files = _stored_files(path)
+    check_layout(card.config, files.infos)
+    return Weights(card.config, files)
+
+
+def _stored_files(path: Path) -> TensorFiles:
+    if (path / TENSOR_FOLDER).is_dir():
+        return TensorFolder(path, read_manifest(path))
+    if (path / GGUF_FILE).is_file():
+        return open_gguf(path / GGUF_FILE)[1]
+    return open_safetensors(path)

@@ -1,0 +1,46 @@
+"""What pulling a model tells while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullProgress:
+    """How far a pull is; told often, so listeners should be quick."""
+
+    phase: str  # "download" | "copy" | "check" | "hash"
+    file: str
+    done_bytes: int  # of all files in this phase
+    total_bytes: int  # of all files in this phase; 0: unknown
+
+
+OnProgress = Callable[[PullProgress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """A file that a pull would fetch."""
+
+    name: str
+    num_bytes: int
+    sha256: str = ""  # where the source tells it
+    git_sha1: str = ""  # of the git blob, where the source tells only that
+
+
+class ProgressCounter:
+    """Adds up the bytes of a phase and passes them on."""
+
+    def __init__(self, on_progress: OnProgress, phase: str, total_bytes: int) -> None:
+        self._on_progress = on_progress
+        self._phase = phase
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+
+    def add(self, file: str, num_bytes: int) -> None:
+        """Count bytes of a file and tell."""
+        self._done_bytes += num_bytes
+        self._on_progress(
+            PullProgress(phase=self._phase, file=file, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+        )

