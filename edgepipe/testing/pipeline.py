@@ -77,12 +77,11 @@ class StageReports:
 
 
 class Control:
-    """An engine's Control stream to one stage."""
+    """An engine's Control stream to one stage: over gRPC to an address, or in memory to the object."""
 
-    def __init__(self, stage: Stage, address: str | None, opening: stage_pb2.OpenPipeline) -> None:
+    def __init__(self, stage: Stage | str, opening: stage_pb2.OpenPipeline) -> None:
         self.reports = StageReports()
         self._stage = stage
-        self._address = address
         self._messages: asyncio.Queue[stage_pb2.ControlMessage | None] = asyncio.Queue()
         self._messages.put_nowait(stage_pb2.ControlMessage(open=opening))
 
@@ -101,10 +100,10 @@ class Control:
     async def run(self) -> None:
         """Keep the stream until one side ends it; errors end up in ``reports.fault``."""
         try:
-            if self._address is None:
-                await self._stage.control(self._outgoing(), self)
+            if isinstance(self._stage, str):
+                await self._over_grpc(self._stage)
             else:
-                await self._over_grpc(self._address)
+                await self._stage.control(self._outgoing(), self)
         except EdgepipeError as exc:
             self.reports.fail(exc)
         self.reports.ended.set()
@@ -193,8 +192,8 @@ class LocalStages:
 
     def control(self, index: int, spec: PipelineSpec) -> Control:
         """A Control stream that is not running yet."""
-        address = self._listening[index] if self._over_grpc else None
-        return Control(self.stages[index], address, spec_to_wire(spec, make_hello(role="engine")))
+        stage = self._listening[index] if self._over_grpc else self.stages[index]
+        return Control(stage, spec_to_wire(spec, make_hello(role="engine")))
 
     @asynccontextmanager
     async def open(self, epoch: Epoch, **changes: Any) -> AsyncGenerator[Driver]:

@@ -1,0 +1,268 @@
+"""Latency of one hop between two stage processes on this machine, beside a bare gRPC stream of the same bytes.
+
+``link_rows()`` gives rows for a table; run as a program it prints them. Backends compute nothing here: what is measured is
+the way from ``collect`` returned on stage 0 to ``submit`` entered on stage 1, one step in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import grpc.aio
+import numpy as np
+import uvloop
+from edgepipe_emulated import EmulatedWeights, emulated_model_config
+
+from edgepipe.backend.types import Activations, ActivationType, BlockRun, DeviceProfile, Step, StepOutput, TokenIds
+from edgepipe.daemon.system import SystemClock
+from edgepipe.ids import PipelineId, SequenceId, StepId
+from edgepipe.link.channels import bind, make_channel, make_server
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.sampling import SamplingParams
+from edgepipe.stage.stage import Stage
+from edgepipe.testing.pipeline import Control, Driver, epoch
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
+
+TOKENS = 16
+WARM_UP_STEPS = 100
+STEPS = 1000
+TARGET_MS = 0.6
+SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2)], 2)
+
+
+class Row(NamedTuple):
+    """One line of a table; ``ratio`` is value over baseline."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    ratio: float | None = None
+    target: str = ""
+
+
+def link_rows(*, hidden_size: int = 576, steps: int = STEPS) -> list[Row]:
+    """The hop's latency and the baseline's, from one run of both."""
+    with ExitStack() as stack:
+        echo = stack.enter_context(_process(_serve_echo))
+        ports = [stack.enter_context(_process(_serve_stage, index, hidden_size)) for index in range(2)]
+        raw_ms = uvloop.run(_echo_ms(echo, TOKENS * hidden_size * 2, steps))
+        hop_ms, turn_ms = uvloop.run(_hop_ms(ports, hidden_size, steps))
+    size = f"{TOKENS} tokens x {hidden_size}"
+    raw, rows = statistics.median(raw_ms) / 2, []
+    for label, share, target in (("p50", 0.50, f"<= {TARGET_MS} ms"), ("p95", 0.95, "")):
+        value = _quantile(hop_ms, share)
+        base = _quantile(raw_ms, share) / 2
+        rows.append(Row(f"link {label}, {size} (bare gRPC stream: RTT/2)", value, "ms", base, value / base, target))
+    turn = _quantile(turn_ms, 0.5)
+    rows.append(Row("step through two idle stages and back p50", turn, "ms", raw * 3, turn / (raw * 3)))
+    return rows
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return float(np.quantile(values, share))
+
+
+# -- the processes -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _process(serve: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Generator[int]:
+    """A process of its own that runs ``serve`` until told to end; gives its port."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(serve, theirs, *args))
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send(None)
+        process.join()
+
+
+def _run(serve: Callable[..., Coroutine[Any, Any, None]], pipe: Connection, *args: Any) -> None:
+    uvloop.run(serve(pipe, *args))
+
+
+async def _until_told(pipe: Connection) -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), told.set)
+    await told.wait()
+    asyncio.get_running_loop().remove_reader(pipe.fileno())
+
+
+async def _serve_stage(pipe: Connection, index: int, hidden_size: int) -> None:
+    stage = Stage(
+        backend=_NullBackend(hidden_size), clock=SystemClock(), hello=make_hello(role="stage"), name=f"stage {index}"
+    )
+    config = emulated_model_config(num_layers=2, hidden_size=hidden_size)
+    await stage.load(
+        slices=[SLICES[index]], open_weights=lambda: EmulatedWeights(config), progress=lambda _: None, block_size=16
+    )
+    server = make_server()
+    stage.add_to(server)
+    port = bind(server, host="127.0.0.1", port=0)
+    await server.start()
+    pipe.send(port)
+    await _until_told(pipe)
+    await server.stop(None)
+    await stage.close()
+
+
+async def _serve_echo(pipe: Connection) -> None:
+    async def echo(requests: Any, context: Any) -> Any:
+        async for data in requests:
+            yield data
+
+    server = make_server()
+    handlers = {"Stream": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo.Echo", handlers),))
+    port = bind(server, host="127.0.0.1", port=0)
+    await server.start()
+    pipe.send(port)
+    await _until_told(pipe)
+    await server.stop(None)
+
+
+class _NullBackend:
+    """Takes no time."""
+
+    max_submitted = 1
+
+    def __init__(self, hidden_size: int) -> None:
+        self._activations: Activations = np.zeros((TOKENS, hidden_size), np.uint16)
+        self._logits = np.zeros((TOKENS, 8), np.float32)
+
+    def profile(self) -> DeviceProfile:
+        return DeviceProfile(
+            backend="null",
+            device="none",
+            name="none",
+            compute_dtype="bfloat16",
+            memory_total_bytes=0,
+            memory_free_bytes=0,
+            bandwidth_bytes_per_s=1.0,
+            flops=1.0,
+        )
+
+    def load(self, slices: Any, weights: Any, progress: Any) -> None:
+        pass
+
+    def kv_block_bytes(self, config: Any, slices: Any, block_size: int) -> int:
+        return 0
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        pass
+
+    def prepare(self, step: Step) -> Step:
+        return step
+
+    def submit(self, prepared: Step, inputs: TokenIds | Activations) -> Step:
+        return prepared
+
+    def collect(self, ticket: Step) -> StepOutput:
+        if ticket.slice_index == 0:
+            return StepOutput(activations=self._activations)
+        return StepOutput(logits=self._logits)
+
+    def close(self) -> None:
+        pass
+
+
+# -- the measurements --------------------------------------------------------------------------------------------------
+
+
+async def _echo_ms(port: int, num_bytes: int, steps: int) -> list[float]:
+    data, times = bytes(num_bytes), []
+    async with make_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream("/echo.Echo/Stream")()
+        for _ in range(WARM_UP_STEPS + steps):
+            started_s = time.perf_counter()
+            await call.write(data)
+            await call.read()
+            times.append((time.perf_counter() - started_s) * 1e3)
+        await call.done_writing()
+    return times[WARM_UP_STEPS:]
+
+
+async def _hop_ms(ports: list[int], hidden_size: int, steps: int) -> tuple[list[float], list[float]]:
+    """Per step: the hop, and the whole way from the plan to StepDone."""
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    controls = [_control(addresses, index, hidden_size) for index in range(2)]
+    driver = Driver(controls, epoch(1), 2)
+    turns, started_us = [], {}
+    async with asyncio.TaskGroup() as tasks:
+        for control in controls:
+            tasks.create_task(control.run())
+        for control in controls:
+            await control.reports.opened.wait()
+        for step in range(1, WARM_UP_STEPS + steps + 1):
+            sent_s = time.perf_counter()
+            driver.send(_plan(driver, step))
+            done = await driver.last.done.get()
+            turns.append((time.perf_counter() - sent_s) * 1e3)
+            started_us[step] = done.timings[0].started_us
+        await asyncio.sleep(0.3)  # stage 0 tells its timings every 100 ms
+        for control in controls:
+            control.hang_up()
+    left = {timing.step: timing.started_us + timing.compute_us for timing in controls[0].reports.timings}
+    hops = [
+        (started_us[step] - left[StepId(step)]) / 1e3 for step in range(WARM_UP_STEPS + 1, WARM_UP_STEPS + steps + 1)
+    ]
+    return hops, turns[WARM_UP_STEPS:]
+
+
+def _control(addresses: list[str], index: int, hidden_size: int) -> Control:
+    spec = PipelineSpec(
+        pipeline_id=PipelineId("bench"),
+        epoch=epoch(1),
+        slices=(SLICES[index],),
+        num_slices=2,
+        hidden_size=hidden_size,
+        activation_type=ActivationType.BF16,
+        num_blocks=TOKENS,
+        block_size=16,
+        next_address=addresses[1] if index == 0 else "",
+        max_in_flight=2,
+        step_deadline_ms=10_000,
+    )
+    return Control(addresses[index], spec_to_wire(spec, make_hello(role="engine")))
+
+
+def _plan(driver: Driver, step: int) -> StepPlan:
+    """Sixteen sequences with one token each, always the same one: nothing grows."""
+    first = step == 1
+    return StepPlan(
+        epoch=driver.epoch,
+        step=StepId(step),
+        last_slice=driver.last_slice,
+        rows=tuple(PlanRow(SequenceId(row), 0, 1, True, (BlockRun(row, 1),) if first else ()) for row in range(TOKENS)),
+        token_ids=tuple(range(TOKENS)),
+        registers=tuple(
+            Registration(sequence=SequenceId(row), sampling=SamplingParams(temperature=0.0), prompt_tokens=1)
+            for row in range(TOKENS)
+        )
+        if first
+        else (),
+    )
+
+
+def main() -> None:
+    rows = [row for hidden_size in (576, 4096, 8192) for row in link_rows(hidden_size=hidden_size)]
+    for row in rows:
+        base = "" if row.baseline is None else f"{row.baseline:8.3f} {row.ratio:6.2f}x"
+        print(f"{row.name:70} {row.value:8.3f} {row.unit:3} {base}  {row.target}")
+    print(json.dumps([row._asdict() for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
