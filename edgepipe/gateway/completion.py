@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from edgepipe.errors import PromptTooLong, RequestInvalid
-from edgepipe.gateway.engine_types import EngineRequest
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta
+from edgepipe.wire.requests import Submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Completion:
     """What a client asked for, checked and tokenised. Choices are numbered prompt by prompt."""
 
     model: str
-    requests: tuple[EngineRequest, ...]  # one per prompt
+    requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
 
     @property
@@ -92,7 +92,7 @@ def _tracks(completion: Completion, generations: list[Generation], assets: Asset
                 len(tracks),
                 new_detokenizer=assets.new_detokenizer,
                 stops=completion.stops,
-                stop_token_ids=frozenset(generation.request.stop_token_ids),
+                stop_token_ids=generation.request.stop_token_ids,
             )
             tracks.append(_Track(generation=generation, choice=choice, text=text))
     return tracks

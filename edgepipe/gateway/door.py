@@ -14,7 +14,6 @@ from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, RequestInvalid
 from edgepipe.gateway.body import parse_json_object, read_body
 from edgepipe.gateway.completion import Completion, Counts, limit_tokens, run_completion
-from edgepipe.gateway.engine_types import EngineRequest
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import HttpProblem, from_error
 from edgepipe.gateway.responses import (
@@ -31,6 +30,8 @@ from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.streams import EventStream, until_disconnect
 from edgepipe.gateway.text import Delta
 from edgepipe.ids import IdSource, RequestId
+from edgepipe.sampling import SamplingParams
+from edgepipe.wire.requests import Submission
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 _INLINE_BYTES = 32 << 10  # larger bodies are parsed, longer texts tokenised, in a thread
@@ -122,15 +123,14 @@ class Door:
         except RequestInvalid as exc:
             raise from_error(exc, param=param) from exc
         requests = tuple(
-            EngineRequest(
+            Submission(
                 request_id=RequestId(self.ids.new("request")),
                 prompt=tuple(prompt),
                 num_choices=body.n or 1,
                 max_tokens=max_tokens,
-                temperature=1.0 if body.temperature is None else body.temperature,
-                seed=seed,
+                sampling=SamplingParams(temperature=1.0 if body.temperature is None else body.temperature, seed=seed),
                 ignore_eos=bool(body.ignore_eos),
-                stop_token_ids=tuple(body.stop_token_ids or ()),
+                stop_token_ids=frozenset(body.stop_token_ids or ()),
             )
             for prompt, max_tokens in zip(prompts, limits, strict=True)
         )

@@ -12,12 +12,13 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry, StageLost
-from edgepipe.gateway.engine_types import EngineRequest, ServedModel
+from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.generation import Generation
-from edgepipe.gateway.messages import cancel_message, event_from_wire, resume_message, submit_message
+from edgepipe.gateway.messages import event_from_wire
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.wire.common import check_hello
+from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class EngineLink:
             )
 
     @contextmanager
-    def open(self, request: EngineRequest, *, changed: asyncio.Event) -> Generator[Generation]:
+    def open(self, request: Submission, *, changed: asyncio.Event) -> Generator[Generation]:
         """Send the request; leaving the block stops what of it still runs. Raises QueueFull."""
         self.check_room(1)
         generation = Generation(request, changed=changed, send_cancel=self._cancel)
@@ -159,16 +160,16 @@ class EngineLink:
         if generation.failure is not None:
             return
         if known_by is None:
-            self._put(submit_message(generation.request))
+            self._put(generation.request)
         elif known_by == self._engine_id:
-            self._put(resume_message(request_id, generation.log.have()))
+            self._put(Resumption(request_id=request_id, have=tuple(generation.log.have())))
             for choice, at_position in generation.cancelled.items():
                 self._cancel(generation, choice, at_position)
         else:
             generation.fail(self._restarted())
 
     def _cancel(self, generation: Generation, choice: int, at_position: int) -> None:
-        self._put(cancel_message(generation.request.request_id, choice=choice, at_position=at_position))
+        self._put(Cancellation(request_id=generation.request.request_id, choice=choice, at_position=at_position))
 
     async def _write(self, call: Any, outbox: asyncio.Queue[engine_pb2.GatewayMessage]) -> None:
         """Write what waits, in order. A broken stream ends this quietly: the reader tells why."""
@@ -181,11 +182,11 @@ class EngineLink:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             return
 
-    def _put(self, message: engine_pb2.GatewayMessage) -> None:
+    def _put(self, command: GatewayCommand) -> None:
         if self._outbox is None:
             return  # no stream: the engine forgets what nobody resumes
         try:
-            self._outbox.put_nowait(message)
+            self._outbox.put_nowait(command_to_wire(command))
         except asyncio.QueueFull:
             self.fail_all(PeerClosed(f"{self._peer()} does not take requests", next_step="send the request again"))
 

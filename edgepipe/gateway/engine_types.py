@@ -1,4 +1,4 @@
-"""What a gateway and an engine say to each other, as values."""
+"""What engines report of requests, and what the daemon tells of engines, as values."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import PipelineId, RequestId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """One prompt with its parameters; kept whole, so that it can be submitted again."""
-
-    request_id: RequestId
-    prompt: tuple[int, ...]
-    num_choices: int
-    max_tokens: int  # output tokens per choice; prompt and output fit into the context
-    temperature: float
-    seed: int  # 0 <= seed < 2**64
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

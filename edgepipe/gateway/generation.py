@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
-from edgepipe.gateway.engine_types import ChoiceEnded, EngineRequest, TokensArrived
+from edgepipe.gateway.engine_types import ChoiceEnded, TokensArrived
 from edgepipe.gateway.log import RequestLog
+from edgepipe.wire.requests import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ class Generation:
 
     def __init__(
         self,
-        request: EngineRequest,
+        request: Submission,
         *,
         changed: asyncio.Event,
         send_cancel: Callable[[Generation, int, int], None],

@@ -10,7 +10,7 @@ from typing import Protocol
 class Detokenizer(Protocol):
     """Turns one choice's ids into text as they come. ``edgepipe.model.detokenizer`` has the real one."""
 
-    def push(self, token: int) -> str:
+    def add(self, token: int) -> str:
         """Text that is complete with this token; may be empty in the middle of a character."""
         ...
 
@@ -106,7 +106,7 @@ class ChoiceText:
 
     def _decode(self, token_id: int) -> str:
         """The engine ends on a stop id, so it is the last one: it counts, and its text is not shown."""
-        return "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
+        return "" if token_id in self._stop_token_ids else self._detokenizer.add(token_id)
 
     def _stop(self, pieces: list[str], ids: Sequence[int]) -> Delta:
         self.finished = True

@@ -22,7 +22,7 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._held = b""
 
-    def push(self, token: int) -> str:
+    def add(self, token: int) -> str:
         if token == END:
             return ""
         self._held += bytes([token])

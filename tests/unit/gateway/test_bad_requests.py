@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -115,7 +116,7 @@ async def test_a_body_over_the_limit_is_413(served: Served) -> None:
     headers = {"content-type": "application/json"}
     check_error(await served.http.post(CHAT, content=body, headers=headers), 413)
 
-    async def chunks() -> Any:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(10):
             yield b" " * (1 << 20)
 
@@ -145,7 +146,8 @@ async def test_an_unknown_model_lists_those_served(served: Served) -> None:
 
 
 async def test_an_empty_or_missing_model_is_the_only_one_served(served: Served) -> None:
-    for fields in ({}, {"model": ""}, {"model": None}):
+    cases: list[dict[str, Any]] = [{}, {"model": ""}, {"model": None}]
+    for fields in cases:
         assert (await served.chat(**fields)).json()["model"] == "tiny"
 
 
