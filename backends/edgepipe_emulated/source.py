@@ -9,7 +9,7 @@ from edgepipe.model.facts import ModelConfig, Rope, Slice
 from edgepipe.model.tensors import RawTensor, TensorInfo
 
 NUM_BYTE_TOKENS = 256
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
+SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 BOS_TOKEN_ID = NUM_BYTE_TOKENS
 EOS_TOKEN_ID = NUM_BYTE_TOKENS + 2
 SMALLEST_VOCAB = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS)

@@ -298,7 +298,8 @@ class TestOrder:
     def test_inputs_may_be_read_only_views(self, maker: Maker) -> None:
         stages = [maker.loaded(LLAMA, cuts=[2], take=[index]) for index in range(2)]
         sent = run_step(stages[0], make_step([step_row(0, 4, (0, 1))]), token_ids(PROMPT[:4]))
-        received = np.frombuffer(sent.tobytes(), dtype=sent.dtype).reshape(sent.shape)
+        received = sent.copy()
+        received.flags.writeable = False
         found = run_step(stages[1], make_step([step_row(0, 4, (0, 1))], slice_index=1), received)
         maker.assert_same(found, whole_prompt(maker, LLAMA, PROMPT[:4]))
 

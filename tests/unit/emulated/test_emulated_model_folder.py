@@ -7,9 +7,13 @@ from pathlib import Path
 
 import jinja2.sandbox
 import pytest
-from edgepipe_emulated import emulated_model_config
+from edgepipe_emulated import EmulatedBackend, emulated_model_config
 from edgepipe_emulated.model_folder import MARKER, byte_level_tokenizer, write_model_folder
 from tokenizers import Tokenizer
+
+from edgepipe.backend.types import BackendOptions
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.store import ModelStore
 
 
 def test_the_folder_holds_config_tokenizer_and_template(tmp_path: Path) -> None:
@@ -53,3 +57,15 @@ def test_the_template_renders_chatml(tmp_path: Path) -> None:
 def test_a_vocabulary_without_room_for_the_bytes_is_a_bug(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="259"):
         write_model_folder(tmp_path, emulated_model_config(vocab_size=200))
+
+
+def test_the_store_takes_the_folder_and_gives_back_what_was_written(tmp_path: Path) -> None:
+    config = emulated_model_config(num_layers=5)
+    write_model_folder(tmp_path / "made", config)
+    store = ModelStore(tmp_path / "store")
+    store.pull(str(tmp_path / "made"))
+    (stored,) = store.list()
+    assert stored.config == config
+    assert stored.tokenizer().encode("Hé") == list("Hé".encode())
+    backend = EmulatedBackend(BackendOptions(settings={"time_factor": "0"}))
+    backend.load(make_slices([LayerRange(0, 5)], 5), stored.open_weights(), lambda _progress: None)
