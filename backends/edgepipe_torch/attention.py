@@ -1,0 +1,137 @@
+"""Attention per sequence, over KV in place where a sequence lies in one run.
+
+T packed rows, n rows of one sequence, L its keys, Hq and Hkv heads, G = Hq / Hkv, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from edgepipe.model.facts import ModelConfig
+from edgepipe_torch.kv import KvPool
+from edgepipe_torch.plan import RowPlan, StepPlan
+
+_TILE = 64  # query rows at once: what causality throws away is then under 64 columns (2.1 ms against 2.8 for 512 rows)
+
+
+class StepAttention(Protocol):
+    """Attention of one step, bound to the step's rows and the KV pool."""
+
+    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+        """queries [T, Hq, D], rotated; out [T, Hq, D] is written. The step's keys and values are in the pool."""
+        ...
+
+
+class CausalMasks:
+    """Additive masks [n, L] whose last row sees the last key; slices of one band, grown by doubling."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._bands: dict[int | None, Tensor] = {}  # by window
+
+    def get(self, num_rows: int, num_keys: int, window: int | None) -> Tensor:
+        """Row i of ``num_rows <= 64`` sees key j iff it is at most its own, and less than ``window`` before it."""
+        band = self._bands.get(window)
+        if band is None or band.shape[1] < num_keys + _TILE:
+            band = self._bands[window] = self._make(2 * num_keys, window)
+        first = band.shape[1] - _TILE - (num_keys - num_rows)
+        return band[:num_rows, first : first + num_keys]
+
+    def _make(self, num_columns: int, window: int | None) -> Tensor:
+        """[64, columns + 64]: row i sees columns up to ``columns + i``."""
+        ahead = torch.arange(num_columns + _TILE)[None, :] - (num_columns + torch.arange(_TILE)[:, None])
+        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self._device, self._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Query rows ``[start, end)`` of the step against keys ``[low, high)`` of their sequence."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+    row: RowPlan
+
+
+def _tiles(rows: Iterable[RowPlan], window: int | None) -> Iterator[_Tile]:
+    for row in rows:
+        context = row.length - row.num_tokens
+        for at in range(0, row.num_tokens, _TILE):
+            count = min(_TILE, row.num_tokens - at)
+            low = 0 if window is None else max(0, context + at - window + 1)
+            yield _Tile(row.first_row + at, row.first_row + at + count, low, context + at + count, row)
+
+
+class _BoundTile:
+    """One tile with its views of every layer's KV."""
+
+    def __init__(self, tile: _Tile, pool: KvPool, masks: CausalMasks, window: int | None) -> None:
+        self.start, self.end = tile.start, tile.end
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._slots: Tensor | None = None
+        self._pool = pool
+        if tile.row.slots is None:
+            first = tile.row.start_slot
+            self._keys, self._values = pool.run(first + tile.low, first + tile.high)
+        else:
+            self._slots = torch.from_numpy(tile.row.slots[tile.low : tile.high]).to(pool.pool.device)
+        one = tile.end - tile.start == 1
+        self._mask = None if one else masks.get(tile.end - tile.start, tile.high - tile.low, window)
+
+    def run(self, layer: int, queries: Tensor, out: Tensor) -> None:
+        """queries and out [T, Hkv, G, D]."""
+        keys, values = self._kv(layer)
+        if self._mask is None:  # the group's heads are the query length: [1, Hkv, G, D] against [1, Hkv, L, D]
+            found = F.scaled_dot_product_attention(
+                queries[self.start : self.end], keys.unsqueeze(0), values.unsqueeze(0)
+            )
+            out[self.start : self.end].copy_(found)
+            return
+        shape = (-1, queries.shape[2], -1, -1)  # [Hkv, G, n, D] against [Hkv, G (stride 0), L, D]
+        found = F.scaled_dot_product_attention(
+            queries[self.start : self.end].permute(1, 2, 0, 3),
+            keys.unsqueeze(1).expand(shape),
+            values.unsqueeze(1).expand(shape),
+            attn_mask=self._mask,
+        )
+        out[self.start : self.end].copy_(found.permute(2, 0, 1, 3))
+
+    def _kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        if self._slots is None:
+            return self._keys[layer], self._values[layer]
+        return self._pool.gather(layer, self._slots)
+
+
+class SequenceAttention:
+    """Each sequence against its own KV: views of runs, gathered where the blocks are scattered. Any device."""
+
+    def __init__(self, config: ModelConfig, plan: StepPlan, pool: KvPool, masks: CausalMasks) -> None:
+        self._config = config
+        self._rows = plan.rows
+        self._pool = pool
+        self._masks = masks
+        self._bound: dict[int | None, list[_BoundTile]] = {}  # by window
+
+    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+        """See StepAttention."""
+        shape = (queries.shape[0], self._config.num_kv_heads, -1, self._config.head_dim)
+        queries, out = queries.view(shape), out.view(shape)
+        for tile in self._tiles(window):
+            tile.run(layer, queries, out)
+
+    def _tiles(self, window: int | None) -> list[_BoundTile]:
+        bound = self._bound.get(window)
+        if bound is None:
+            tiles = _tiles(self._rows, window)
+            bound = self._bound[window] = [_BoundTile(tile, self._pool, self._masks, window) for tile in tiles]
+        return bound

@@ -1,0 +1,226 @@
+"""torch's side of the Backend protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe.backend.types import (
+    Activations,
+    ActivationType,
+    BackendOptions,
+    DeviceProfile,
+    LoadProgress,
+    Step,
+    StepOutput,
+    TokenIds,
+)
+from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import WeightSource
+from edgepipe.units import format_bytes
+from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.decoder import Decoder, StepTensors
+from edgepipe_torch.device import choose_device, choose_dtype, free_bytes, measure, set_threads
+from edgepipe_torch.kv import KvPool
+from edgepipe_torch.linear import Workspace
+from edgepipe_torch.loading import load_slices
+from edgepipe_torch.paged import PagedAttention, can_page
+from edgepipe_torch.plan import StepPlan, plan_step
+from edgepipe_torch.rope import Rotations
+from edgepipe_torch.transfer import Download, make_transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTicket:
+    """A submitted step."""
+
+    download: Download  # activations [T, H] in the type that travels (bf16 as int16), or logits [R, V]
+    is_logits: bool
+
+
+class TorchBackend:
+    """Runs slices of a Llama-like decoder on a CPU (float32) or a CUDA device (bf16)."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype."""
+        self._device = choose_device(options.device)
+        self._dtype = choose_dtype(options.dtype, self._device)
+        self._activation_type = options.activation_type
+        set_threads(options.threads)
+        self._transfer = make_transfer(self._device)
+        self.max_submitted = self._transfer.max_submitted
+        self._forget()
+
+    def profile(self) -> DeviceProfile:
+        """Memory as told by the system or CUDA, bandwidth and matrix rate as measured."""
+        return measure(self._device, self._dtype)
+
+    def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
+        """Read the slices' tensors, replacing what was loaded before.
+
+        Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
+        """
+        self.close()
+        needed = self._dtype.itemsize * sum(weights.config.slice_parameters(part) for part in slices)
+        rotations = Rotations(weights.config)
+        with self._memory_errors("the layers", needed):
+            loaded = load_slices(
+                slices, weights, progress, dtype=self._dtype, device=self._device, workspace=self._workspace
+            )
+        self._config = weights.config
+        self._rotations = rotations
+        self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace) for part in loaded}
+
+    def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
+        """Bytes of one block in all layers of the slices."""
+        num_layers = sum(len(part.layers) for part in slices)
+        return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.itemsize)
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        """Allocate every layer's pool, replacing pools made before. Raises DeviceOutOfMemory."""
+        config = self._loaded_config()
+        self._pools = {}
+        parts = [decoder.part for decoder in self._decoders.values()]
+        with self._memory_errors("the KV pool", num_blocks * self.kv_block_bytes(config, parts, block_size)):
+            self._pools = {part.index: self._new_pool(config, part, num_blocks, block_size) for part in parts}
+        self._num_blocks, self._block_size = num_blocks, block_size
+
+    def prepare(self, step: Step) -> StepPlan:
+        """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
+        self._loaded_config()
+        assert self._rotations is not None
+        return plan_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
+
+    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations) -> StepTicket:
+        """Apply the copies and compute: on a CPU at once, on CUDA by queueing kernels.
+
+        Raises ShardMismatch if the inputs do not fit the step, or the slice is not loaded.
+        """
+        decoder, pool = self._slice(prepared.slice_index)
+        self._check_inputs(decoder.part, prepared.num_tokens, inputs)
+        with torch.inference_mode():
+            self._transfer.begin()
+            for other in self._pools.values():
+                other.copy(prepared.copies)
+            hidden = self._hidden(decoder, inputs)
+            decoder.run(hidden, self._step_tensors(prepared, pool), pool)
+            if decoder.part.head:
+                result = decoder.logits(hidden, self._transfer.upload(prepared.logit_rows))
+            else:
+                result = self._encode(hidden)
+            return StepTicket(download=self._transfer.download(result), is_logits=decoder.part.head)
+
+    def collect(self, ticket: StepTicket) -> StepOutput:
+        """Wait for that step only."""
+        array = ticket.download.wait()
+        if ticket.is_logits:
+            return StepOutput(logits=array)
+        return StepOutput(activations=array.view(self._activation_type.numpy))
+
+    def close(self) -> None:
+        """Give all memory back. May be called twice."""
+        self._forget()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        self._config: ModelConfig | None = None
+        self._rotations: Rotations | None = None
+        self._decoders: dict[int, Decoder] = {}  # by slice index
+        self._pools: dict[int, KvPool] = {}  # by slice index
+        self._num_blocks = 0
+        self._block_size = 0
+        self._workspace = Workspace(self._dtype, self._device)
+        self._masks = CausalMasks(self._dtype, self._device)
+
+    def _loaded_config(self) -> ModelConfig:
+        if self._config is None:
+            raise ShardMismatch("nothing is loaded", next_step="load slices first")
+        return self._config
+
+    def _slice(self, index: int) -> tuple[Decoder, KvPool]:
+        if index not in self._decoders or index not in self._pools:
+            raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
+        return self._decoders[index], self._pools[index]
+
+    def _new_pool(self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int) -> KvPool:
+        return KvPool(
+            num_layers=len(part.layers),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def _check_inputs(self, part: Slice, num_tokens: int, inputs: npt.NDArray[Any]) -> None:
+        config = self._loaded_config()
+        shape = (num_tokens,) if part.embedding else (num_tokens, config.hidden_size)
+        dtype = np.dtype(np.int32 if part.embedding else self._activation_type.numpy)
+        if inputs.shape != shape or inputs.dtype != dtype:
+            raise ShardMismatch(
+                "the step's inputs have another shape than its rows",
+                fact=f"{list(inputs.shape)} {inputs.dtype} came, {list(shape)} {dtype} are needed",
+            )
+        if part.embedding and num_tokens and not 0 <= int(inputs.min()) <= int(inputs.max()) < config.vocab_size:
+            raise ShardMismatch(
+                "a token id is outside the vocabulary",
+                fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
+            )
+
+    def _hidden(self, decoder: Decoder, inputs: npt.NDArray[Any]) -> Tensor:
+        """[T, H] in the compute dtype, to be overwritten by the layers."""
+        hidden = self._workspace.get("hidden", inputs.shape[0], self._loaded_config().hidden_size)
+        if decoder.part.embedding:
+            decoder.embed(self._transfer.upload(inputs.astype(np.int64)), hidden)
+        elif self._activation_type is ActivationType.BF16:
+            bits = self._transfer.upload(np.array(inputs.view(np.int16)))  # a copy: the caller's may be read-only
+            hidden.copy_(bits.view(torch.bfloat16))
+        else:
+            hidden.copy_(self._transfer.upload(np.array(inputs)))
+        return hidden
+
+    def _encode(self, hidden: Tensor) -> Tensor:
+        """The activations as they travel, in a tensor of their own."""
+        if self._activation_type is ActivationType.BF16:
+            return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
+        return hidden.to(torch.float32, copy=True)
+
+    def _step_tensors(self, plan: StepPlan, pool: KvPool) -> StepTensors:
+        return StepTensors(
+            slots=self._transfer.upload(plan.slots),
+            rotations=self._transfer.upload(plan.rotations).unsqueeze(1),
+            attention=self._attention(plan, pool),
+        )
+
+    def _attention(self, plan: StepPlan, pool: KvPool) -> StepAttention:
+        if can_page(self._device, self._dtype, block_size=self._block_size):
+            return PagedAttention(plan, pool, self._transfer)
+        return SequenceAttention(self._loaded_config(), plan, pool, self._masks)
+
+    @contextmanager
+    def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:
+        """Refuse beforehand what cannot fit: a system that overcommits would kill the process later."""
+        free = free_bytes(self._device)
+        fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free on {self._device}"
+        if needed_bytes > free:
+            raise DeviceOutOfMemory(f"{what} do not fit", fact=fact)
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as exc:
+            self.close()
+            raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
+        except RuntimeError as exc:  # what torch's CPU allocator raises
+            if "memory" not in str(exc):
+                raise
+            self.close()
+            raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc

@@ -1,0 +1,125 @@
+"""One decoder for the Llama family: RMSNorm, rotary, grouped-query attention, SwiGLU; biases, q/k norms and windows.
+
+T packed rows, H hidden, Hq and Hkv heads, D head dim, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe_torch.attention import StepAttention
+from edgepipe_torch.kv import KvPool
+from edgepipe_torch.linear import Linear, Workspace
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """Weights of one layer. Rows of q and k stand as rotary pairs: (0, D/2), (1, D/2 + 1), ..."""
+
+    input_norm: Tensor  # [H]
+    qkv: Linear
+    query_norm: Tensor | None  # [D], in the order of the pairs
+    key_norm: Tensor | None  # [D]
+    output: Linear
+    post_norm: Tensor  # [H]
+    gate_up: Linear
+    down: Linear
+    window: int | None  # tokens that a query sees, itself included
+
+
+@dataclass(slots=True, kw_only=True)
+class SliceWeights:
+    """Weights of one slice."""
+
+    part: Slice
+    layers: list[Layer]
+    embedding: Tensor | Linear | None  # [V, H], or the tied head
+    final_norm: Tensor | None
+    head: Linear | None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepTensors:
+    """A step on the device."""
+
+    slots: Tensor  # [T] int64
+    rotations: Tensor  # [T, 1, D / 2] complex64
+    attention: StepAttention
+
+
+class Decoder:
+    """Runs a slice's layers."""
+
+    def __init__(self, config: ModelConfig, weights: SliceWeights, workspace: Workspace) -> None:
+        self._config = config
+        self._weights = weights
+        self._workspace = workspace
+        self._num_rotated = config.num_heads + config.num_kv_heads
+
+    @property
+    def part(self) -> Slice:
+        """The slice."""
+        return self._weights.part
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The slice's layers."""
+        return self._weights.layers
+
+    def embed(self, ids: Tensor, hidden: Tensor) -> None:
+        """ids [T] int64 -> hidden [T, H] is written."""
+        table = self._weights.embedding
+        if isinstance(table, Tensor):
+            torch.index_select(table, 0, ids, out=hidden)
+        elif table is not None:
+            hidden.copy_(table.take(ids))
+
+    def run(self, hidden: Tensor, step: StepTensors, pool: KvPool) -> None:
+        """Apply the layers to hidden [T, H] in place and write the rows' keys and values."""
+        for index, layer in enumerate(self._weights.layers):
+            normed = self._norm(hidden, layer.input_norm)
+            attended = self._attend(index, layer, layer.qkv.rows(normed), step, pool)
+            layer.output.add_to(attended, hidden)
+            normed = self._norm(hidden, layer.post_norm)
+            layer.down.add_to(layer.gate_up.swiglu(normed), hidden)
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden [T, H], rows [R] int64 -> [R, V] in a tensor of its own, float32."""
+        assert self._weights.head is not None
+        assert self._weights.final_norm is not None
+        if rows.shape[0] == 0:
+            return torch.empty(0, self._config.vocab_size, device=hidden.device)
+        found = self._weights.head.rows(self._norm(hidden[rows], self._weights.final_norm))
+        return found.to(torch.float32, copy=True).contiguous()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_eps)
+
+    def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KvPool) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) D] -> what the heads saw [T, Hq D]."""
+        config = self._config
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : self._num_rotated]
+            queries.copy_(self._norm(queries, layer.query_norm))
+            keys.copy_(self._norm(keys, layer.key_norm))
+        rotate(heads[:, : self._num_rotated], step.rotations)
+        pool.write(index, step.slots, heads[:, config.num_heads :])
+        queries = heads[:, : config.num_heads]
+        out = self._workspace.get("attended", qkv.shape[0], config.num_heads * config.head_dim)
+        step.attention.run(index, layer.window, queries, out.view(queries.shape))
+        return out
+
+
+def rotate(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate heads [T, heads, D] in place; pairs stand side by side. rotations [T, 1, D / 2] complex64."""
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotations)
+        return
+    turned = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2))).mul_(rotations)
+    heads.copy_(torch.view_as_real(turned).flatten(-2))

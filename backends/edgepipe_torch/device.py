@@ -1,0 +1,134 @@
+"""Choosing torch's device and dtype, and measuring what they can do."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.errors import BackendUnavailable, ConfigInvalid
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_CPU_BLOCKS = (16,)
+_CUDA_BLOCKS = (16, 256)  # FlashAttention-2 pages hold 256 tokens
+_MEASURE_S = 0.4  # per figure
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``; auto is the first GPU. Raises ConfigInvalid, BackendUnavailable."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise ConfigInvalid(
+            f"the torch backend has no device '{name}'",
+            fact="it has: auto, cpu, cuda, cuda:0, cuda:1 ...",
+            next_step="use --device auto",
+        )
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise BackendUnavailable(
+            f"torch cannot use '{name}'",
+            fact=f"torch {torch.__version__} sees {count} CUDA devices",
+            next_step="use --device cpu, or install a CUDA build of torch",
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute dtype: float32 on CPUs, bfloat16 on GPUs, unless told. Raises ConfigInvalid."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise ConfigInvalid(
+            f"the torch backend does not compute in '{name}'",
+            fact=f"it computes in {', '.join(_DTYPES)}",
+            next_step="use --dtype auto",
+        )
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` or ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads of this process, which is a stage's own."""
+    torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that we may still take on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
+    """The device's profile; bandwidth and matrix rate are measured."""
+    is_cuda = device.type == "cuda"
+    total = torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total
+    return DeviceProfile(
+        backend="torch",
+        device=str(device),
+        name=torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        compute_dtype=dtype_name(dtype),
+        memory_total_bytes=total,
+        memory_free_bytes=min(free_bytes(device), total),
+        bandwidth_bytes_per_s=_bandwidth(device, dtype),
+        flops=_matrix_rate(device, dtype),
+        block_sizes=_CUDA_BLOCKS if is_cuda else _CPU_BLOCKS,
+        contiguous_kv=not is_cuda,
+    )
+
+
+def _bandwidth(device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes per second of a product of one row with a weight that no cache holds, which is what decoding does."""
+    rows, width = (8192, 4096) if device.type == "cuda" else (512, 48)
+    weight = torch.zeros(32 if device.type == "cuda" else 1024, rows, width, dtype=dtype, device=device)
+    x = torch.zeros(weight.shape[0], 1, rows, dtype=dtype, device=device)
+    return weight.nbytes / _best_time_s(lambda: torch.bmm(x, weight), device)
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square product."""
+    size = 8192 if device.type == "cuda" else 768
+    a = torch.zeros(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _best_time_s(lambda: torch.mm(a, a), device)
+
+
+def _best_time_s(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of the runs that fit into the time for one figure, after one to warm up."""
+    best, spent = float("inf"), 0.0
+    with torch.inference_mode():
+        work()
+        while spent < _MEASURE_S:
+            _synchronise(device)
+            start = time.perf_counter()
+            work()
+            _synchronise(device)
+            taken = time.perf_counter() - start
+            best, spent = min(best, taken), spent + taken
+    return best
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,191 @@
+"""Matrix products in the two layouts that proved fast.
+
+On a CPU in float32 every product of a decoding step reads its whole weight for a handful of rows, and which call does
+it decides the speed: a plain ``x @ W.T`` packs the weight again each time from 4 rows on. Cut into tiles
+``[tiles, in, W]`` of about 48 outputs, one batched product needs no packing at 1 to 64 rows and loses nothing at 512
+(docs/experiments.md has the figures). Its result ``[tiles, T, W]`` is taken as it is by whatever comes next, so nothing
+is transposed for its own sake. Elsewhere (bf16, CUDA) weights stay ``[out, in]``.
+
+T rows, I in features, O out features, W tile width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BEST_WIDTH = 48  # measured: 48 beats 32, 64, 96 and 192 at 1 to 16 rows with one and two threads
+_MIN_WIDTH, _MAX_WIDTH = 16, 128
+
+
+class Linear(Protocol):
+    """A weight whose parts (such as q, k and v) were merged along the out features."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight and bias take."""
+        ...
+
+    def fill(self, part: int, weight: Tensor) -> None:
+        """Take one part's weight [O, I] from host memory; the caller drops its copy then."""
+        ...
+
+    def fill_bias(self, part: int, bias: Tensor) -> None:
+        """Take one part's bias [O] from host memory."""
+        ...
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O], valid until this kind of product runs again."""
+        ...
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        """Add the product of x [T, I] to total [T, O]."""
+        ...
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """x [T, I] -> silu(first part) * second part [T, O / 2], valid until this kind of product runs again."""
+        ...
+
+    def take(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> the weight's rows [T, I]: an embedding that shares the head's weight."""
+        ...
+
+
+class Workspace:
+    """Buffers for products' results, by name and shape: made once for each number of rows that comes up often."""
+
+    _MAX_SHAPES = 64  # ragged prefills have many sizes; the oldest shapes go
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """A buffer whose content is undefined."""
+        key = (name, shape)
+        found = self._buffers.get(key)
+        if found is None:
+            if len(self._buffers) >= self._MAX_SHAPES:
+                del self._buffers[next(iter(self._buffers))]
+            found = self._buffers[key] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return found
+
+
+def tile_width(parts: Sequence[int]) -> int:
+    """The tile width for merged parts of so many out features; it divides each of them, unless there is but one."""
+    common = math.gcd(*parts)
+    widths = [width for width in range(_MIN_WIDTH, _MAX_WIDTH + 1) if common % width == 0]
+    if widths:
+        return min(widths, key=lambda width: (width % 16 != 0, abs(width - _BEST_WIDTH)))
+    return _BEST_WIDTH if len(parts) == 1 and common > _MAX_WIDTH else common
+
+
+class TiledLinear:
+    """float32 on a CPU: weight ``[tiles, I, W]``."""
+
+    def __init__(self, name: str, in_features: int, parts: Sequence[int], workspace: Workspace) -> None:
+        self._name = name
+        self._workspace = workspace
+        self._width = tile_width(parts)
+        self._out_features = sum(parts)
+        self._starts = [sum(parts[:index]) // self._width for index in range(len(parts))]  # tiles
+        self._num_tiles = -(-self._out_features // self._width)
+        self._weight = torch.empty(self._num_tiles, in_features, self._width)
+        self._bias: Tensor | None = None  # [tiles, 1, W]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def fill(self, part: int, weight: Tensor) -> None:
+        width, start = self._width, self._starts[part]
+        whole = weight.shape[0] // width
+        tiles = weight[: whole * width].view(whole, width, -1).transpose(1, 2)
+        self._weight[start : start + whole].copy_(tiles)
+        if rest := weight.shape[0] - whole * width:  # a single part that the width does not divide ends in zeros
+            self._weight[-1].zero_()
+            self._weight[-1][:, :rest].copy_(weight[whole * width :].t())
+
+    def fill_bias(self, part: int, bias: Tensor) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self._num_tiles, 1, self._width)
+        at = self._starts[part] * self._width
+        self._bias.view(-1)[at : at + len(bias)].copy_(bias)
+
+    def rows(self, x: Tensor) -> Tensor:
+        tiles = self._product(x)
+        if x.shape[0] == 1:
+            return tiles.view(1, -1)[:, : self._out_features]
+        out = self._workspace.get(f"{self._name} rows", x.shape[0], self._num_tiles * self._width)
+        self._by_tile(out).copy_(tiles)
+        return out[:, : self._out_features]
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        if self._num_tiles * self._width != self._out_features:
+            total.add_(self.rows(x))
+            return
+        self._by_tile(total).add_(self._product(x))
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        tiles = self._product(x)
+        half = self._num_tiles // 2
+        gate, up = tiles[:half], tiles[half:]
+        F.silu(gate, inplace=True)
+        out = self._workspace.get(f"{self._name} swiglu", x.shape[0], half * self._width)
+        torch.mul(gate, up, out=self._by_tile(out))
+        return out
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._weight[ids // self._width, :, ids % self._width]
+
+    def _product(self, x: Tensor) -> Tensor:
+        """[tiles, T, W], bias included."""
+        out = self._workspace.get(self._name, self._num_tiles, x.shape[0], self._width)
+        torch.bmm(x.expand(self._num_tiles, -1, -1), self._weight, out=out)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _by_tile(self, rows: Tensor) -> Tensor:
+        """[T, O] seen as [tiles, T, W]."""
+        return rows.view(rows.shape[0], -1, self._width).transpose(0, 1)
+
+
+class PlainLinear:
+    """Any device and dtype: weight ``[O, I]``."""
+
+    def __init__(self, in_features: int, parts: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._starts = [sum(parts[:index]) for index in range(len(parts))]
+        self._weight = torch.empty(sum(parts), in_features, dtype=dtype, device=device)
+        self._bias: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def fill(self, part: int, weight: Tensor) -> None:
+        at = self._starts[part]
+        self._weight[at : at + weight.shape[0]].copy_(weight)
+
+    def fill_bias(self, part: int, bias: Tensor) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self._weight.shape[0], dtype=self._weight.dtype, device=self._weight.device)
+        at = self._starts[part]
+        self._bias[at : at + len(bias)].copy_(bias)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        total.add_(F.linear(x, self._weight, self._bias))
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self._weight, self._bias).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._weight[ids]

@@ -1,0 +1,121 @@
+"""A step's host side: where each packed row stands and where its keys and values lie. numpy only, no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.errors import StepFailed
+from edgepipe_torch.rope import Rotations
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """One sequence's packed rows ``[first_row, first_row + num_tokens)``."""
+
+    first_row: int
+    num_tokens: int
+    length: int  # tokens of the sequence, this step's included
+    start_slot: int  # slot of token 0; means something only where ``slots`` is None
+    slots: Int64s | None  # [length] slot of every token where the sequence lies in several runs
+    blocks: Int64s  # the block table, as long as ``length`` needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What ``submit`` needs of a step."""
+
+    slice_index: int
+    slots: Int64s  # [T] where each row's keys and values go
+    rotations: npt.NDArray[np.complex64]  # [T, D / 2]
+    rows: tuple[RowPlan, ...]
+    logit_rows: Int64s  # [R]
+    copies: tuple[BlockCopy, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+def plan_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: int) -> StepPlan:
+    """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
+    positions: list[Int64s] = []
+    slots: list[Int64s] = []
+    rows: list[RowPlan] = []
+    first_row = 0
+    for row in step.rows:
+        plan = _plan_row(row, first_row, block_size=block_size, num_blocks=num_blocks)
+        own = np.arange(row.position, row.position + row.num_tokens)
+        positions.append(own)
+        slots.append(own + plan.start_slot if plan.slots is None else plan.slots[row.position :])
+        rows.append(plan)
+        first_row += row.num_tokens
+    return StepPlan(
+        slice_index=step.slice_index,
+        slots=_join(slots),
+        rotations=rotations.at(_join(positions)),
+        rows=tuple(rows),
+        logit_rows=_logit_rows(step, first_row),
+        copies=_checked_copies(step.copies, num_blocks),
+    )
+
+
+def _plan_row(row: StepRow, first_row: int, *, block_size: int, num_blocks: int) -> RowPlan:
+    length = row.position + row.num_tokens
+    blocks = _block_table(row, length, block_size=block_size, num_blocks=num_blocks)
+    broken = bool((np.diff(blocks) != 1).any())
+    return RowPlan(
+        first_row=first_row,
+        num_tokens=row.num_tokens,
+        length=length,
+        start_slot=int(blocks[0]) * block_size,
+        slots=_slots(blocks, length, block_size) if broken else None,
+        blocks=blocks,
+    )
+
+
+def _block_table(row: StepRow, length: int, *, block_size: int, num_blocks: int) -> Int64s:
+    covered = sum(run.count for run in row.runs) * block_size
+    if row.num_tokens < 1 or row.position < 0 or covered < length:
+        raise StepFailed(
+            f"the blocks of sequence {row.sequence} do not cover its tokens",
+            fact=f"{covered} slots for tokens {row.position}-{length - 1}",
+        )
+    for run in row.runs:
+        _check_run(run, num_blocks)
+    table = [np.arange(run.start, run.start + run.count) for run in row.runs]
+    return np.concatenate(table)[: -(-length // block_size)]
+
+
+def _check_run(run: BlockRun, num_blocks: int) -> None:
+    if run.start < 0 or run.start + run.count > num_blocks:
+        raise StepFailed(
+            f"KV blocks {run.start}-{run.start + run.count - 1} do not exist", fact=f"the pool has {num_blocks}"
+        )
+
+
+def _slots(blocks: Int64s, length: int, block_size: int) -> Int64s:
+    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
+
+
+def _logit_rows(step: Step, num_tokens: int) -> Int64s:
+    rows = np.asarray(step.logit_rows, np.int64)
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+        raise StepFailed("logits of a row outside the step are wanted", fact=f"the step has {num_tokens} rows")
+    return rows
+
+
+def _checked_copies(copies: tuple[BlockCopy, ...], num_blocks: int) -> tuple[BlockCopy, ...]:
+    for copy in copies:
+        _check_run(BlockRun(copy.source, 1), num_blocks)
+        _check_run(BlockRun(copy.target, 1), num_blocks)
+    return copies
+
+
+def _join(parts: list[Int64s]) -> Int64s:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
