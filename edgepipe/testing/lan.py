@@ -134,6 +134,7 @@ class LanHost:
         """Wait for what was started here (and was killed with the namespace)."""
         async with asyncio.timeout(_END_TIMEOUT_S):
             for process in self._spawned:
+                await _read_rest(process)
                 await process.wait()
         for process in self._popened:
             process.wait(timeout=_END_TIMEOUT_S)
@@ -239,6 +240,14 @@ class LanLab:
                 lan_namespace.kill_processes(host.namespace)
             for host in self._hosts.values():
                 await host.end_processes()
+
+
+async def _read_rest(process: asyncio.subprocess.Process) -> None:
+    """Empty the pipes, which else keep a process from counting as ended; not where the test itself still reads."""
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(RuntimeError):
+                await stream.read()
 
 
 def _settle(done: asyncio.Future[T], outcome: T | None, failure: BaseException | None) -> None:

@@ -249,6 +249,14 @@ async def test_nothing_is_left_of_a_lab() -> None:
     assert not running(grandchild)
 
 
+async def test_a_process_whose_output_nobody_reads_ends_with_the_lab() -> None:
+    async with LanLab(hosts=1) as lab:
+        talker = await lab.host("a").spawn(["yes"], stdout=asyncio.subprocess.PIPE)
+        assert talker.stdout is not None
+        assert await talker.stdout.readline() == b"y\n"
+    assert talker.returncode is not None
+
+
 async def test_nothing_is_left_after_a_failure() -> None:
     with pytest.raises(ZeroDivisionError):
         async with LanLab(hosts=2):
