@@ -24,18 +24,20 @@ BLOCK_SIZE = 16
 class Maker:
     """Makes loaded backends of one kind and says how alike two of its results must be."""
 
-    name: str
+    name: str  # of the entry point
+    device: str
     made: list[Backend]
 
     def bare(self, *, kind: ActivationType = ActivationType.FLOAT32) -> Backend:
         """A backend that has loaded nothing. Skips the test where its library is missing."""
         settings = {"time_factor": "0"} if self.name == "emulated" else {}
-        device = "auto" if self.name == "emulated" else "cpu"
-        options = BackendOptions(device=device, dtype="float32", activation_type=kind, threads=1, settings=settings)
+        options = BackendOptions(
+            device=self.device, dtype="float32", activation_type=kind, threads=1, settings=settings
+        )
         try:
             backend = create_backend(self.name, options)
         except BackendUnavailable as exc:
-            pytest.skip(f"{self.name}: {exc.fact or exc.what}")
+            pytest.skip(f"{self.name} on {self.device}: {exc.fact or exc.what}")
         self.made.append(backend)
         return backend
 

@@ -1,4 +1,4 @@
-"""Every contract test of a backend runs against each of the three; one whose library is missing skips by name."""
+"""Every contract test of a backend runs against each of the three, torch on a GPU too; one whose library is missing skips by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from backend_maker import CONFIGS, Maker
 from edgepipe.model.facts import ModelConfig
 
 
-@pytest.fixture(params=["emulated", "torch", "mlx"])
+BACKENDS = [
+    pytest.param(("emulated", "auto"), id="emulated"),
+    pytest.param(("torch", "cpu"), id="torch"),
+    pytest.param(("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(("mlx", "cpu"), id="mlx"),
+]
+
+
+@pytest.fixture(params=BACKENDS)
 def maker(request: pytest.FixtureRequest) -> Iterator[Maker]:
     """One of the backends; whatever it made is closed at the end."""
-    maker = Maker(name=request.param, made=[])
+    name, device = request.param
+    maker = Maker(name=name, device=device, made=[])
     yield maker
     for backend in maker.made:
         backend.close()
