@@ -1,4 +1,4 @@
-"""Every contract test of a backend runs against each of the three, torch on a GPU too; one whose library is missing skips by name."""
+"""Every contract test of a backend runs against each of them; one whose library or device is missing skips by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from backend_maker import CONFIGS, Maker
 
 from edgepipe.model.facts import ModelConfig
-
 
 BACKENDS = [
     pytest.param(("emulated", "auto"), id="emulated"),
