@@ -38,14 +38,17 @@ def as_float32(raw: RawTensor) -> npt.NDArray[np.float32]:
 
     Raises ModelInvalid as ``as_bf16_bits``.
     """
-    _check(raw)
-    if raw.info.scheme == "F32" and not raw.info.rounded:
-        return raw.data.view("<f4").reshape(raw.info.shape)
     if raw.info.rounded or raw.info.scheme == "BF16":
         return widen_bf16(as_bf16_bits(raw))
-    out = np.empty(_num_values(raw), np.float32)
-    for start, values in _float_chunks(raw):
-        out[start : start + values.size] = values
+    _check(raw)
+    if raw.info.scheme == "F32":
+        out = raw.data.view("<f4")
+    else:
+        out = np.empty(_num_values(raw), np.float32)
+        for start, values in _float_chunks(raw):
+            out[start : start + values.size] = values
+    if out.size and np.isnan(out[0]) and bool(np.isnan(out).all()):
+        _warn_of_nan(raw)
     return out.reshape(raw.info.shape)
 
 
@@ -119,4 +122,8 @@ def _rows(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 def _warn_if_all_nan(raw: RawTensor, bits: npt.NDArray[np.uint16]) -> None:
     flat = bits.reshape(-1)
     if flat.size and (flat[0] & 0x7FFF) > 0x7F80 and bool(((flat & 0x7FFF) > 0x7F80).all()):
-        logger.warning("tensor %s holds nothing but NaN: the model will answer nonsense", raw.info.name)
+        _warn_of_nan(raw)
+
+
+def _warn_of_nan(raw: RawTensor) -> None:
+    logger.warning("tensor %s holds nothing but NaN: the model will answer nonsense", raw.info.name)

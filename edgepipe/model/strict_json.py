@@ -1,4 +1,4 @@
-"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size and depth."""
+"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, NoReturn, cast
 from edgepipe.errors import ModelInvalid
 from edgepipe.units import format_bytes
 
-MAX_DEPTH = 64  # real files nest below 10 levels
-
 
 class _Refused(ValueError):
     """Python's parser would have taken it; we do not."""
@@ -19,9 +17,8 @@ class _Refused(ValueError):
 def parse_json_object(data: bytes, *, what: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ModelInvalid; ``what`` names the file for people."""
     try:
-        text = data.decode("utf-8")
-        _check_depth(text)
-        value: object = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        # The library's parser counts its own depth and raises RecursionError long before the stack ends.
+        value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as exc:
         raise ModelInvalid(f"{what} is no valid JSON", fact=_reason(exc)) from exc
     if not isinstance(value, dict):
@@ -40,26 +37,6 @@ def read_json_object(path: Path, *, max_bytes: int = 4 << 20) -> dict[str, Any]:
         return parse_json_object(path.read_bytes(), what=f"'{path.name}'")
     except OSError as exc:
         raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
-
-
-def _check_depth(text: str) -> None:
-    """Refuse deep nesting before the recursive parser sees it; brackets within strings do not count."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return
-    depth, inside, skip = 0, False, False
-    for char in text:
-        if skip:
-            skip = False
-        elif inside:
-            skip, inside = char == "\\", char != '"'
-        elif char == '"':
-            inside = True
-        elif char in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise _Refused(f"it is nested deeper than {MAX_DEPTH} levels")
-        elif char in "]}":
-            depth -= 1
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
