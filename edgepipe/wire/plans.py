@@ -181,7 +181,7 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
         block_start=[run.start for _, run in blocks],
         block_count=[run.count for _, run in blocks],
         token_ids=plan.token_ids if with_token_ids else (),
-        registers=[_registration_to_wire(register) for register in plan.registers],
+        registers=[registration_to_wire(register) for register in plan.registers],
         frees=plan.frees,
         copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],
     )
@@ -288,7 +288,8 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
     return blocks
 
 
-def _registration_to_wire(register: Registration) -> stage_pb2.Register:
+def registration_to_wire(register: Registration) -> stage_pb2.Register:
+    """A sequence that later plans name by number."""
     return stage_pb2.Register(
         sequence=register.sequence,
         sampling=common_pb2.SamplingParams(temperature=register.sampling.temperature, seed=register.sampling.seed),

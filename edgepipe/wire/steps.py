@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgepipe.scheduler import ScheduledStep
-from edgepipe.wire.plans import Registration
+from edgepipe.wire.plans import Registration, registration_to_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -31,16 +31,7 @@ def step_to_wire(
             block_start=step.block_starts,
             block_count=step.block_counts,
             token_ids=step.token_ids if with_token_ids else (),
-            registers=[_registration_to_wire(registration) for registration in registrations],
+            registers=[registration_to_wire(registration) for registration in registrations],
             frees=step.frees,
         )
-    )
-
-
-def _registration_to_wire(registration: Registration) -> stage_pb2.Register:
-    return stage_pb2.Register(
-        sequence=registration.sequence,
-        sampling=common_pb2.SamplingParams(temperature=registration.temperature, seed=registration.seed),
-        choice=registration.choice,
-        prompt_tokens=registration.prompt_tokens,
     )

@@ -1,0 +1,136 @@
+"""The Control stream to one stage: plans one way, reports the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
+from edgepipe.ids import NodeId
+from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.model.facts import Slice
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
+from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSite:
+    """A prepared stage: where it is and what it holds."""
+
+    index: int
+    node_id: NodeId
+    node_name: str  # for people; the id where the name is not known
+    address: str
+    slices: tuple[Slice, ...]
+    backend: str
+    device: str
+    weight_bytes: int
+    kv_block_bytes: int
+    max_blocks: int
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        return f"stage {self.index}"
+
+
+class StageControl:
+    """Sends plans in order and hands on reports, for the life of one epoch."""
+
+    def __init__(
+        self,
+        site: StageSite,
+        *,
+        on_report: Callable[[StageSite, StepDone | StageTimings], None],
+        max_queued: int,
+    ) -> None:
+        self.site = site
+        self._on_report = on_report
+        self._channel = make_channel(site.address)
+        self._call: Any = None
+        self._reports: Any = None  # the call's replies, in order
+        self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
+
+    async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
+        """Tell the stage what stays the same and wait until it is ready. Raises what the stage raised, or StageLost."""
+        self._call = stage_pb2_grpc.StageStub(self._channel).Control(wait_for_ready=True)
+        self._reports = aiter(self._call)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(stage_pb2.ControlMessage(open=spec_to_wire(spec, hello)))
+                report = await anext(self._reports, None)
+        except TimeoutError as exc:
+            fact = f"not ready within {timeout_s:.0f} s at {self.site.address}"
+            raise self._named(ConnectTimeout(f"{self.site.label} did not open", fact=fact)) from exc
+        except grpc.aio.AioRpcError as exc:
+            raise self._lost(exc) from exc
+        if report is None:
+            raise self._lost(None)
+        if report.WhichOneof("message") == "fault":
+            raise self._named(error_from_wire(report.fault))
+        if report.WhichOneof("message") != "opened":
+            raise self._named(RemoteProtocolError(f"{self.site.label} reported before it was open"))
+
+    def send(self, plan: stage_pb2.ControlMessage) -> None:
+        """Queue a plan. Raises StepFailed if the stage has stopped taking them."""
+        try:
+            self._plans.put_nowait(plan)
+        except asyncio.QueueFull:
+            fact = f"{self._plans.qsize()} plans wait for it"
+            raise self._named(StepFailed(f"{self.site.label} takes no more plans", fact=fact)) from None
+
+    async def run(self) -> None:
+        """Carry plans and reports until cancelled. Raises the stage's fault, or StageLost if the stream breaks."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write(), name=f"plans:{self.site.index}")
+            await self._read()
+
+    async def close(self) -> None:
+        """End the stream; the stage gives up the epoch."""
+        if self._call is not None:
+            self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._plans.get())
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            return  # the reader tells why
+
+    async def _read(self) -> None:
+        try:
+            async for report in self._reports:
+                self._take(report)
+        except grpc.aio.AioRpcError as exc:
+            raise self._lost(exc) from exc
+        raise self._lost(None)
+
+    def _take(self, report: stage_pb2.StageReport) -> None:
+        kind = report.WhichOneof("message")
+        if kind == "step_done":
+            self._on_report(self.site, done_from_wire(report.step_done))
+        elif kind == "timings":
+            self._on_report(self.site, timings_from_wire(report.timings))
+        elif kind == "fault":
+            raise self._named(error_from_wire(report.fault))
+
+    def _lost(self, exc: grpc.aio.AioRpcError | None) -> EdgepipeError:
+        cause = from_rpc_error(exc, peer=self.site.label) if exc else None
+        if cause is not None and not isinstance(cause, LinkError):
+            return self._named(cause)
+        fact = (cause.fact or str(cause)) if cause else "it closed the stream"
+        next_step = "see 'edgepipe status'; serve the model again once the node is back"
+        return self._named(
+            StageLost(f"{self.site.label} on {self.site.node_name} was lost", fact=fact, next_step=next_step)
+        )
+
+    def _named(self, error: EdgepipeError) -> EdgepipeError:
+        error.node = error.node or self.site.node_name
+        error.stage = error.stage or self.site.label
+        return error

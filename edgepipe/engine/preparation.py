@@ -1,0 +1,179 @@
+"""Asks nodes for memory and loaded stages, and gives both back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc.aio
+
+from edgepipe.engine.control import StageSite
+from edgepipe.engine.groups import first_error
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, PlanInvalid, RemoteProtocolError
+from edgepipe.ids import Epoch, NodeId, PipelineId
+from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.model.facts import ModelConfig
+from edgepipe.units import format_bytes
+from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire, slices_to_wire
+from edgepipe.wire.engines import ServeSpec, StagePlacement
+from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, float], None]
+"""What is going on, for people, and how far all stages together are (0..1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Where the nodes of a pipeline are."""
+
+    addresses: Mapping[NodeId, str]  # HOST:PORT
+    names: Mapping[NodeId, str]
+
+    def name(self, node_id: NodeId) -> str:
+        """For people."""
+        return self.names.get(node_id) or node_id
+
+    def address(self, node_id: NodeId) -> str:
+        """Raises PlanInvalid if the plan names a node that nobody told of."""
+        try:
+            return self.addresses[node_id]
+        except KeyError:
+            raise PlanInvalid(f"the plan names node {node_id}, whose address is not known") from None
+
+
+class Preparation:
+    """Prepares and releases the stages of one epoch."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        spec: ServeSpec,
+        nodes: Nodes,
+        pipeline_id: PipelineId,
+        epoch: Epoch,
+        hello: common_pb2.Hello,
+        limits: EngineLimits,
+        timeouts: EngineTimeouts,
+        on_progress: OnProgress,
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._nodes = nodes
+        self._pipeline_id = pipeline_id
+        self._epoch = epoch
+        self._hello = hello
+        self._limits = limits
+        self._timeouts = timeouts
+        self._on_progress = on_progress
+        self._bytes: dict[int, tuple[int, int]] = {}  # by stage: done and total
+
+    async def prepare(self) -> list[StageSite]:
+        """All stages, side by side. Raises the first error, the others' loading being cancelled then."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sites = [
+                    tasks.create_task(self._prepare_stage(index, placement), name=f"prepare:{placement.node_id}")
+                    for index, placement in enumerate(self._spec.stages)
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        return [site.result() for site in sites]
+
+    async def release(self) -> None:
+        """Give all stages back; a node that cannot be reached notices by itself."""
+        async with asyncio.TaskGroup() as tasks:
+            for node_id in dict.fromkeys(placement.node_id for placement in self._spec.stages):
+                tasks.create_task(self._release_node(node_id), name=f"release:{node_id}")
+
+    async def _prepare_stage(self, index: int, placement: StagePlacement) -> StageSite:
+        name = self._nodes.name(placement.node_id)
+        prepared = None
+        try:
+            async with make_channel(self._nodes.address(placement.node_id)) as channel:
+                call = node_pb2_grpc.NodeStub(channel).Prepare(
+                    self._request(placement), timeout=self._timeouts.prepare_s
+                )
+                async for event in call:
+                    if event.WhichOneof("event") == "prepared":
+                        prepared = event.prepared
+                    else:
+                        self._note_progress(index, name, event.progress)
+        except grpc.aio.AioRpcError as exc:
+            raise _named(exc, name) from exc
+        if prepared is None:
+            raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)
+        return self._site(index, placement, prepared)
+
+    def _request(self, placement: StagePlacement) -> node_pb2.PrepareRequest:
+        return node_pb2.PrepareRequest(
+            hello=self._hello,
+            pipeline_id=self._pipeline_id,
+            epoch=epoch_to_wire(self._epoch),
+            model=self._spec.model,
+            manifest_hash=self._spec.manifest_hash,
+            slices=slices_to_wire(placement.slices),
+            weight_bytes=self._weight_bytes(placement),
+            kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._context_length(),
+            block_size=self._limits.block_size,
+            weights_node=self._hello.node_id,
+            dtype=self._spec.dtype,
+            activation_type=activation_type_to_wire(self._spec.activation_type),
+        )
+
+    def _weight_bytes(self, placement: StagePlacement) -> int:
+        """0 where the device decides the dtype: its node knows it and counts by itself."""
+        if self._spec.dtype == "auto":
+            return 0
+        parameters = sum(self._config.slice_parameters(part) for part in placement.slices)
+        return parameters * (4 if self._spec.dtype == "float32" else 2)
+
+    def _context_length(self) -> int:
+        return self._spec.context_length or self._config.context_length
+
+    def _note_progress(self, index: int, name: str, progress: node_pb2.PrepareProgress) -> None:
+        self._bytes[index] = (progress.bytes_done, max(progress.bytes_total, 1))
+        doing = "fetching weights to" if progress.phase == "fetching" else "loading weights on"
+        share = sum(done / total for done, total in self._bytes.values()) / len(self._spec.stages)
+        size = f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
+        self._on_progress(f"{doing} {name}: {size}", min(share, 1.0))
+
+    def _site(self, index: int, placement: StagePlacement, prepared: node_pb2.Prepared) -> StageSite:
+        self._bytes[index] = (1, 1)
+        return StageSite(
+            index=index,
+            node_id=placement.node_id,
+            node_name=self._nodes.name(placement.node_id),
+            address=prepared.address,
+            slices=placement.slices,
+            backend=prepared.profile.backend,
+            device=prepared.profile.name or prepared.profile.device,
+            weight_bytes=prepared.weight_bytes,
+            kv_block_bytes=prepared.kv_block_bytes,
+            max_blocks=prepared.max_blocks,
+        )
+
+    async def _release_node(self, node_id: NodeId) -> None:
+        request = node_pb2.ReleaseRequest(
+            hello=self._hello, pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
+        )
+        try:
+            async with make_channel(self._nodes.address(node_id)) as channel:
+                await node_pb2_grpc.NodeStub(channel).Release(request, timeout=self._timeouts.release_s)
+        except (grpc.aio.AioRpcError, EdgepipeError) as exc:
+            logger.warning("release failed node=%s pipeline=%s: %s", node_id, self._pipeline_id, exc)
+
+
+def _named(exc: grpc.aio.AioRpcError, name: str) -> EdgepipeError:
+    error = from_rpc_error(exc, peer=f"node {name}")
+    if isinstance(error, LinkError):
+        error = NodeUnreachable(
+            f"node {name} does not answer", fact=error.fact, next_step="see 'edgepipe status' for who is there"
+        )
+    error.node = error.node or name
+    return error

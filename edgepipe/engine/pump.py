@@ -1,0 +1,191 @@
+"""Keeps M steps in flight: the scheduler's decisions out to the stages, their answers back into it.
+
+Nothing here waits for time. A StepDone retires its step and sends the next one before anything else happens; what
+gateways ask wakes ``run`` once, however many ask at the same moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from edgepipe.clock import Clock
+from edgepipe.engine.control import StageControl, StageSite
+from edgepipe.engine.meter import StageMeter, WindowSum
+from edgepipe.engine.settings import EngineTimeouts
+from edgepipe.engine.watch import StepWatch
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
+from edgepipe.ids import Epoch, SequenceId, StepId
+from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.plans import Registration, StageTimings, StepDone
+from edgepipe.wire.steps import step_to_wire
+
+logger = logging.getLogger(__name__)
+
+
+class Pump:
+    """One epoch's scheduler and its stages."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        epoch: Epoch,
+        num_slices: int,
+        vocab_size: int,
+        clock: Clock,
+        timeouts: EngineTimeouts,
+    ) -> None:
+        self._scheduler = scheduler
+        self._epoch = epoch
+        self._wire_epoch = epoch_to_wire(epoch)
+        self._num_slices = num_slices
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._watch = StepWatch(timeouts=timeouts, on_late=self._on_late)
+        self._wake = asyncio.Event()
+        self._error: EdgepipeError | None = None
+        self._stages: Sequence[StageControl] = ()
+        self._registration: Callable[[SequenceId], Registration] = _unknown
+        self._on_events: Callable[[list[Event]], None] = _ignored
+        self.stale_reports = 0  # of other epochs, dropped
+        self.meters: list[StageMeter] = []
+        self.tokens = WindowSum(clock)
+
+    def connect(
+        self,
+        stages: Sequence[StageControl],
+        *,
+        registration: Callable[[SequenceId], Registration],
+        on_events: Callable[[list[Event]], None],
+    ) -> None:
+        """Where steps go, in the order of a token's way, how a sequence is registered, and who hears of tokens."""
+        self._stages = stages
+        self._registration = registration
+        self._on_events = on_events
+        self.meters = [StageMeter(self._clock) for _ in stages]
+
+    async def run(self) -> None:
+        """Send steps whenever there are any, until cancelled. Raises what ends the epoch."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._error is not None:
+                    raise self._error
+                self._fill()
+        finally:
+            self._watch.close()
+
+    def submit(self, specs: Sequence[SequenceSpec]) -> list[Event]:
+        """Queue sequences. Raises PromptTooLong, QueueFull, or what ended the epoch."""
+        if self._error is not None:
+            raise self._error
+        events = self._scheduler.submit(specs)
+        self._wake.set()
+        return events
+
+    def cancel(self, sequence: SequenceId, *, at_position: int) -> list[Event]:
+        """Output is wanted up to ``at_position`` and no further."""
+        events = self._scheduler.cancel(sequence, at_position=at_position)
+        self._wake.set()
+        return events
+
+    def fail(self, error: EdgepipeError) -> None:
+        """Nothing is computed any more; whoever submits from now on gets ``error``."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
+        """A stage's report. Raises RemoteProtocolError if it answers what was not asked."""
+        meter = self.meters[site.index]
+        for timing in report.timings:
+            meter.note_timing(timing)
+        if isinstance(report, StageTimings):
+            for sample in report.links:
+                meter.note_link(sample)
+        elif report.epoch != self._epoch:
+            self.stale_reports += 1
+            logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
+        elif self._error is None:
+            self._retire(site, report)
+
+    def stats(self) -> SchedulerStats:
+        """Counts at this moment."""
+        return self._scheduler.stats()
+
+    def _retire(self, site: StageSite, done: StepDone) -> None:
+        self._check(site, done)
+        self._in_flight.popleft()
+        self._watch.retired()
+        events = self._scheduler.retire(done.step, done.ids)
+        self._fill()  # the stages get their next step before gateways get their tokens
+        self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
+        self._on_events(events)
+
+    def _check(self, site: StageSite, done: StepDone) -> None:
+        wanted = self._in_flight[0] if self._in_flight else None
+        fact = ""
+        if wanted is None or wanted.step != done.step:
+            fact = f"it finished step {done.step}, " + (
+                f"step {wanted.step} is next" if wanted else "none is in flight"
+            )
+        elif len(done.ids) != wanted.num_samples:
+            fact = f"step {done.step} samples {wanted.num_samples} tokens, {len(done.ids)} came"
+        elif max(done.ids, default=0) >= self._vocab_size:
+            fact = f"step {done.step} gave token {max(done.ids)}, the vocabulary ends at {self._vocab_size - 1}"
+        if fact:
+            raise RemoteProtocolError(
+                f"{site.label} answered what was not asked", fact=fact, node=site.node_name, stage=site.label
+            )
+
+    def _fill(self) -> None:
+        while self._error is None and (step := self._scheduler.next_step()) is not None:
+            self._send(step)
+            self._in_flight.append(step)
+        if self._in_flight:
+            oldest = self._in_flight[0]
+            self._watch.oldest_is(oldest.step, len(oldest.token_ids))
+
+    def _send(self, step: ScheduledStep) -> None:
+        registrations = [self._registration(sequence) for sequence in step.registers]
+        plain = None
+        for stage in self._stages:
+            embeds = any(part.embedding for part in stage.site.slices)
+            if embeds or plain is None:
+                message = step_to_wire(
+                    step,
+                    epoch=self._wire_epoch,
+                    last_slice=self._num_slices - 1,
+                    registrations=registrations,
+                    with_token_ids=embeds,
+                )
+                plain = None if embeds else message
+            else:
+                message = plain
+            stage.send(message)
+
+    def _on_late(self, step: StepId, waited_s: float) -> None:
+        """The stage that has not told of the step, while those before it have, is the one that hangs."""
+        silent = [stage for stage, meter in zip(self._stages, self.meters, strict=True) if meter.last_step < step]
+        site = (silent[0] if silent else self._stages[-1]).site
+        error = StepFailed(
+            f"step {step} did not come back from {site.label} on {site.node_name}",
+            fact=f"waited {waited_s:.1f} s",
+            next_step="see 'edgepipe status' and 'edgepipe logs' there",
+            node=site.node_name,
+            stage=site.label,
+        )
+        self.fail(error)
+
+
+def _unknown(sequence: SequenceId) -> Registration:
+    raise RuntimeError(f"sequence {sequence} was scheduled before the pump was connected")
+
+
+def _ignored(events: list[Event]) -> None:
+    """Nobody listens yet."""

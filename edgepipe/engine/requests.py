@@ -1,0 +1,118 @@
+"""A request as the engine keeps it: a cache of its gateway's log, and what has been sent of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from edgepipe.ids import NodeId, RequestId, SequenceId
+from edgepipe.wire.requests import Ending, Submission, ending_to_wire, tokens_to_wire
+from edgepipe.wire.v1 import engine_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """Who a request belongs to. Attempts of one request share it."""
+
+    node_id: NodeId  # of the gateway
+    request_id: RequestId
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of a request's token streams."""
+
+    request: Request
+    index: int
+    sequence: SequenceId
+    log: list[int]  # output tokens by position, those of earlier attempts first
+    sent: int  # of the log, over the stream in use
+    ending: Ending | None = None
+    told: bool = False  # the ending, over the stream in use
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What one gateway asked, with all its choices."""
+
+    key: RequestKey
+    submission: Submission
+    choices: list[Choice] = field(default_factory=list[Choice])
+    stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
+    expiry: asyncio.TimerHandle | None = None  # while there is no stream
+
+    @property
+    def attempt(self) -> int:
+        """Which try of the gateway this is."""
+        return self.submission.attempt
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return all(choice.ending is not None for choice in self.choices)
+
+    def attach(self, stream: GatewayStream | None) -> None:
+        """From now on results go there."""
+        self.stream = stream
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+
+class GatewayStream:
+    """What one gateway is yet to be told.
+
+    Nothing is queued: a choice that has news is marked, and its log is read when the stream can take more. So a slow
+    gateway gets larger messages, and costs no memory beyond the logs.
+    """
+
+    def __init__(self, node_id: NodeId) -> None:
+        self.node_id = node_id
+        self._news: dict[Choice, None] = {}  # in order
+        self._wake = asyncio.Event()
+        self._flushed = asyncio.Event()
+        self._flushed.set()
+        self._closed = False
+
+    def mark(self, choice: Choice) -> None:
+        """The choice has tokens or an ending to tell."""
+        self._news[choice] = None
+        self._flushed.clear()
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the stream once everything is told."""
+        self._closed = True
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until everything marked so far has been handed to the connection."""
+        await self._flushed.wait()
+
+    async def events(self) -> AsyncGenerator[engine_pb2.EngineEvent]:
+        """Everything that is to be told, as it comes; ends after ``close``."""
+        while True:
+            while self._news:
+                choice = next(iter(self._news))
+                del self._news[choice]
+                for event in _news_of(choice):
+                    yield event
+            self._flushed.set()
+            if self._closed:
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+
+def _news_of(choice: Choice) -> list[engine_pb2.EngineEvent]:
+    request, events = choice.request, list[engine_pb2.EngineEvent]()
+    name, attempt = request.key.request_id, request.attempt
+    if choice.sent < len(choice.log):
+        ids = choice.log[choice.sent :]
+        events.append(tokens_to_wire(name, attempt=attempt, choice=choice.index, position=choice.sent, ids=ids))
+        choice.sent = len(choice.log)
+    if choice.ending is not None and not choice.told:
+        events.append(ending_to_wire(name, attempt=attempt, choice=choice.index, ending=choice.ending))
+        choice.told = True
+    return events

@@ -1,0 +1,135 @@
+"""What gateways call: the Engine service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from edgepipe.engine.requests import GatewayStream
+from edgepipe.engine.table import RequestTable
+from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError
+from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
+from edgepipe.wire.common import check_hello
+from edgepipe.wire.engines import EngineState, engine_state_to_wire
+from edgepipe.wire.requests import (
+    cancellation_from_wire,
+    hello_from_wire,
+    resumption_from_wire,
+    submission_from_wire,
+    welcome_to_wire,
+)
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Door:
+    """The streams of all gateways, while requests can be taken."""
+
+    def __init__(self, table: RequestTable, tasks: asyncio.TaskGroup, *, pipeline_id: PipelineId, epoch: Epoch) -> None:
+        self._table = table
+        self._tasks = tasks
+        self._pipeline_id = pipeline_id
+        self._epoch = epoch
+        self._readers: dict[GatewayStream, asyncio.Task[None]] = {}
+
+    async def serve(
+        self, messages: AsyncIterator[engine_pb2.GatewayMessage], *, gateway: common_pb2.Hello, own: common_pb2.Hello
+    ) -> AsyncGenerator[engine_pb2.EngineEvent]:
+        """One gateway's stream, until it leaves or the door closes."""
+        stream = GatewayStream(NodeId(gateway.node_id))
+        reader = self._tasks.create_task(self._read(stream, messages), name=f"gateway:{gateway.node_id}")
+        self._readers[stream] = reader
+        try:
+            yield welcome_to_wire(own, pipeline_id=self._pipeline_id, epoch=self._epoch)
+            async for event in stream.events():
+                yield event
+        finally:  # perhaps in another task, when a broken call leaves the generator to the collector: nothing may wait
+            reader.cancel()
+            self._readers.pop(stream, None)
+            self._table.detach(stream)
+
+    async def close(self, *, flush_s: float) -> None:
+        """Let gateways hear what they are yet to be told, then end their streams."""
+        try:
+            async with asyncio.timeout(flush_s):
+                for stream in list(self._readers):
+                    await stream.flush()
+        except TimeoutError:
+            logger.warning("a gateway did not take what it was to be told within %.1f s", flush_s)
+        for stream, reader in self._readers.items():
+            stream.close()
+            reader.cancel()
+
+    async def _read(self, stream: GatewayStream, messages: AsyncIterator[engine_pb2.GatewayMessage]) -> None:
+        try:
+            async for message in messages:
+                self._take(stream, message)
+        except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError) as exc:
+            logger.debug("a gateway's stream broke: %s", exc)
+        stream.close()
+
+    def _take(self, stream: GatewayStream, message: engine_pb2.GatewayMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(stream, message.submit)
+        elif kind == "cancel":
+            self._table.cancel(stream, cancellation_from_wire(message.cancel))
+        elif kind == "resume":
+            self._table.resume(stream, resumption_from_wire(message.resume))
+
+    def _submit(self, stream: GatewayStream, message: engine_pb2.Submit) -> None:
+        try:
+            submission = submission_from_wire(message)
+        except EdgepipeError as error:
+            request_id = RequestId(message.request_id)
+            self._table.refuse(stream, request_id, message.attempt, message.num_choices, error)
+        else:
+            self._table.submit(stream, submission)
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """Translates calls; what they mean is the table's business."""
+
+    def __init__(
+        self, *, hello: common_pb2.Hello, door: Callable[[], Door | None], state: Callable[[], EngineState]
+    ) -> None:
+        self._hello = hello
+        self._door = door
+        self._state = state
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[engine_pb2.GatewayMessage], context: Context
+    ) -> AsyncGenerator[engine_pb2.EngineEvent]:
+        """One stream per gateway; carries all its requests. Raises VersionMismatch, PairingRejected, PeerClosed."""
+        first = await anext(request_iterator, None)
+        if first is None:
+            raise RemoteProtocolError("the gateway closed its stream before its hello")
+        gateway = hello_from_wire(first)
+        check_hello(gateway)
+        if gateway.cluster_id and self._hello.cluster_id and gateway.cluster_id != self._hello.cluster_id:
+            raise PairingRejected(
+                "the gateway belongs to another cluster",
+                fact=f"it is in '{gateway.cluster_id}', this engine in '{self._hello.cluster_id}'",
+            )
+        door = self._door()
+        if door is None:
+            raise self._not_ready()
+        async for event in door.serve(request_iterator, gateway=gateway, own=self._hello):
+            yield event
+
+    async def Describe(self, request: engine_pb2.DescribeEngine, context: Context) -> engine_pb2.EngineState:
+        """The engine's state."""
+        return engine_state_to_wire(self._state())
+
+    def _not_ready(self) -> EdgepipeError:
+        state = self._state()
+        return state.error or PeerClosed(
+            f"the engine of '{state.model}' takes no requests", fact=f"it is {state.state}", next_step="try again soon"
+        )

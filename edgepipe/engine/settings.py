@@ -1,0 +1,34 @@
+"""Every deadline and every bound of an engine, each as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimeouts:
+    """How long an engine waits for what."""
+
+    prepare_s: float = 3600.0  # weights may have to be fetched; silence is watched by the node that loads
+    open_s: float = 60.0  # a stage allocates its KV and reaches the next one
+    release_s: float = 10.0  # a node ends a stage process: 5 s until it is killed
+    step_min_s: float = 5.0  # no step is late before this, whatever was predicted
+    step_factor: float = 8.0  # of what steps of its size took
+    step_first_s: float = 60.0  # a size not seen before: kernels are compiled, caches are cold
+    resume_s: float = 10.0  # a gateway's stream that broke is waited for, and results are kept
+    flush_s: float = 1.0  # gateways are told of the end before their streams are closed
+    report_interval_s: float = 0.5  # the state is told this often while it changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How much an engine takes on."""
+
+    block_size: int = 16  # tokens
+    max_running: int = 256  # sequences in the KV cache at once
+    max_waiting: int = 1024  # sequences in the queue
+    max_prefill_tokens: int = 512  # per step
+    max_choices: int = 128  # per request, as in OpenAI's API
+    max_finished: int = 1024  # requests whose result is kept for a gateway that resumes
+    default_contexts: int = 4  # full contexts that the KV pool shall hold where nobody says how large it is
+    max_queued_messages: int = 64  # per stage, beyond M: a stage that takes no plans is at fault

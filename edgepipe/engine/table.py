@@ -1,0 +1,258 @@
+"""All requests of all gateways: who asked, what came, who still waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.errors import EdgepipeError, PeerClosed, RequestInvalid
+from edgepipe.ids import RequestId, SequenceId
+from edgepipe.model.facts import ModelConfig
+from edgepipe.sampling import SamplingParams
+from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
+from edgepipe.wire.plans import Registration
+from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
+
+logger = logging.getLogger(__name__)
+
+
+class Queue(Protocol):
+    """Where sequences are computed, for as long as an epoch lasts."""
+
+    def submit(self, specs: Sequence[SequenceSpec]) -> list[Event]:
+        """Queue sequences: all or none. Raises PromptTooLong, QueueFull, or why nothing can be computed now."""
+        ...
+
+    def cancel(self, sequence: SequenceId, *, at_position: int) -> list[Event]:
+        """Output is wanted up to ``at_position`` and no further."""
+        ...
+
+
+class RequestTable:
+    """Takes what gateways send, hands sequences on, and marks what gateways are to be told.
+
+    Requests are keyed by (gateway's node, request id); a higher attempt cancels a lower one. Runs on one event loop.
+    """
+
+    def __init__(self, *, config: ModelConfig, queue: Queue, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
+        self._config = config
+        self._queue = queue
+        self._limits = limits
+        self._timeouts = timeouts
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[RequestKey, Request] = {}
+        self._choices: dict[SequenceId, Choice] = {}  # that have not ended
+        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # when to forget, in order
+        self._forget_timer: asyncio.TimerHandle | None = None
+        self._sequences = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that have not ended."""
+        return len(self._choices)
+
+    def submit(self, stream: GatewayStream, submission: Submission) -> None:
+        """A new request, or a new attempt at one. What cannot be is told as an ending with its error."""
+        key = RequestKey(stream.node_id, submission.request_id)
+        known = self._requests.get(key)
+        if known is not None and known.attempt > submission.attempt:
+            return  # its gateway has moved on, and drops tokens of that attempt
+        if known is not None and known.attempt == submission.attempt:
+            self._attach(known, stream, have=[len(ids) for ids in submission.generated])
+            return
+        if known is not None:
+            self._drop(known)
+        request = Request(key, submission, stream=stream)
+        count = min(submission.num_choices, self._limits.max_choices)  # more are refused below
+        request.choices = [self._new_choice(request, index) for index in range(count)]
+        self._requests[key] = request
+        self._start(request)
+
+    def cancel(self, stream: GatewayStream, cancellation: Cancellation) -> None:
+        """Wanted no further than a position. Unknown and ended choices are left alone."""
+        request = self._requests.get(RequestKey(stream.node_id, cancellation.request_id))
+        if request is None or request.attempt != cancellation.attempt:
+            return
+        if cancellation.choice < len(request.choices):
+            sequence = request.choices[cancellation.choice].sequence
+            if sequence in self._choices:
+                self.note(self._queue.cancel(sequence, at_position=cancellation.at_position))
+
+    def resume(self, stream: GatewayStream, resumption: Resumption) -> None:
+        """A stream broke; send what comes after the tokens that the gateway has."""
+        request = self._requests.get(RequestKey(stream.node_id, resumption.request_id))
+        if request is not None and request.attempt == resumption.attempt:
+            self._attach(request, stream, have=resumption.have)
+            return
+        error = _forgotten(self._timeouts.resume_s)
+        self.refuse(stream, resumption.request_id, resumption.attempt, len(resumption.have), error)
+
+    def refuse(
+        self, stream: GatewayStream, request_id: RequestId, attempt: int, num_choices: int, error: EdgepipeError
+    ) -> None:
+        """End every choice of a request that cannot be taken."""
+        submission = Submission(
+            request_id=request_id, attempt=attempt, prompt=(), sampling=SamplingParams(temperature=0.0)
+        )
+        request = Request(RequestKey(stream.node_id, request_id), submission, stream=stream)
+        count = min(max(1, num_choices), self._limits.max_choices)
+        request.choices = [self._new_choice(request, index) for index in range(count)]
+        self._refuse(request, error)
+
+    def note(self, events: Iterable[Event]) -> None:
+        """What the scheduler reports: log it, then mark it to be told."""
+        for event in events:
+            choice = self._choices.get(event.sequence)
+            if choice is None:
+                continue  # of an attempt that was replaced
+            if isinstance(event, TokenSampled):
+                choice.log.append(event.token_id)
+                self._mark(choice)
+            else:
+                self._end(choice, Ending(reason=event.reason.value, num_tokens=event.num_tokens))
+
+    def registration(self, sequence: SequenceId) -> Registration:
+        """How stages learn of a sequence that a step begins."""
+        choice = self._choices[sequence]
+        submission = choice.request.submission
+        return Registration(
+            sequence=sequence,
+            sampling=submission.sampling,
+            choice=choice.index,
+            prompt_tokens=len(submission.prompt),
+        )
+
+    def detach(self, stream: GatewayStream) -> None:
+        """The stream is gone. What it asked goes on for a while, for a gateway that resumes, and is cancelled then."""
+        for request in list(self._requests.values()):
+            if request.stream is stream:
+                request.attach(None)
+                if not request.ended:
+                    request.expiry = self._loop.call_later(self._timeouts.resume_s, self._drop, request)
+
+    def fail_all(self, error: EdgepipeError) -> None:
+        """The epoch is over: what runs ends with ``error``."""
+        for choice in list(self._choices.values()):
+            self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+
+    def close(self) -> None:
+        """Forget everything, timers too."""
+        for request in self._requests.values():
+            request.attach(None)
+        self._requests.clear()
+        self._choices.clear()
+        self._finished.clear()
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
+
+    def _start(self, request: Request) -> None:
+        try:
+            self._check(request.submission)
+            specs = [self._spec(choice) for choice in request.choices]
+            events = self._queue.submit(specs)
+        except EdgepipeError as error:
+            error.request_id = error.request_id or request.key.request_id
+            del self._requests[request.key]
+            self._refuse(request, error)
+            return
+        self._choices.update((choice.sequence, choice) for choice in request.choices)
+        self.note(events)
+
+    def _refuse(self, request: Request, error: EdgepipeError) -> None:
+        for choice in request.choices:
+            choice.ending = Ending(reason="error", num_tokens=len(choice.log), error=error)
+            self._mark(choice)
+
+    def _check(self, submission: Submission) -> None:
+        """Raises RequestInvalid."""
+        if not 1 <= submission.num_choices <= self._limits.max_choices:
+            raise RequestInvalid(
+                f"{submission.num_choices} choices cannot be asked for", fact=f"at most {self._limits.max_choices} can"
+            )
+        if len(submission.generated) > submission.num_choices:
+            raise RequestInvalid("the request continues more choices than it asks for")
+        for ids in (submission.prompt, *submission.generated):
+            highest = max(ids, default=0)
+            if highest >= self._config.vocab_size:
+                raise RequestInvalid(
+                    f"token id {highest} is not in the vocabulary",
+                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
+                    next_step="encode the prompt with this model's tokenizer",
+                )
+
+    def _spec(self, choice: Choice) -> SequenceSpec:
+        submission = choice.request.submission
+        eos = () if submission.ignore_eos else self._config.eos_token_ids
+        return SequenceSpec(
+            sequence=choice.sequence,
+            prompt=submission.prompt,
+            generated=tuple(choice.log),
+            max_tokens=submission.max_tokens or None,
+            stop_ids=submission.stop_token_ids.union(eos),
+        )
+
+    def _new_choice(self, request: Request, index: int) -> Choice:
+        self._sequences += 1
+        generated = request.submission.generated
+        log = list(generated[index]) if index < len(generated) else []
+        return Choice(request, index, SequenceId(self._sequences), log, sent=len(log))
+
+    def _attach(self, request: Request, stream: GatewayStream, *, have: Sequence[int]) -> None:
+        request.attach(stream)
+        for choice in request.choices:
+            choice.sent = have[choice.index] if choice.index < len(have) else 0
+            choice.told = False
+            self._mark(choice)
+
+    def _mark(self, choice: Choice) -> None:
+        if choice.request.stream is not None:
+            choice.request.stream.mark(choice)
+
+    def _end(self, choice: Choice, ending: Ending) -> None:
+        choice.ending = ending
+        del self._choices[choice.sequence]
+        self._mark(choice)
+        request = choice.request
+        if request.ended:
+            request.attach(request.stream)  # no expiry any more: its result is kept as long as every other
+            self._finished[request.key] = self._loop.time() + self._timeouts.resume_s
+            self._forget_old()
+
+    def _drop(self, request: Request) -> None:
+        """Nobody wants it any more: cancel what runs, tell nobody, keep nothing."""
+        request.attach(None)
+        for choice in request.choices:
+            if self._choices.pop(choice.sequence, None) is not None:
+                self._queue.cancel(choice.sequence, at_position=0)
+        self._finished.pop(request.key, None)
+        self._requests.pop(request.key, None)
+
+    def _forget_old(self) -> None:
+        """Drop results whose time is over, and the oldest beyond the bound; look again when the next one's is."""
+        now_s = self._loop.time()
+        while self._finished:
+            key, until_s = next(iter(self._finished.items()))
+            if until_s > now_s and len(self._finished) <= self._limits.max_finished:
+                break
+            del self._finished[key]
+            self._requests.pop(key, None)
+        if self._finished and self._forget_timer is None:
+            self._forget_timer = self._loop.call_at(next(iter(self._finished.values())), self._on_forget_timer)
+
+    def _on_forget_timer(self) -> None:
+        self._forget_timer = None
+        self._forget_old()
+
+
+def _forgotten(resume_s: float) -> PeerClosed:
+    return PeerClosed(
+        "the engine does not know the request any more",
+        fact=f"results are kept for {resume_s:.0f} s after their stream breaks",
+        next_step="send the request again",
+    )
