@@ -21,11 +21,16 @@ class HttpProblem(Exception):
     code: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    error: EdgepipeError | None = None  # where it came from; its parts travel too, so that our clients can print them
 
     def body(self) -> dict[str, Any]:
         """The JSON body that OpenAI's clients understand."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        fields: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if self.error is not None:
+            parts = {"what": self.error.what, "fact": self.error.fact, "next_step": self.error.next_step}
+            fields["edgepipe"] = parts | {"node": self.error.node, "stage": self.error.stage}
+        return {"error": fields}
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"
@@ -40,4 +45,6 @@ def from_error(error: EdgepipeError, *, param: str | None = None) -> HttpProblem
     """Any error of the tree as a response; capacity errors say when to try again."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else {}
     message = ". ".join(line.rstrip(".") for line in error.lines())
-    return HttpProblem(status=error.http_status, message=message, code=error.code, param=param, headers=retry)
+    return HttpProblem(
+        status=error.http_status, message=message, code=error.code, param=param, headers=retry, error=error
+    )

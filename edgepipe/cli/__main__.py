@@ -1,0 +1,5 @@
+"""``python -m edgepipe.cli``: the same as ``edgepipe``."""
+
+from edgepipe.cli.main import main
+
+main()

@@ -1,0 +1,90 @@
+"""Calls to this machine's node over its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from edgepipe.daemon.data_dir import socket_path
+from edgepipe.errors import ConnectTimeout, NodeUnreachable, PeerClosed
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
+
+_PEER = "this machine's node"
+_RPC_S = 5.0
+_SERVE_S = 3600.0  # a first load may fetch a model over the network
+_LOGS_S = 7 * 24 * 3600.0  # following the log ends by ^C
+
+T = TypeVar("T")
+
+
+class Admin:
+    """One connection to the node of a data directory. Use ``connect``."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = node_pb2_grpc.AdminStub(channel)
+        self._hello = make_hello(role="cli")
+
+    async def status(self) -> pb.ClusterStatus:
+        """The cluster as the node sees it."""
+        with translated(_PEER):
+            return await self._stub.Status(pb.StatusRequest(hello=self._hello), timeout=_RPC_S)
+
+    async def serve(self, request: pb.ServeRequest) -> AsyncIterator[pb.ServeEvent]:
+        """Progress until the model is ready; the last event holds its engine. Raises what hinders it."""
+        request.hello.CopyFrom(self._hello)
+        with translated(_PEER):
+            async for event in self._stub.Serve(request, timeout=_SERVE_S):
+                yield event
+
+    async def stop_model(self, model: str) -> list[str]:
+        """Stop a model (empty: all); the names of those stopped. Raises ModelUnknown."""
+        with translated(_PEER):
+            reply = await self._stub.StopModel(pb.StopModelRequest(hello=self._hello, model=model), timeout=30.0)
+        return list(reply.stopped)
+
+    async def shut_down(self) -> None:
+        """Ask the node to stop; it answers before it does."""
+        with translated(_PEER):
+            await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)
+
+    async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[pb.LogLine]:
+        """The newest lines of the node's log, and with ``follow`` those that come."""
+        request = pb.LogsRequest(hello=self._hello, lines=lines, follow=follow)
+        with translated(_PEER):
+            async for line in self._stub.Logs(request, timeout=_LOGS_S):
+                yield line
+
+
+@asynccontextmanager
+async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
+    """A connection to the node of ``data_dir``. Raises NodeUnreachable, also later, when no node answers there."""
+    socket = socket_path(data_dir)
+    if not socket.exists():
+        raise no_node(data_dir)
+    try:
+        async with make_channel(f"unix:{socket}") as channel:
+            yield Admin(channel)
+    except (ConnectTimeout, PeerClosed) as exc:
+        raise no_node(data_dir) from exc
+
+
+def no_node(data_dir: Path) -> NodeUnreachable:
+    """What to say when the data directory has no running node."""
+    return NodeUnreachable(
+        "no edgepipe node runs on this machine",
+        fact=f"nobody answers at {socket_path(data_dir)}",
+        next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
+    )
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a verb's asynchronous part."""
+    return asyncio.run(work)

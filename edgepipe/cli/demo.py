@@ -1,0 +1,220 @@
+"""``edgepipe demo``: a whole cluster on this machine in one command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import string
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgepipe.cli.options import DataDir, ModelsDir, models_dir_of
+from edgepipe.cli.output import make_console, printable
+from edgepipe.errors import ClusterError, ConfigInvalid, FeatureMissing, ModelUnknown, NoPeersFound
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from edgepipe.cli.admin import Admin
+    from edgepipe.cli.local_cluster import ClusterPlan, LocalNode
+    from edgepipe.wire.v1 import engine_pb2, node_pb2
+
+_QUESTION = "What is the capital of France?"
+_JOIN_S = 60.0  # measuring two devices on a busy machine
+_MAX_NODES = 8
+
+
+def demo(
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=_MAX_NODES, help="How many nodes to start.")] = 2,
+    backends: Annotated[
+        str,
+        typer.Option("--backends", help="Backend of each node: torch,mlx. Repeated if too few.", show_default=False),
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="Model to serve; fetched if it is not here.")] = "demo",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to ask.", show_default=False)] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 64,
+    serve: Annotated[bool, typer.Option("--serve", help="Stay up and answer HTTP until ^C.")] = False,
+    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65535, help="0: any free port.")] = 0,
+    backend_option: Annotated[
+        list[str] | None, typer.Option("--backend-option", help="KEY=VALUE for the backends; repeatable.")
+    ] = None,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Show a whole cluster on this machine, start to end."""
+    from edgepipe.cli.local_cluster import ClusterPlan, NodePlan
+
+    if serve and prompt is not None:
+        raise ConfigInvalid("--prompt and --serve contradict each other", next_step="give one of them")
+    chosen = choose_backends(backends, nodes)
+    plan = ClusterPlan(
+        cluster=f"demo-{secrets.token_hex(4)}",
+        nodes=[
+            NodePlan(name=string.ascii_lowercase[i], backend=backend, http_port=http_port if i == 0 else 0)
+            for i, backend in enumerate(chosen)
+        ],
+        models_dir=models_dir_of(data_dir, models_dir),
+        threads=max(1, (os.cpu_count() or 1) // nodes),
+        backend_options=backend_option or (),
+    )
+    _fetch(plan.models_dir, model)
+    status = asyncio.run(_until_signal(_Demo(plan, model).run(prompt or _QUESTION, max_tokens, serve=serve), serve))
+    if status:
+        raise typer.Exit(status)
+
+
+def choose_backends(text: str, num_nodes: int) -> list[str]:
+    """One backend per node: those named, or those installed. Raises ConfigInvalid, FeatureMissing."""
+    names = [name.strip() for name in text.split(",") if name.strip()] if text else _installed()
+    if len(names) > num_nodes:
+        names = names[:num_nodes] if not text else names
+    if not names:
+        raise FeatureMissing(
+            "no backend is installed that can run a model",
+            fact="neither torch nor mlx is there",
+            next_step="pip install 'edgepipe[torch]'    (or [mlx] on a Mac)",
+        )
+    if len(names) > num_nodes:
+        raise ConfigInvalid(
+            f"{len(names)} backends for {num_nodes} nodes", next_step=f"--nodes {len(names)}, or name fewer backends"
+        )
+    return [names[index % len(names)] for index in range(num_nodes)]
+
+
+def _installed() -> list[str]:
+    """Backends whose library is there; looked up, not imported."""
+    return [name for name, library in (("torch", "torch"), ("mlx", "mlx")) if find_spec(library) is not None]
+
+
+def _fetch(models_dir: Path, model: str) -> None:
+    """Pull the model unless it is here."""
+    from edgepipe.cli.models import pull_model
+    from edgepipe.model.store import ModelStore
+
+    try:
+        ModelStore(models_dir).resolve(model)
+    except ModelUnknown:
+        pull_model(models_dir, model)
+
+
+async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:
+    """Run the demo; SIGINT and SIGTERM end it in order. The exit code: 0, or 128 + signal where it was cut short."""
+    task = asyncio.ensure_future(work)
+    caught: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    with suppress(asyncio.CancelledError):
+        await task
+    return 0 if not caught or serve else 128 + caught[0]
+
+
+class _Demo:
+    """One run, told step by step on stdout."""
+
+    def __init__(self, plan: ClusterPlan, model: str) -> None:
+        self._plan = plan
+        self._model = model
+        self._console: Console = make_console()
+        self._step_started = time.monotonic()
+
+    async def run(self, prompt: str, max_tokens: int, *, serve: bool) -> None:
+        """Start, join, load, answer (or stay up), stop."""
+        from edgepipe.cli.admin import connect
+        from edgepipe.cli.local_cluster import local_cluster
+
+        count = len(self._plan.nodes)
+        self._say(f"[bold]edgepipe demo[/bold] · cluster {self._plan.cluster} · {count} nodes on 127.0.0.1")
+        try:
+            async with local_cluster(self._plan) as nodes:
+                self._done(f"{count} node processes started")
+                async with connect(nodes[0].data_dir) as admin:
+                    self._show_nodes(await self._join(admin), nodes)
+                    engine = await self._serve(admin)
+                if serve:
+                    await self._stay(nodes[0])
+                else:
+                    await self._answer(nodes[0], engine, prompt, max_tokens)
+                self._step_started = time.monotonic()
+        finally:
+            self._done("all stopped, nothing left behind")
+
+    async def _join(self, admin: Admin) -> node_pb2.ClusterStatus:
+        from edgepipe.cli.local_cluster import wait_until_joined
+
+        status = await wait_until_joined(admin, num_nodes=len(self._plan.nodes), timeout_s=_JOIN_S)
+        if status is None:
+            seen = await admin.status()
+            alive = [member.node.name for member in seen.members if member.state == "alive"]
+            raise NoPeersFound(
+                "the nodes did not find each other",
+                fact=f"after {_JOIN_S:.0f} s node '{self._plan.nodes[0].name}' sees {', '.join(alive)}; "
+                "mDNS on 127.0.0.1 seems to be blocked",
+                next_step="start nodes by hand with --peer HOST:PORT",
+            )
+        self._done("they found each other by mDNS and measured their devices")
+        return status
+
+    def _show_nodes(self, status: node_pb2.ClusterStatus, nodes: Sequence[LocalNode]) -> None:
+        from edgepipe.units import format_bytes
+
+        for member in sorted(status.members, key=lambda member: member.node.name):
+            for device in member.node.devices:
+                if device.state == "failed":
+                    raise ClusterError(
+                        f"node '{member.node.name}' cannot compute: {device.error.what}",
+                        fact=device.error.fact,
+                        next_step=device.error.next_step,
+                    )
+                what = f"{device.profile.backend} {device.profile.device}"
+                room = f"{format_bytes(device.free_bytes)} free"
+                self._say(f"      {member.node.name}  {what:<14} {device.profile.compute_dtype:<9} {room}")
+
+    async def _serve(self, admin: Admin) -> engine_pb2.EngineState:
+        from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress
+
+        engine = await serve_with_progress(admin, serve_request(self._model, nodes=len(self._plan.nodes)))
+        self._done(f"{engine.model}: {describe_stages(engine)}")
+        return engine
+
+    async def _answer(self, node: LocalNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
+        from edgepipe.cli.conversation import print_footer, show_text, stream_answer
+        from edgepipe.cli.find import Target
+        from edgepipe.cli.sse import ChatClient
+
+        self._say(f"\n[bold]>>> {printable(prompt)}[/bold]" if self._console.is_terminal else f"\n>>> {prompt}")
+        target = Target(base_url=f"http://127.0.0.1:{node.http_port}", model=engine.model, num_nodes=len(engine.stages))
+        messages = [{"role": "user", "content": prompt}]
+        options = {"max_tokens": max_tokens, "temperature": 0}
+        async with ChatClient(target.base_url) as client:
+            answer = await stream_answer(client, target, messages, options, show_text)
+        print(flush=True)
+        print_footer(answer)
+        print(flush=True)
+
+    async def _stay(self, node: LocalNode) -> None:
+        self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
+        self._say(f"      chat    edgepipe chat --data-dir {node.data_dir}")
+        self._say(f"      look    edgepipe status --data-dir {node.data_dir}\n")
+        await asyncio.Event().wait()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _done(self, text: str) -> None:
+        now = time.monotonic()
+        self._console.print(f"  [green]✓[/green] {text}  [dim]{now - self._step_started:.1f} s[/dim]", soft_wrap=True)
+        self._step_started = now

@@ -1,0 +1,135 @@
+"""Where to chat: this machine's node, else one that multicast DNS knows; the model served there, or loaded now."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.serve import serve_request, serve_with_progress
+from edgepipe.cli.sse import ChatClient
+from edgepipe.daemon.data_dir import socket_path
+from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
+
+if TYPE_CHECKING:
+    from edgepipe.cluster.discovery import Announcement
+    from edgepipe.wire.v1 import engine_pb2
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+_LISTEN_S = 2.0  # nodes answer in milliseconds; a sleeping Wi-Fi card takes a second
+_DEFAULT_HTTP_PORT = 8117
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A gateway and the model to ask it for."""
+
+    base_url: str
+    model: str
+    num_nodes: int = 0  # that share the model; 0: unknown
+
+
+async def find_target(data_dir: Path, model: str) -> Target:
+    """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
+    try:
+        async with connect(data_dir) as admin:
+            return await _own_target(admin, model)
+    except NodeUnreachable as exc:
+        if exc.fact.startswith("nobody answers at"):
+            return await _lan_target(data_dir, model)
+        raise
+
+
+async def _own_target(admin: Admin, model: str) -> Target:
+    status = await admin.status()
+    own = next(member.node for member in status.members if member.self)
+    engine = _served(status, model)
+    if engine is None:
+        wanted = model or _only_model(status)
+        engine = await serve_with_progress(admin, serve_request(wanted))
+    return Target(
+        base_url=f"http://127.0.0.1:{own.http_port}", model=engine.model, num_nodes=max(1, len(engine.stages))
+    )
+
+
+def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | None:
+    """The engine to use. Raises ModelUnknown when several are served and none is named."""
+    ready = [engine for engine in status.engines if engine.state == "ready"]
+    if not model and len(ready) > 1:
+        raise ModelUnknown(
+            "several models are served",
+            fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
+            next_step="name one: edgepipe chat --model MODEL",
+        )
+    wanted = model.lower()
+    return next((e for e in ready if not model or wanted in (e.model.lower(), e.model.rsplit("/")[-1].lower())), None)
+
+
+def _only_model(status: pb.ClusterStatus) -> str:
+    """The model to load when none was named: the only one on any node's disk. Raises ModelUnknown."""
+    names = sorted({entry.model for member in status.members for entry in member.node.models if entry.complete})
+    if len(names) == 1:
+        return names[0]
+    raise ModelUnknown(
+        "no model is served",
+        fact=f"on disk: {', '.join(names) or 'none'}",
+        next_step="edgepipe chat --model MODEL" if names else "edgepipe models pull demo, then edgepipe chat",
+    )
+
+
+async def _lan_target(data_dir: Path, model: str) -> Target:
+    found = await _browse()
+    for announcement in found:
+        base_url = f"http://{announcement.host}:{_DEFAULT_HTTP_PORT}"
+        try:
+            async with ChatClient(base_url) as client:
+                served = await client.models()
+        except EdgepipeError:
+            continue
+        if served and (not model or model in served):
+            return Target(base_url=base_url, model=model or served[0])
+    checked = f"no node at {socket_path(data_dir)}; "
+    if not found:
+        raise NoPeersFound(
+            fact=f"{checked}nobody announced _edgepipe._tcp by mDNS within {_LISTEN_S:.0f} s",
+            next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
+        )
+    names = ", ".join(sorted(f"{one.node_name} ({one.address}, cluster '{one.cluster_id}')" for one in found))
+    raise NodeUnreachable(
+        "no node that was found lets this machine chat",
+        fact=f"{checked}found {names}; they answer HTTP on their own machine only",
+        next_step=f"join them: edgepipe node start --cluster {found[0].cluster_id}",
+    )
+
+
+async def _browse() -> list[Announcement]:
+    """Every node that announces itself within the listening time, on any interface."""
+    from zeroconf import IPVersion, ServiceStateChange
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+    from edgepipe.cluster.discovery import SERVICE_TYPE, read_announcement
+
+    names: set[str] = set()
+
+    def note(*, name: str, state_change: ServiceStateChange, **_: object) -> None:
+        if state_change is not ServiceStateChange.Removed:
+            names.add(name)
+
+    try:
+        zeroconf = AsyncZeroconf(ip_version=IPVersion.V4Only)
+    except OSError:  # no interface takes multicast
+        return []
+    found: list[Announcement] = []
+    try:
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[note])
+        await asyncio.sleep(_LISTEN_S)
+        await browser.async_cancel()
+        for name in sorted(names)[:32]:
+            info = AsyncServiceInfo(SERVICE_TYPE, name)
+            if await info.async_request(zeroconf.zeroconf, 1000) and (one := read_announcement(info)):
+                found.append(one)
+    finally:
+        await zeroconf.async_close()
+    return found

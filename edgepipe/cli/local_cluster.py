@@ -1,0 +1,173 @@
+"""A whole cluster on this machine: real ``edgepipe node start`` processes with temporary data directories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import Admin
+from edgepipe.errors import ClusterError
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+_START_S = 60.0  # a first import of a backend from a cold disk
+_STOP_S = 15.0  # a node gives its children 5 s
+_LOOK_S = 0.1
+_LOG_LINES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """One node to start."""
+
+    name: str
+    backend: str
+    http_port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """A running node."""
+
+    plan: NodePlan
+    process: Process
+    data_dir: Path
+    address: str
+    http_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """What all nodes share."""
+
+    cluster: str
+    nodes: Sequence[NodePlan]
+    models_dir: Path
+    threads: int  # per node; 0: the backend's choice
+    backend_options: Sequence[str] = ()
+
+
+@asynccontextmanager
+async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
+    """Start all nodes at once, and leave nothing behind. Raises what hindered the first that failed."""
+    folder = Path(tempfile.mkdtemp(prefix="edgepipe-demo-"))
+    try:
+        async with AsyncExitStack() as stack:
+            processes = [await stack.enter_async_context(_process(plan, node, folder)) for node in plan.nodes]
+            started: list[LocalNode] = []
+            for node, process in zip(plan.nodes, processes, strict=True):
+                started.append(await _ready(node, process, folder / node.name))
+            yield started
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -> pb.ClusterStatus | None:
+    """The status once so many nodes are alive with a measured device; None if that takes too long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while True:
+                status = await admin.status()
+                alive = [member.node for member in status.members if member.state == "alive"]
+                measured = [node for node in alive if node.devices and node.devices[0].state != "starting"]
+                if len(measured) >= num_nodes:
+                    return status
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+    return None
+
+
+@asynccontextmanager
+async def _process(plan: ClusterPlan, node: NodePlan, folder: Path) -> AsyncGenerator[Process]:
+    log = (folder / f"{node.name}.log").open("wb")
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *_command(plan, node, folder),
+            stdin=PIPE,  # its end tells the node that this process is gone, however it went
+            stdout=PIPE,
+            stderr=log,
+            start_new_session=True,  # ^C is for this process, which then stops the nodes in order
+        )
+    finally:
+        log.close()
+    try:
+        yield process
+    finally:
+        await asyncio.shield(_end(process))
+
+
+def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
+    flags = {
+        "--name": node.name,
+        "--cluster": plan.cluster,
+        "--backend": node.backend,
+        "--data-dir": str(folder / node.name),
+        "--models-dir": str(plan.models_dir),
+        "--port": "0",
+        "--http-port": str(node.http_port),
+        "--interface": "127.0.0.1",
+        "--threads": str(plan.threads),
+    }
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", "--end-with-stdin"]
+    command += [part for flag in flags.items() for part in flag]
+    return command + [part for option in plan.backend_options for part in ("--backend-option", option)]
+
+
+async def _ready(node: NodePlan, process: Process, data_dir: Path) -> LocalNode:
+    """Wait for the node's word that it is ready. Raises ClusterError with what it said instead."""
+    assert process.stdout is not None
+    text = ""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_START_S):
+            while line := await process.stdout.readline():
+                text += line.decode()
+                if line.rstrip() == b"}":
+                    ready = json.loads(text)
+                    return LocalNode(
+                        plan=node,
+                        process=process,
+                        data_dir=data_dir,
+                        address=ready["address"],
+                        http_port=ready["http_port"],
+                    )
+            await process.wait()
+    raise _failure(node, process, data_dir.with_name(f"{node.name}.log"))
+
+
+def _failure(node: NodePlan, process: Process, log: Path) -> Exception:
+    """The node's own three lines, or the last thing it wrote."""
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), None)
+    if start is None:
+        last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+        return ClusterError(f"node '{node.name}' did not start", fact=last[:200], next_step="edgepipe --debug demo")
+    what, *rest = lines[start : start + 3]
+    parts = [line.removeprefix("   try: ").strip() for line in rest] + ["", ""]
+    error = ClusterError(f"node '{node.name}' did not start: {what.removeprefix('error: ')}", fact=parts[0])
+    error.next_step = parts[1]
+    return error
+
+
+async def _end(process: Process) -> None:
+    """Ask the node to stop, then end its whole group; returns when it is gone."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -1,0 +1,82 @@
+"""The ``edgepipe`` command: its verbs, and how their errors end the process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from edgepipe.cli import (
+    chat,
+    config,
+    demo,
+    logs,
+    models,
+    node,
+    overview,
+    ps,
+    serve,
+    status,
+    stop,
+    version,
+)
+from edgepipe.cli.output import print_bug, print_error
+from edgepipe.errors import EdgepipeError
+
+
+def make_app() -> typer.Typer:
+    """All verbs in the order in which people need them."""
+    app = typer.Typer(
+        name="edgepipe",
+        help="One language model over the machines you already own.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback(invoke_without_command=True)(_start)
+    app.command("demo")(demo.demo)
+    app.add_typer(node.app, name="node")
+    app.add_typer(models.app, name="models")
+    app.command("serve")(serve.serve)
+    app.command("chat")(chat.chat)
+    app.command("ps")(ps.ps)
+    app.command("stop")(stop.stop)
+    app.command("status")(status.status)
+    app.command("logs")(logs.logs)
+    app.add_typer(config.app, name="config")
+    app.command("version")(version.version)
+    return app
+
+
+def _start(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """One language model over the machines you already own."""
+    if context.invoked_subcommand is None:
+        overview.overview()
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run a command line and exit: 0, or the code of what went wrong."""
+    given = sys.argv[1:] if args is None else args
+    debug = "--debug" in given
+    try:
+        make_app()(args=[arg for arg in given if arg != "--debug"], prog_name="edgepipe")
+    except EdgepipeError as error:
+        if debug:
+            raise
+        print_error(error)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if debug:
+            raise
+        print_bug(error)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

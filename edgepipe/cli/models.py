@@ -1,0 +1,116 @@
+"""``edgepipe models pull|list|rm``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgepipe.cli.options import DataDir, Json, ModelsDir, models_dir_of
+from edgepipe.cli.output import make_console, make_table, print_json, printable
+
+if TYPE_CHECKING:
+    from edgepipe.model.progress import PullProgress
+    from edgepipe.model.pull import PullResult
+    from edgepipe.model.store import StoredModel
+
+app = typer.Typer(help="Models on this machine's disk.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Models on this machine's disk."""
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="org/name of the Hub, a folder, a GGUF file, or 'demo'.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be fetched, fetch nothing.")] = False,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Fetch a model, resuming what an earlier pull left."""
+    result = pull_model(models_dir_of(data_dir, models_dir), model, dry_run=dry_run)
+    if dry_run:
+        _print_plan(result)
+    else:
+        print(f"{printable(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
+
+
+def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
+    """Pull with a progress bar on stderr. Raises what ModelStore.pull raises."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from edgepipe.model.store import ModelStore
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(model), total=None)
+
+        def show(now: PullProgress) -> None:
+            progress.update(
+                task, description=f"{now.phase:<8}", completed=now.done_bytes, total=now.total_bytes or None
+            )
+
+        return ModelStore(root).pull(model, on_progress=show, dry_run=dry_run)
+
+
+@app.command("list")
+def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
+    """List the models on this machine's disk."""
+    from edgepipe.model.store import ModelStore
+
+    root = models_dir_of(data_dir, models_dir)
+    rows = [_row(model) for model in ModelStore(root).list()]
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        print(f"no models in {root}")
+        print("fetch one: edgepipe models pull demo")
+        return
+    from edgepipe.units import format_bytes
+
+    table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", "STATE", right=("SIZE", "LAYERS", "CONTEXT"))
+    for row in rows:
+        size, layers, context = format_bytes(row["size_bytes"]), str(row["layers"]), str(row["context"])
+        table.add_row(printable(row["model"]), size, layers, context, "whole" if row["whole"] else "in part")
+    make_console().print(table)
+
+
+@app.command()
+def rm(
+    model: Annotated[str, typer.Argument(help="The model to delete.")],
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Delete a model from this machine's disk."""
+    from edgepipe.model.store import ModelStore
+    from edgepipe.units import format_bytes
+
+    freed = ModelStore(models_dir_of(data_dir, models_dir)).rm(model)
+    print(f"deleted {printable(model)}: {format_bytes(freed)} are free again")
+
+
+def _row(model: StoredModel) -> dict[str, Any]:
+    config = model.config
+    return {
+        "model": model.id,
+        "size_bytes": model.size_bytes,
+        "layers": config.num_layers,
+        "context": config.context_length,
+        "architecture": config.architecture,
+        "whole": model.whole,
+        "path": str(model.path),
+    }
+
+
+def _print_plan(result: PullResult) -> None:
+    from edgepipe.units import format_bytes
+
+    table = make_table("FILE", "SIZE", right=("SIZE",))
+    for file in result.files:
+        table.add_row(printable(file.name), format_bytes(file.num_bytes))
+    table.add_row("in all", format_bytes(result.total_bytes))
+    make_console().print(table)

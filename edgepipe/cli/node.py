@@ -1,0 +1,149 @@
+"""``edgepipe node start`` and ``edgepipe node stop``"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of
+from edgepipe.cli.output import print_json
+from edgepipe.errors import NodeUnreachable
+
+if TYPE_CHECKING:
+    from edgepipe.daemon.node import NodeReady
+
+app = typer.Typer(help="This machine's node.", no_args_is_help=True)
+
+_STOP_S = 15.0  # children get 5 s, then they are killed
+_LOOK_S = 0.05
+
+
+@app.callback()
+def _group() -> None:
+    """This machine's node."""
+
+
+@app.command()
+def start(
+    name: Annotated[str | None, typer.Option("--name", help="Name of this node; the host's unless given.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Cluster to join; nodes of others are ignored.")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Device, in the backend's words (cuda:0).")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="torch, mlx, emulated, none or auto.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
+    interface: Annotated[str | None, typer.Option("--interface", help="Network interface or its address.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="7117 unless given; the 15 above it are used too.")] = None,
+    http_port: Annotated[int | None, typer.Option("--http-port", help="8117 unless given; 0: any free one.")] = None,
+    peer: Annotated[list[str] | None, typer.Option("--peer", help="HOST:PORT of a node to join; repeatable.")] = None,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    insecure_lan: Annotated[
+        bool | None, typer.Option("--insecure-lan", help="Listen beyond this machine, unencrypted.", show_default=False)
+    ] = None,
+    discovery: Annotated[
+        bool | None, typer.Option("--discovery/--no-discovery", help="Announce and browse by mDNS.", show_default=False)
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="Most that models take here (8GB).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="Compute threads of a stage.")] = None,
+    backend_option: Annotated[
+        list[str] | None, typer.Option("--backend-option", help="KEY=VALUE of the backend's own; repeatable.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
+    end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
+) -> None:
+    """Run this machine's node in the foreground, until ^C."""
+    from edgepipe.config import load_config
+    from edgepipe.daemon.node import run
+
+    loaded = load_config(
+        {
+            "name": name,
+            "cluster": cluster,
+            "device": device,
+            "backend": backend,
+            "dtype": dtype,
+            "interface": interface,
+            "port": port,
+            "http_port": http_port,
+            "peers": peer or None,
+            "data_dir": data_dir,
+            "models_dir": models_dir,
+            "insecure_lan": insecure_lan,
+            "discovery": discovery,
+            "memory_limit_bytes": memory_limit,
+            "threads": threads,
+            "backend_options": backend_option or None,
+            "log_level": log_level,
+        }
+    )
+    if end_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
+    run(loaded.values, on_ready=_tell_json if as_json else _tell)
+
+
+@app.command()
+def stop(data_dir: DataDir = None) -> None:
+    """Stop this machine's node; returns when it is gone."""
+    folder = data_dir_of(data_dir)
+    asyncio.run(_shut_down(folder))
+    _wait_until_gone(folder)
+    print("the node has stopped")
+
+
+async def _shut_down(data_dir: Path) -> None:
+    from edgepipe.cli.admin import connect
+
+    async with connect(data_dir) as admin:
+        await admin.shut_down()
+
+
+def _wait_until_gone(data_dir: Path) -> None:
+    """The node removes its lock last. Raises NodeUnreachable if that takes too long."""
+    deadline_s = time.monotonic() + _STOP_S
+    while (data_dir / "daemon.lock").exists():
+        if time.monotonic() > deadline_s:
+            raise NodeUnreachable(
+                "the node has not stopped yet",
+                fact=f"{data_dir / 'daemon.lock'} is still there after {_STOP_S:.0f} s",
+                next_step="see 'edgepipe logs'",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _tell(ready: NodeReady) -> None:
+    print(f"node '{ready.name}' of cluster '{ready.cluster}' is ready at {ready.address}", flush=True)
+    print(f"  API     http://127.0.0.1:{ready.http_port}/v1", flush=True)
+    print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       (^C stops the node)", flush=True)
+
+
+def _tell_json(ready: NodeReady) -> None:
+    print_json(
+        {
+            "node_id": ready.node_id,
+            "name": ready.name,
+            "address": ready.address,
+            "http_port": ready.http_port,
+            "socket": str(ready.socket),
+            "cluster": ready.cluster,
+        }
+    )
+    sys.stdout.flush()
+
+
+def _end_with_stdin() -> None:
+    """Stop the node when whoever started it is gone, even if it was killed."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,30 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of the node's identity, socket and logs.", show_default=False)
+]
+ModelsDir = Annotated[
+    Path | None, typer.Option("--models-dir", help="Folder of the models; DATA_DIR/models unless given.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def data_dir_of(given: Path | None) -> Path:
+    """The data directory in effect."""
+    from edgepipe.config import load_config
+
+    return load_config({"data_dir": given}).values.data_dir
+
+
+def models_dir_of(data_dir: Path | None, models_dir: Path | None) -> Path:
+    """The folder of models in effect."""
+    from edgepipe.config import load_config
+
+    return load_config({"data_dir": data_dir, "models_dir": models_dir}).values.models_dir

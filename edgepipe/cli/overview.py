@@ -1,0 +1,84 @@
+"""What a bare ``edgepipe`` prints: what stands here now, and what to type next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe import __version__
+from edgepipe.cli.output import printable
+from edgepipe.errors import EdgepipeError
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2
+
+
+def overview() -> None:
+    """One screen. Never fails because something is missing: it says what is."""
+    from edgepipe.config import load_config
+
+    config = load_config().values
+    print(f"edgepipe {__version__} · one language model over the machines you already own\n")
+    status = _status(config.data_dir)
+    facts = _node_facts(status) + _model_facts(config.models_dir)
+    for label, text in facts:
+        print(f"  {label:<8}{printable(text)}")
+    print("\nnext")
+    for command, why in _next_steps(status):
+        print(f"  {command:<34}{why}")
+    print("\nall commands: edgepipe --help")
+
+
+def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
+    """The running node's view, or None. The network is loaded only if a node seems to run."""
+    from edgepipe.daemon.data_dir import socket_path
+
+    if not socket_path(data_dir).exists():
+        return None
+    from edgepipe.cli.admin import connect, run_async
+
+    async def ask() -> node_pb2.ClusterStatus:
+        async with connect(data_dir) as admin:
+            return await admin.status()
+
+    try:
+        return run_async(ask())
+    except EdgepipeError:
+        return None
+
+
+def _node_facts(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
+    if status is None:
+        return [("node", "not running on this machine")]
+    own = next((member.node for member in status.members if member.self), None)
+    alive = sum(member.state == "alive" for member in status.members)
+    served = [engine.model for engine in status.engines if engine.state == "ready"]
+    name = own.name if own else "this machine"
+    facts = [
+        ("node", f"'{name}' runs in cluster '{status.cluster_name}', {alive} node{'s' * (alive != 1)}"),
+        ("served", ", ".join(served) or "no model yet"),
+    ]
+    if own and served:
+        facts.append(("API", f"http://127.0.0.1:{own.http_port}/v1"))
+    return facts
+
+
+def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
+    try:
+        names = sorted(path.name.replace("--", "/") for path in models_dir.iterdir() if not path.name.startswith("."))
+    except OSError:
+        names = []
+    return [("models", ", ".join(names) if names else "none on this disk")]
+
+
+def _next_steps(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
+    demo = ("edgepipe demo", "two nodes and a small model on this machine, right now")
+    if status is None:
+        return [demo, ("edgepipe node start", "make this machine a node of your cluster")]
+    if any(engine.state == "ready" for engine in status.engines):
+        return [("edgepipe chat", "talk to the model"), ("edgepipe status", "nodes, memory, stages, links")]
+    return [
+        ("edgepipe models pull MODEL", "fetch a model (demo: a small one)"),
+        ("edgepipe serve MODEL", "load it over the nodes"),
+        ("edgepipe status", "nodes, memory, stages, links"),
+    ]

@@ -1,0 +1,41 @@
+"""``edgepipe ps``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import as_dict, make_console, make_table, print_json, printable
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import engine_pb2
+
+
+def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """List the models that are served, and where."""
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.wire.v1 import node_pb2
+
+    async def work() -> node_pb2.ClusterStatus:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.status()
+
+    engines = run_async(work()).engines
+    if as_json:
+        print_json([as_dict(engine) for engine in engines])
+    elif not engines:
+        print("no model is served\nserve one: edgepipe serve MODEL    (see 'edgepipe models list')")
+    else:
+        table = make_table("MODEL", "STATE", "LAYERS BY NODE", "CONTEXT", "RUNNING", right=("CONTEXT", "RUNNING"))
+        for engine in engines:
+            table.add_row(*_row(engine))
+        make_console().print(table)
+
+
+def _row(engine: engine_pb2.EngineState) -> list[str]:
+    from edgepipe.cli.serve import layers_of
+
+    where = " ".join(f"{stage.node_name}:{layers_of(stage)}" for stage in engine.stages)
+    running = f"{engine.running}+{engine.waiting}" if engine.waiting else str(engine.running)
+    cells = [engine.model, engine.state, where or "-", str(engine.context_length or "-"), running]
+    return [printable(cell) for cell in cells]

@@ -1,0 +1,118 @@
+"""``edgepipe serve``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.cli.output import make_console, printable
+from edgepipe.errors import ConfigInvalid, PeerClosed
+
+if TYPE_CHECKING:
+    from edgepipe.cli.admin import Admin
+    from edgepipe.wire.v1 import engine_pb2, node_pb2
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A model of 'edgepipe models list' on any node of the cluster.")],
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as few as hold it.")] = 0,
+    plan: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
+    micro_batches: Annotated[str, typer.Option("--micro-batches", help="Micro-batches in flight: auto or K.")] = "auto",
+    context: Annotated[int, typer.Option("--context", min=0, help="Tokens per conversation; 0: the model's.")] = 0,
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens kept for all; 0: by memory.")] = 0,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
+    activations: Annotated[str, typer.Option("--activations", help="bf16 or float32, between stages.")] = "bf16",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Compute threads per stage; 0: automatic.")] = 0,
+    data_dir: DataDir = None,
+) -> None:
+    """Load a model over the nodes; returns when it answers."""
+    from edgepipe.cli.admin import connect, run_async
+
+    if nodes and plan:
+        raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
+    request = serve_request(
+        model,
+        nodes=nodes,
+        plan=plan,
+        micro_batches=micro_batches,
+        context=context,
+        kv_tokens=kv_tokens,
+        dtype=dtype,
+        activations=activations,
+        threads=threads,
+    )
+
+    async def work(folder: Path) -> engine_pb2.EngineState:
+        async with connect(folder) as admin:
+            return await serve_with_progress(admin, request)
+
+    engine = run_async(work(data_dir_of(data_dir)))
+    print(f"{printable(engine.model)} is ready: {describe_stages(engine)}")
+
+
+def serve_request(
+    model: str,
+    *,
+    nodes: int = 0,
+    plan: str = "",
+    micro_batches: str = "auto",
+    context: int = 0,
+    kv_tokens: int = 0,
+    dtype: str = "auto",
+    activations: str = "bf16",
+    threads: int = 0,
+) -> node_pb2.ServeRequest:
+    """The request that the flags mean. Raises ConfigInvalid."""
+    from edgepipe.wire.v1 import common_pb2, node_pb2
+
+    kinds = {"bf16": common_pb2.ACTIVATION_TYPE_BF16, "float32": common_pb2.ACTIVATION_TYPE_FLOAT32}
+    if activations not in kinds:
+        raise ConfigInvalid(f"--activations cannot be '{activations}'", next_step="give bf16 or float32")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
+    options = node_pb2.ServeSpec(
+        micro_batches=_micro_batches(micro_batches),
+        context_length=context,
+        kv_tokens=kv_tokens,
+        dtype="" if dtype == "auto" else dtype,
+        activation_type=kinds[activations] if activations != "bf16" else common_pb2.ACTIVATION_TYPE_UNSPECIFIED,
+        threads=threads,
+    )
+    return node_pb2.ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
+
+
+async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+    """Serve, with a progress bar on stderr. Raises what hinders it."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"asking for {printable(request.model)}", total=1.0)
+        async for event in admin.serve(request):
+            progress.update(task, description=printable(event.message), completed=event.progress)
+            if event.HasField("engine"):
+                return event.engine
+    raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
+
+
+def describe_stages(engine: engine_pb2.EngineState) -> str:
+    """``layers 0-14 on a (torch, cpu), 15-29 on b (mlx, cpu)``"""
+    parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend} {stage.device})" for stage in engine.stages]
+    return printable(f"layers {', '.join(parts)}")
+
+
+def layers_of(stage: engine_pb2.StageState) -> str:
+    """``0-14``: a stage's layers as people write them."""
+    return ",".join(f"{part.layers.start}-{part.layers.end - 1}" for part in stage.slices)
+
+
+def _micro_batches(text: str) -> int:
+    """0 is the engine's own choice."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise ConfigInvalid(f"--micro-batches cannot be '{text}'", next_step="give auto or a number from 1 to 1024")
+    return int(text)

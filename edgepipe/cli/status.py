@@ -1,0 +1,25 @@
+"""``edgepipe status``"""
+
+from __future__ import annotations
+
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import as_dict, make_console, print_json
+
+
+def status(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Show nodes, memory, stages, links, downloads."""
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.status_view import render_status
+    from edgepipe.wire.v1 import node_pb2
+
+    async def work() -> node_pb2.ClusterStatus:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.status()
+
+    found = run_async(work())
+    if as_json:
+        print_json(as_dict(found))
+        return
+    console = make_console()
+    for part in render_status(found):
+        console.print(part)
