@@ -28,7 +28,7 @@ def build(names: Sequence[str], weights: WeightSource, *, dtype: str = "float32"
     """A chain of these backends on the CPU, with bf16 links. Skips where torch is asked for and missing."""
     if "torch" in names:
         pytest.importorskip("torch", reason="torch is not installed")
-    options = BackendOptions(device="cpu", dtype=dtype)
+    options = BackendOptions(device="cpu", dtype=dtype, threads=1)  # torch's waiting threads would spin beside MLX's
     return Pipeline.build([create_backend(name, options) for name in names], weights)
 
 
