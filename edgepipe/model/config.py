@@ -171,7 +171,7 @@ def _family(fields: Fields) -> _Family:
     names = fields.items("architectures")
     if not names:
         names = [_MODEL_TYPES.get(fields.text("model_type", default=""), "unknown")]
-    found = next((str(name) for name in names if name in _FAMILIES), None)
+    found = next((name for name in names if isinstance(name, str) and name in _FAMILIES), None)
     if found is None:
         raise _unsupported(", ".join(str(name) for name in names))
     return _FAMILIES[found]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,8 @@ class Tokenizer:
         Special tokens that stand in the text are honoured. A chat template's result wants ``add_special=False``: it
         brings its own. Raises ModelInvalid if the tokenizer gives an id that the model does not have.
         """
-        ids = self._library.encode(text, add_special_tokens=add_special).ids
+        with _panics_translated():
+            ids = self._library.encode(text, add_special_tokens=add_special).ids
         if ids and max(ids) >= self._vocab_size:
             raise ModelInvalid(
                 "the tokenizer does not fit the model",
@@ -100,6 +102,17 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write ``tokenizer.json``."""
         path.write_text(self._library.to_str(), encoding="utf-8")
+
+
+@contextmanager
+def _panics_translated() -> Generator[None]:
+    """The library gives up on patterns that backtrack too long with an exception that ``except Exception`` misses."""
+    try:
+        yield
+    except BaseException as exc:
+        if type(exc).__name__ != "PanicException":
+            raise
+        raise ModelInvalid("the model's tokenizer gave up on the text", fact=str(exc)[:200]) from exc
 
 
 def check_tokenizer(path: Path, *, vocab_size: int) -> None:

@@ -26,8 +26,9 @@ def check(path: Path, vocab_size: int) -> str:
     largest = tokenizer.largest_id()
     if largest >= vocab_size:
         return f"it has the token id {largest}, the model has {vocab_size}"
-    for text in _PROVOKING:
-        tokenizer.decode(tokenizer.encode(text * (_RUN // len(text))))
+    for unit in _PROVOKING:
+        for end in ("", "!", "\0"):  # a pattern that almost matches backtracks when the text ends otherwise
+            tokenizer.decode(tokenizer.encode(unit * (_RUN // len(unit)) + end))
     return ""
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         problem = exc.fact or exc.what
     except Exception as exc:  # the library raises bare Exceptions
         problem = str(exc)[:200] or type(exc).__name__
-    sys.stderr.write(problem)
+    sys.stderr.write(f"\n{problem}")
     sys.exit(1 if problem else 0)
 
 
