@@ -1,0 +1,66 @@
+"""The torch backend against the reference's outputs for the demo model, on one to four stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from golden import assert_forced, assert_greedy, items
+from harness import BF16Weights, Pipeline
+
+pytest.importorskip("torch")
+
+from edgepipe_torch import TorchBackend
+
+from edgepipe.backend.types import ActivationType, BackendOptions
+
+ITEMS = items()
+
+
+def build(weights: BF16Weights, num_stages: int, *, dtype: str = "float32", scattered: bool = False) -> Pipeline:
+    """Stages on the CPU with bf16 links."""
+    options = BackendOptions(device="cpu", dtype=dtype, activation_type=ActivationType.BF16, threads=1)
+    return Pipeline.build([TorchBackend(options) for _ in range(num_stages)], weights, scattered=scattered)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{}-stages".format)
+def pipeline(request: pytest.FixtureRequest, demo_weights: BF16Weights) -> Iterator[Pipeline]:
+    """float32 compute; on three stages the KV lies scattered."""
+    made = build(demo_weights, request.param, scattered=request.param == 3)
+    yield made
+    made.close()
+
+
+def test_free_running_ids_are_the_references_up_to_the_first_near_tie(pipeline: Pipeline) -> None:
+    """All items decode in one micro-batch: the rows differ in length by up to 645 tokens."""
+    found = pipeline.greedy([item.prompt_ids for item in ITEMS], max(item.num_decided for item in ITEMS))
+    for ids, item in zip(found, ITEMS, strict=True):
+        assert_greedy(ids, item)
+
+
+def test_top_one_on_the_references_tokens_is_the_references(pipeline: Pipeline) -> None:
+    for item in ITEMS:
+        assert_forced(pipeline.forced(item.prompt_ids, item.greedy_ids), item)
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_bf16_compute_keeps_the_references_decided_tokens(demo_weights: BF16Weights, num_stages: int) -> None:
+    pipeline = build(demo_weights, num_stages, dtype="bfloat16")
+    for item in ITEMS:
+        assert_forced(pipeline.forced(item.prompt_ids, item.greedy_ids), item, bf16=True)
+    pipeline.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scattered", [False, True], ids=["runs", "scattered"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_every_dtype_split_and_layout(demo_weights: BF16Weights, num_stages: int, dtype: str, scattered: bool) -> None:
+    """Prompts come in uneven chunks, tokens one by one."""
+    pipeline = build(demo_weights, num_stages, dtype=dtype, scattered=scattered)
+    for item in ITEMS:
+        prompt = len(item.prompt_ids)
+        chunks = [prompt // 3, prompt - prompt // 3, *[1] * 8]
+        logits = pipeline.forced(item.prompt_ids, item.greedy_ids, chunks=chunks)
+        assert_forced(logits, item, bf16=dtype == "bfloat16")
+    pipeline.close()
