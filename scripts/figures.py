@@ -1,0 +1,92 @@
+"""Rows of a table of figures: each with its unit, the baseline measured in the same run, their ratio and the target."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Row(NamedTuple):
+    """One figure. ``met`` is None where there is nothing to meet."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    baseline_name: str = ""
+    ratio: float | None = None
+    target: str = ""
+    met: bool | None = None
+
+
+def at_least(name: str, value: float, unit: str, baseline: float, baseline_name: str, target: float) -> Row:
+    """Higher is better: value over baseline must reach the target."""
+    ratio = value / baseline
+    return Row(name, value, unit, baseline, baseline_name, ratio, f">= {target:.2f}x", ratio >= target)
+
+
+def at_most(name: str, value: float, unit: str, baseline: float, baseline_name: str, target: float) -> Row:
+    """Lower is better: value over baseline must stay below the target."""
+    ratio = value / baseline
+    return Row(name, value, unit, baseline, baseline_name, ratio, f"<= {target:.2f}x", ratio <= target)
+
+
+def below(name: str, value: float, unit: str, limit: float) -> Row:
+    """An absolute limit, for what has no baseline."""
+    return Row(name, value, unit, target=f"<= {limit:g} {unit}", met=value <= limit)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def print_rows(title: str, rows: Sequence[Row]) -> None:
+    """The table for people, then one JSON line for scripts."""
+    table = Table(title=title, title_justify="left")
+    for column, justify in (
+        ("figure", "left"),
+        ("value", "right"),
+        ("unit", "left"),
+        ("baseline", "right"),
+        ("of", "left"),
+        ("ratio", "right"),
+        ("target", "left"),
+        ("", "left"),
+    ):
+        table.add_column(column, justify=justify)
+    for row in rows:
+        mark = {True: "met", False: "MISSED", None: ""}[row.met]
+        ratio = f"{row.ratio:.2f}x" if row.ratio is not None else ""
+        table.add_row(
+            row.name, _number(row.value), row.unit, _number(row.baseline), row.baseline_name, ratio, row.target, mark
+        )
+    Console(width=max(140, Console().width)).print(table)
+    print(json.dumps({"bench": title, "rows": [row._asdict() for row in rows], **machine()}))
+
+
+def machine() -> dict[str, str | int | None]:
+    """What the figures were measured on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {"commit": commit, "cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
