@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,10 +97,21 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
             fact=f"{checked}nobody announced _edgepipe._tcp by mDNS within {_LISTEN_S:.0f} s",
             next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
         )
-    names = ", ".join(sorted(f"{one.node_name} ({one.address}, cluster '{one.cluster_id}')" for one in found))
-    raise NodeUnreachable(
-        "no node that was found lets this machine chat",
-        fact=f"{checked}found {names}; they answer HTTP on their own machine only",
+    raise _unusable(found, checked)
+
+
+def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
+    """Nodes announce themselves, but this command cannot ask them."""
+    names = ", ".join(sorted(f"'{one.node_name}' at {one.address}, cluster '{one.cluster_id}'" for one in found))
+    if all(one.host.startswith("127.") for one in found):
+        return NodeUnreachable(
+            "the node of this machine uses another data directory",
+            fact=f"{checked}found {names}",
+            next_step="say which: --data-dir FOLDER",
+        )
+    return NodeUnreachable(
+        "the nodes that were found answer HTTP on their own machine only",
+        fact=f"{checked}found {names}",
         next_step=f"join them: edgepipe node start --cluster {found[0].cluster_id}",
     )
 

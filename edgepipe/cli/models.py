@@ -44,8 +44,11 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 
     from edgepipe.model.store import ModelStore
 
+    console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=make_console(stderr=True), transient=True) as progress:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(printable(model), total=None)
 
         def show(now: PullProgress) -> None:

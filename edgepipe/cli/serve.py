@@ -88,8 +88,9 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
     """Serve, with a progress bar on stderr. Raises what hinders it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+    console = make_console(stderr=True)
     columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"asking for {printable(request.model)}", total=1.0)
         async for event in admin.serve(request):
             progress.update(task, description=printable(event.message), completed=event.progress)

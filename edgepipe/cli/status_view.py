@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _BAR_CELLS = 10
 _STYLES = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim", "ready": "green", "failed": "red"}
 _NAME_CHARS = 16
+_LINE_CHARS = 80
+_STAGE_NUMBERS = ("WEIGHTS", "KV", "STEP", "BUSY", "NEXT HOP")
+_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
@@ -58,36 +61,33 @@ def _headline(status: pb.ClusterStatus) -> Text:
 
 
 def _nodes(status: pb.ClusterStatus) -> Table:
-    table = make_table("NODE", "DEVICE", "MEMORY FOR MODELS", "", "RTT", right=("RTT",))
+    table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",))
     for member in status.members:
         name = _short(member.node.name) + (" (this)" if member.self else "")
         rtt = "-" if member.self else f"{member.rtt_ms:.2f} ms"
-        mark = Text("● ", style=_STYLES.get(member.state, ""))
-        first = mark + Text(name)
+        first = Text("● ", style=_STYLES.get(member.state, "")) + Text(name, style="not bold")
         devices = list(member.node.devices)
         if not devices:
-            table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", "", rtt)
+            table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
         for device in devices:
             table.add_row(first, *_device(device), rtt)
             first, rtt = Text(), ""
     return table
 
 
-def _device(device: pb.DeviceState) -> tuple[Text, str, Text]:
+def _device(device: pb.DeviceState) -> tuple[Text, Text]:
     profile = device.profile
-    what = Text(printable(" ".join(filter(None, (profile.backend, profile.device))))[:20])
+    words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
+    what = Text(printable(" ".join(filter(None, words)))[:22])
     if device.state in ("starting", "failed"):
         reason = device.error.what if device.state == "failed" else "measuring"
-        return what, "", Text(printable(reason)[:40], style=_STYLES.get(device.state, "dim"))
+        return what, Text(printable(reason)[:34], style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
-    numbers = Text(f"{format_bytes(device.reserved_bytes)} of {format_bytes(usable)}")
-    if profile.compute_dtype:
-        numbers.append(f" {profile.compute_dtype}", style="dim")
-    return what, memory, numbers
+    return what, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
 
 
-def _engine(engine: engine_pb2.EngineState) -> Iterator[Text]:
+def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
     line = Text(printable(engine.model), style="bold")
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
     if engine.state == "ready":
@@ -101,34 +101,36 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[Text]:
                 yield Text(f"  {printable(text)}", style="red")
     if engine.stages:
         yield _ring(engine)
-        for index, stage in enumerate(engine.stages):
-            yield _stage(stage, last=index == len(engine.stages) - 1)
+        yield _stages(engine)
 
 
 def _figures(engine: engine_pb2.EngineState) -> str:
     requests = f" · {engine.running} running" + (f", {engine.waiting} waiting" if engine.waiting else "")
     used = engine.num_blocks - engine.free_blocks
-    kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size} tokens"
-    return f"{requests}{kept} · {engine.micro_batches} micro-batch{'es' * (engine.micro_batches != 1)}"
+    kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size}"
+    return f"{requests}{kept} · M {engine.micro_batches}"
 
 
 def _ring(engine: engine_pb2.EngineState) -> Text:
-    """``  ╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the way back drawn below it."""
-    boxes = [f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages]
-    way = " ──▶ ".join(boxes)
+    """``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's way back below it; one long line where there are many stages."""
+    way = " ──▶ ".join(f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages)
     top = f"  ╭▶ {way} ─╮"
-    below = "  ╰" + "─" * (len(top) - 4) + "╯"
-    return Text(f"{top}\n{below[: len(top) // 2 - 4]} token {below[len(top) // 2 + 3 :]}")
+    if len(top) > _LINE_CHARS:
+        return Text(f"  {way} ──▶ token")
+    line = "─" * (len(top) - len("  ╰ token ╯"))
+    half = len(line) // 2
+    return Text(f"{top}\n  ╰{line[:half]} token {line[half:]}╯")
 
 
-def _stage(stage: engine_pb2.StageState, *, last: bool) -> Text:
-    weights = f"{format_bytes(stage.weight_bytes)} weights, {format_bytes(stage.kv_bytes)} KV"
-    line = Text(f"    {_short(stage.node_name):<{_NAME_CHARS}} {weights}")
-    if stage.step_ms:
-        line.append(f" · step {stage.step_ms:.1f} ms · busy {stage.busy:.0%}")
-    if stage.one_way_ms and not last:
-        line.append(f" · next {stage.one_way_ms:.2f} ms away")
-    return line
+def _stages(engine: engine_pb2.EngineState) -> Table:
+    table = make_table("  STAGE", "WEIGHTS", "KV", "STEP", "BUSY", "NEXT HOP", right=_STAGE_NUMBERS)
+    last = len(engine.stages) - 1
+    for index, stage in enumerate(engine.stages):
+        hop = f"{stage.one_way_ms:.2f} ms" if stage.one_way_ms and index != last else "-"
+        step, busy = (f"{stage.step_ms:.1f} ms", f"{stage.busy:.0%}") if stage.step_ms else ("-", "-")
+        name = f"  {_short(stage.node_name)}"
+        table.add_row(name, format_bytes(stage.weight_bytes), format_bytes(stage.kv_bytes), step, busy, hop)
+    return table
 
 
 def _downloads(transfers: list[tuple[pb.MemberState, pb.Transfer]], names: dict[str, str]) -> Table:

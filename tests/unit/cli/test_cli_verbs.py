@@ -1,0 +1,178 @@
+"""Verbs that need no node: what they print, and how their errors look."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edgepipe.cli.node
+from edgepipe.cli.demo import choose_backends
+from edgepipe.cli.main import main
+from edgepipe.cli.options import data_dir_of
+from edgepipe.cli.serve import serve_request
+from edgepipe.errors import ConfigInvalid
+from tests.unit.cli.conftest import Run
+
+VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "config", "version")
+NODE_FLAGS = (
+    "--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir --insecure-lan"
+).split()
+
+
+def test_help_names_every_verb(run: Run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    assert all(verb in result.out for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (("node", "start"), NODE_FLAGS),
+        (("serve",), ["--nodes", "--plan", "--micro-batches"]),
+        (("chat",), ["--model", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
+        (("demo",), ["--nodes", "--backends", "--model", "--prompt", "--serve", "--http-port"]),
+        (("status",), ["--json"]),
+        (("models", "pull"), ["--dry-run"]),
+        (("config", "show"), ["--origin"]),
+    ],
+)
+def test_commands_have_the_flags_that_are_promised(run: Run, command: tuple[str, ...], flags: list[str]) -> None:
+    text = run(*command, "--help").out
+    assert [flag for flag in flags if flag not in text] == []
+
+
+def test_a_bare_command_says_what_stands_here_and_what_comes_next(run: Run) -> None:
+    result = run()
+    assert result.code == 0
+    assert "not running on this machine" in result.out
+    assert "edgepipe demo" in result.out
+    assert max(map(len, result.out.splitlines())) <= 100
+
+
+def test_version_for_people_and_for_scripts(run: Run) -> None:
+    assert run("version").out.startswith("edgepipe ")
+    assert set(json.loads(run("version", "--json").out)) == {"version", "protocol", "python", "platform", "backends"}
+
+
+def test_config_show_tells_the_origin_of_each_value(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEPIPE_THREADS", "3")
+    text = run("config", "show", "--origin").out
+    assert any(line.split() == ["threads", "3", "env", "EDGEPIPE_THREADS"] for line in text.splitlines())
+    values = json.loads(run("config", "show", "--json").out)
+    assert values["threads"] == {"value": 3, "origin": "env EDGEPIPE_THREADS"}
+    assert values["port"] == {"value": 7117, "origin": "default"}
+
+
+def test_an_empty_store_says_how_to_fill_it(run: Run) -> None:
+    assert "edgepipe models pull" in run("models", "list").out
+    assert json.loads(run("models", "list", "--json").out) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("status",), 3),
+        (("ps",), 3),
+        (("serve", "demo"), 3),
+        (("stop", "demo"), 3),
+        (("stop",), 2),
+        (("logs",), 3),
+        (("node", "stop"), 3),
+        (("models", "rm", "nothing"), 7),
+        (("models", "pull", "no/../such"), 7),
+        (("serve", "demo", "--nodes", "1", "--plan", "a:0-1"), 2),
+        (("serve", "demo", "--micro-batches", "many"), 2),
+        (("serve", "demo", "--dtype", "int3"), 2),
+        (("demo", "--nodes", "1", "--backends", "torch,mlx"), 2),
+        (("demo", "--serve", "--prompt", "x"), 2),
+        (("node", "start", "--port", "99999"), 2),
+        (("node", "start", "--name", "no spaces"), 2),
+        (("chat", "--temperature", "9"), 2),
+        (("nothing",), 2),
+        (("serve",), 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_errors_are_three_short_lines_with_the_right_code(run: Run, command: tuple[str, ...], code: int) -> None:
+    result = run(*command)
+    assert (result.code, result.out) == (code, "")
+    assert "Traceback" not in result.err
+    assert result.err.lower().startswith(("error:", "usage:"))
+    if result.err.startswith("error:"):
+        assert 1 <= len(result.err.splitlines()) <= 3
+
+
+def test_a_socket_that_nobody_answers_is_no_node(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "daemon.sock").touch()
+    result = run("status")
+    assert result.code == 3
+    assert "no edgepipe node runs on this machine" in result.err
+
+
+def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(given: object) -> Path:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", broken)
+    result = run("node", "stop")
+    assert result.code == 1
+    assert len(result.err.splitlines()) == 1
+    with pytest.raises(KeyError):
+        main(["--debug", "node", "stop"])
+
+
+def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(given: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", interrupted)
+    assert run("node", "stop").code == 130
+
+
+def test_logs_of_a_stopped_node_are_what_it_left(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "node.log").write_text("one\ntwo\nthree\n")
+    assert run("logs", "-n", "2").out == "two\nthree\n"
+    assert run("logs", "-f").code == 3
+
+
+def test_serve_flags_become_the_request() -> None:
+    request = serve_request("m", nodes=2, micro_batches="3", context=512, activations="float32", threads=1)
+    assert (request.model, request.num_nodes, request.plan) == ("m", 2, "")
+    assert (request.options.micro_batches, request.options.context_length, request.options.threads) == (3, 512, 1)
+    assert serve_request("m", plan="a:0-1").options.micro_batches == 0
+
+
+def test_backends_of_a_demo_are_repeated_over_its_nodes() -> None:
+    assert choose_backends("torch,mlx", 3) == ["torch", "mlx", "torch"]
+    assert choose_backends("emulated", 2) == ["emulated", "emulated"]
+    with pytest.raises(ConfigInvalid):
+        choose_backends("torch,mlx", 1)
+
+
+def test_the_data_directory_comes_from_the_flag_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGEPIPE_DATA_DIR", str(tmp_path / "env"))
+    assert data_dir_of(None) == tmp_path / "env"
+    assert data_dir_of(tmp_path / "flag") == tmp_path / "flag"
+
+
+def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
+    code = (
+        "import sys, edgepipe.cli.main as m\n"
+        "try: m.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "bad = {'torch', 'mlx', 'grpc', 'httpx', 'rich', 'numpy', 'pydantic', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+        "import edgepipe.cli.repl, edgepipe.cli.local_cluster, edgepipe.cli.status_view, edgepipe.gateway.service\n"
+        "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

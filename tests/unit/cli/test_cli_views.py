@@ -1,0 +1,152 @@
+"""What people look at: the status picture, the footer, JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from edgepipe.cli.conversation import Answer
+from edgepipe.cli.output import as_dict, bar, print_error, printable
+from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
+from edgepipe.cli.status_view import render_status
+from edgepipe.errors import EdgepipeError, ModelUnknown, PromptTooLong, RemoteProtocolError
+from edgepipe.gateway.problems import from_error
+from edgepipe.wire.v1 import node_pb2 as pb
+from tests.unit.cli.conftest import make_status
+
+
+def picture(status: pb.ClusterStatus, *, width: int = 80) -> list[str]:
+    """The status as lines of plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, emoji=False)
+    for part in render_status(status):
+        console.print(part)
+    file: Any = console.file
+    return file.getvalue().splitlines()
+
+
+def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
+    lines = picture(make_status())
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for word in (
+        "gamer (this)",
+        "0.41 ms",
+        "20.6 of 21.6 GB",
+        "0-38",
+        "39-79",
+        "99%",
+        "degraded",
+        "12.4 GB of 19.3 GB",
+    ):
+        assert word in text
+    assert "…" not in text
+
+
+def test_the_ring_is_drawn_for_any_number_of_stages() -> None:
+    status = make_status()
+    engine = status.engines[0]
+    lines = picture(status)
+    top = next(line for line in lines if "╭▶" in line)
+    below = lines[lines.index(top) + 1]
+    assert len(top) == len(below)
+    assert below.strip().startswith("╰")
+    for _ in range(6):
+        engine.stages.add().CopyFrom(engine.stages[0])
+    many = picture(status)
+    assert max(map(len, many)) <= 80
+    assert "token" in "\n".join(many)
+
+
+def test_a_cluster_of_one_that_serves_nothing_says_what_to_do() -> None:
+    status = pb.ClusterStatus(cluster_name="home")
+    status.members.add(state="alive", self=True).node.name = "a"
+    text = "\n".join(picture(status))
+    assert "1 node" in text
+    assert "edgepipe serve" in text
+
+
+def test_a_failed_model_shows_its_three_lines() -> None:
+    status = make_status()
+    status.engines[0].state = "failed"
+    status.engines[0].error.what = "stage 1 ended"
+    status.engines[0].error.fact = "exit status -9"
+    text = "\n".join(picture(status))
+    assert "stage 1 ended" in text
+    assert "exit status -9" in text
+
+
+def test_names_from_elsewhere_cannot_move_the_cursor() -> None:
+    status = make_status()
+    status.members[1].node.name = "x\x1b[2Jy"
+    assert "\x1b" not in "\n".join(picture(status))
+    assert printable("a\x07b\nc") == "a\ufffdb\nc"
+
+
+def test_status_as_json_has_numbers_as_numbers() -> None:
+    value = json.loads(json.dumps(as_dict(make_status())))
+    assert value["members"][0]["node"]["devices"][0]["reserved_bytes"] == 20_600_000_000
+    assert value["members"][1]["rtt_ms"] == 0.41
+    assert value["engines"][0]["stages"][1]["slices"][0]["layers"] == {"start": 39, "end": 80}
+    assert value["engines"][0]["error"] is None
+
+
+def test_a_bar_is_as_full_as_its_fraction() -> None:
+    assert bar(0, width=4) == "▕    ▏"
+    assert bar(0.5, width=4) == "▕██  ▏"
+    assert bar(7, width=4) == "▕████▏"
+
+
+def test_the_footer_has_the_four_figures() -> None:
+    answer = Answer(
+        text="x",
+        finish_reason="stop",
+        num_tokens=412,
+        num_prompt_tokens=9,
+        first_word_s=1.2,
+        tokens_per_s=11.43,
+        num_nodes=2,
+    )
+    assert answer.footer() == "412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("data", "piece"),
+    [
+        ('{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}', Piece()),
+        ('{"choices": [{"delta": {"content": "a"}, "finish_reason": null}], "usage": null}', Piece(text="a")),
+        ('{"choices": [{"delta": {}, "finish_reason": "stop"}]}', Piece(finish_reason="stop")),
+        (
+            '{"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}',
+            Piece(completion_tokens=3, prompt_tokens=2),
+        ),
+    ],
+)
+def test_events_become_pieces(data: str, piece: Piece) -> None:
+    assert piece_from_event(data) == piece
+
+
+@pytest.mark.parametrize("data", ["", "[]", "3", '{"choices": 1}', '{"choices": [3]}', "{"])
+def test_what_is_no_chat_stream_is_a_protocol_error(data: str) -> None:
+    with pytest.raises(RemoteProtocolError):
+        piece_from_event(data)
+
+
+@pytest.mark.parametrize("kind", [ModelUnknown, PromptTooLong])
+def test_an_error_keeps_its_class_and_its_three_lines_through_http(
+    kind: type[EdgepipeError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = json.dumps(from_error(kind("what", fact="fact", next_step="next")).body()).encode()
+    error = error_from_body(body, status=400)
+    assert type(error) is kind
+    print_error(error)
+    assert capsys.readouterr().err == "error: what\n       fact\n   try: next\n"
+    with pytest.raises(kind):
+        piece_from_event(body.decode())
+
+
+def test_an_error_page_that_is_not_ours_is_a_protocol_error() -> None:
+    assert isinstance(error_from_body(b"<html>", status=502), RemoteProtocolError)
