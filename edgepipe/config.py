@@ -120,6 +120,11 @@ def load_config(
     return LoadedConfig(values=_completed(values), origins=origins)
 
 
+def prepare_environment() -> None:
+    """For mains, before gRPC is first used: its fork handlers help nobody here (children are spawned) and log noise."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
     """The environment for a child process: this one's without settings (children get theirs as a message)."""
     source = os.environ if environ is None else environ

@@ -54,7 +54,7 @@ class Discovery:
         try:
             self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
             # The name holds the node id, so nobody else has it and the probing wait of 0.75 s can be left out.
-            register: Any = self._zeroconf.async_register_service
+            register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
         except OSError as exc:
@@ -67,7 +67,7 @@ class Discovery:
         if self._browser is not None:
             await self._browser.async_cancel()
         if self._zeroconf is not None:
-            unregister: Any = self._zeroconf.async_unregister_service
+            unregister: Any = self._zeroconf.async_unregister_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             await (await unregister(self._info))  # the inner one ends when the goodbyes are sent
             await self._zeroconf.async_close()
             self._zeroconf = None

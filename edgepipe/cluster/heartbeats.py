@@ -182,7 +182,7 @@ class Heartbeats:
                 async with asyncio.TaskGroup() as tasks:
                     sender = tasks.create_task(self._send(call, conversation), name=f"beats:{address}")
                     try:
-                        async for beat in call:
+                        while (beat := await _next_beat(call)) is not None:
                             self._hear(conversation, beat, NodeId(node_id), dialled=address)
                     except grpc.aio.AioRpcError:
                         pass  # its code is read below
@@ -193,10 +193,10 @@ class Heartbeats:
     async def _first_answer(self, call: Any, address: str) -> node_pb2.Beat:
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
-                first = await call.read()
+                first = await _next_beat(call)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{address} does not answer", fact=f"waited {self._timeouts.connect_s:.0f} s") from exc
-        if first is grpc.aio.EOF:
+        if first is None:
             raise LinkError(f"{address} ended the stream without an answer")
         return first
 
@@ -261,3 +261,9 @@ class Heartbeats:
         if dialled and sent_s is not None:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
+
+
+async def _next_beat(call: Any) -> node_pb2.Beat | None:
+    """The next beat of a call, None at the stream's end. Raises AioRpcError."""
+    beat = await call.read()
+    return None if beat is grpc.aio.EOF else beat

@@ -1,0 +1,1 @@
+"""Composition root: builds a node's objects, supervises its children, shuts down in order."""

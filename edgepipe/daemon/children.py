@@ -49,6 +49,12 @@ class Child:
         return self.process.pid
 
     @property
+    def port(self) -> int:
+        """Where it listens; 0 until it has told."""
+        well = self.started.done() and self.started.exception() is None
+        return self.started.result().port if well else 0
+
+    @property
     def state(self) -> str:
         """starting | running | stopping | exited"""
         if self.exited.is_set():

@@ -65,6 +65,7 @@ class DeviceHost:
         self._error: EdgepipeError | None = None
         self._vacant = asyncio.Event()  # nothing is held, so a spare is wanted
         self._vacant.set()
+        self._closed = False
 
     def state(self) -> list[pb.DeviceState]:
         """The device as the node tells of it; nothing where there is no backend."""
@@ -82,7 +83,7 @@ class DeviceHost:
     async def keep_spare(self) -> None:
         """Have a spare while nothing is held; ends when the backend cannot run here, or by cancellation."""
         wait_s = _RESTART_MIN_S
-        while self._backend != NONE:
+        while self._backend != NONE and not self._closed:
             await self._vacant.wait()
             try:
                 await self._spare_life()
@@ -129,7 +130,8 @@ class DeviceHost:
             await self._end(pipeline_id, hold)
 
     async def release_all(self) -> None:
-        """End every stage, the spare too."""
+        """End every stage, the spare too, and start no other."""
+        self._closed = True
         for pipeline_id, hold in list(self._holds.items()):
             await self._end(pipeline_id, hold)
         await self._children.stop_all("stage")
@@ -152,7 +154,8 @@ class DeviceHost:
         await spare.exited.wait()
         if self._spare is spare:
             self._spare = None
-            raise spare.error()
+            if not self._closed:
+                raise spare.error()
 
     async def _start_stage(self) -> Child:
         child = await self._children.start(self._new_settings(), self._tasks)
@@ -248,7 +251,7 @@ class DeviceHost:
         block_bytes = max(1, loaded.kv_block_bytes)
         wanted = -(-request.kv_tokens // max(1, request.block_size))
         return pb.Prepared(
-            address=f"{child.settings.host}:{child.started.result().port}",
+            address=f"{child.settings.host}:{child.port}",
             max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
             kv_block_bytes=loaded.kv_block_bytes,
             weight_bytes=loaded.weight_bytes,

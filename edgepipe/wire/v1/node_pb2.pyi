@@ -643,9 +643,11 @@ class ReadTensorRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    MANIFEST_HASH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     name: _builtins.str
     offset: _builtins.int
+    manifest_hash: _builtins.str
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -655,10 +657,11 @@ class ReadTensorRequest(_message.Message):
         model: _builtins.str = ...,
         name: _builtins.str = ...,
         offset: _builtins.int = ...,
+        manifest_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "manifest_hash", b"manifest_hash", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,9 +675,11 @@ class ReadFileRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    MANIFEST_HASH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     name: _builtins.str
     offset: _builtins.int
+    manifest_hash: _builtins.str
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -684,10 +689,11 @@ class ReadFileRequest(_message.Message):
         model: _builtins.str = ...,
         name: _builtins.str = ...,
         offset: _builtins.int = ...,
+        manifest_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "manifest_hash", b"manifest_hash", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

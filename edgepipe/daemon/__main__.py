@@ -1,0 +1,36 @@
+"""A node for programs: ``python -m edgepipe.daemon '{"port": 0, ...}'``, settings as JSON.
+
+Writes one line of JSON on standard output once it is ready, three lines on standard error if it cannot start. People
+use ``edgepipe node start``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from edgepipe.config import load_config
+from edgepipe.daemon.node import NodeReady, run
+from edgepipe.errors import EdgepipeError
+
+
+def main() -> int:
+    """Run until stopped; the exit status is that of the error."""
+    try:
+        flags: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+        run(load_config(flags).values, on_ready=_tell)
+    except EdgepipeError as error:
+        sys.stderr.write("\n".join(error.lines()) + "\n")
+        return error.exit_code
+    return 0
+
+
+def _tell(ready: NodeReady) -> None:
+    sys.stdout.write(json.dumps(asdict(ready), default=str) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A stage process: imports its backend, measures the device, then waits as a spare until it is told what to load."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from edgepipe.backend.loader import create_backend
+from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
+from edgepipe.clock import Clock
+from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.daemon.child_server import bind_one_of
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.system import SystemClock
+from edgepipe.link.channels import make_server
+from edgepipe.model.weights import open_weights
+from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.stage import Stage
+from edgepipe.wire.common import activation_type_from_wire, make_hello, profile_to_wire, slices_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_REPORT_INTERVAL_S = 0.25  # ARCHITECTURE: progress four times a second
+_LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
+
+
+async def run(settings: ChildSettings, link: DaemonLink) -> None:
+    """Serve one stage until cancelled. Raises BackendUnavailable and what loading raises."""
+    clock = SystemClock()
+    compute = ComputeThread(clock=clock)
+    server = make_server()
+    options = _options(settings)
+    backend = await compute.call(lambda: create_backend(settings.backend, options))
+    profile = await compute.call(backend.profile)
+    port = bind_one_of(server, settings)
+    link.started(port=port, profile=profile_to_wire(profile))
+    stage: Stage | None = None
+    try:
+        async for command in link.commands():
+            if not command.HasField("load") or stage is not None:
+                continue
+            if (wanted := _options(settings, command.load)) != options:
+                await compute.call(backend.close)
+                backend = await compute.call(partial(create_backend, settings.backend, wanted))
+            hello = make_hello(
+                role="stage",
+                node_id=settings.node_id,
+                node_name=settings.node_name,
+                cluster_id=settings.cluster_id,
+            )
+            stage = Stage(backend=backend, clock=clock, hello=hello, compute=compute, name=f"stage on {profile.name}")
+            stage.add_to(server)
+            await server.start()
+            await _load(stage, link, command.load, profile, clock)
+    finally:
+        await server.stop(grace=0.2)
+        if stage is not None:
+            await stage.close()
+
+
+async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: DeviceProfile, clock: Clock) -> None:
+    told_at_s = float("-inf")
+
+    def tell(done: LoadProgress) -> None:
+        nonlocal told_at_s
+        if clock.monotonic_s() - told_at_s >= _LOADING_INTERVAL_S:
+            told_at_s = clock.monotonic_s()
+            progress = pb.PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total)
+            link.report(pb.ChildReport(loading=progress))
+
+    shard = await stage.load(
+        slices=slices_from_wire(load.slices),
+        open_weights=partial(open_weights, Path(load.path)),
+        progress=tell,
+        block_size=load.block_size,
+    )
+    loaded = pb.ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes)
+    link.report(pb.ChildReport(loaded=loaded))
+
+
+def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:
+    """As the node is set, with what the pipeline wants otherwise."""
+    options = BackendOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads or None,
+        settings=settings.backend_options,
+    )
+    if load is None:
+        return options
+    return BackendOptions(
+        device=settings.device,
+        dtype=load.dtype if load.dtype not in ("", "auto") else settings.dtype,
+        activation_type=activation_type_from_wire(load.activation_type)
+        if load.activation_type
+        else options.activation_type,
+        threads=options.threads,
+        settings=options.settings,
+    )

@@ -1,0 +1,77 @@
+"""The node's gateway process: started, fed with views of the cluster, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.errors import EdgepipeError
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
+_VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
+
+
+class GatewayKeeper:
+    """Keeps exactly one gateway running."""
+
+    def __init__(
+        self,
+        *,
+        children: Children,
+        new_settings: Callable[[int], ChildSettings],
+        http_port: int,
+        view: Callable[[], pb.ClusterView],
+        changes: Callable[[], AsyncIterator[None]],
+        tasks: asyncio.TaskGroup,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.http_port = 0  # where it answers now
+        self._children = children
+        self._new_settings = new_settings
+        self._wanted_port = http_port
+        self._view = view
+        self._changes = changes
+        self._tasks = tasks
+        self._on_change = on_change
+
+    async def start(self) -> Child:
+        """Start the first one. Raises PortInUse and whatever else hinders it."""
+        child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
+        started = await self._children.wait_started(child)
+        self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
+        self._on_change()
+        return child
+
+    async def keep(self, child: Child) -> None:
+        """Feed it, and start another whenever it ends. Ends by cancellation only."""
+        wait_s = _RESTART_MIN_S
+        while True:
+            feeder = self._tasks.create_task(self._feed(child), name="gateway:views")
+            try:
+                await child.exited.wait()
+            finally:
+                feeder.cancel()
+            if child.stopping:
+                return
+            logger.error("gateway ended, started again in %.1f s: %s", wait_s, child.error())
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _RESTART_MAX_S)
+            try:
+                child = await self.start()
+            except EdgepipeError as error:
+                logger.error("gateway does not start: %s", error)
+
+    async def _feed(self, child: Child) -> None:
+        told: pb.ClusterView | None = None
+        async for _ in self._changes():
+            view = self._view()
+            if view != told:
+                told = view
+                child.send(pb.ChildCommand(cluster=view))
+                await asyncio.sleep(_VIEW_INTERVAL_S)

@@ -1,0 +1,61 @@
+"""What this node tells of itself, and what it shows of the cluster."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+from edgepipe import __version__
+from edgepipe.cluster.membership import Membership
+from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.data_dir import Identity
+from edgepipe.wire.v1 import node_pb2 as pb
+
+Part = Callable[[pb.NodeState], None]  # fills in its fields
+
+
+class LocalNode:
+    """Builds this node's state from its parts, counts its versions and spreads the news."""
+
+    def __init__(self, *, identity: Identity, name: str, address: str, announce: Callable[[], None]) -> None:
+        self.changes = Changes()  # of this node and of the cluster as seen from it
+        self.state = pb.NodeState(
+            node_id=identity.node_id,
+            name=name,
+            address=address,
+            incarnation=identity.incarnation,
+            edgepipe_version=__version__,
+            platform=f"{platform.system()} {platform.machine()}",
+            version=1,
+        )
+        self._parts: list[Part] = []
+        self._announce = announce
+
+    def add_part(self, part: Part) -> None:
+        """Let ``part`` fill in its fields whenever the state is built."""
+        self._parts.append(part)
+
+    def refresh(self, *, urgent: bool = True) -> None:
+        """Build the state again; if it differs, others hear of it: at once when ``urgent``, else with the next beat."""
+        fresh = pb.NodeState()
+        fresh.CopyFrom(self.state)
+        for field in ("devices", "engines", "models", "transfers"):
+            fresh.ClearField(field)
+        for part in self._parts:
+            part(fresh)
+        if fresh == self.state:
+            return
+        fresh.version += 1
+        self.state = fresh  # a new object: beats and views under way keep the old one
+        self.changes.notify()
+        if urgent:
+            self._announce()
+
+
+def member_states(local: LocalNode, membership: Membership) -> list[pb.MemberState]:
+    """This node first, then every reachable member."""
+    own = pb.MemberState(node=local.state, state="alive", self=True)
+    others = [
+        pb.MemberState(node=member.node, state=member.status, rtt_ms=member.rtt_ms) for member in membership.reachable()
+    ]
+    return [own, *others]

@@ -1,0 +1,237 @@
+"""The models of this node as the daemon uses them: found, adopted from peers, filled with missing tensors, read out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.transfer import Transfers, WeightsClient
+from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown
+from edgepipe.model.config_json import config_to_json
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore, StoredModel, tensor_names
+from edgepipe.wire.common import slices_from_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 512 << 10  # as activations: larger ones delay what shares the machine's network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    """A model whose metadata is on this node's disk; its tensors may be missing."""
+
+    name: str
+    path: Path
+    manifest_hash: str
+    config: ModelConfig
+    stored: StoredModel
+
+    @property
+    def config_json(self) -> str:
+        """The shape for an engine."""
+        return json.dumps(config_to_json(self.config))
+
+
+class Models:
+    """One store, the peers that may have what it lacks, and the transfers under way."""
+
+    def __init__(self, *, models_dir: Path, peers: Peers, timeouts: Timeouts, on_change: Callable[[], None]) -> None:
+        self._store = ModelStore(models_dir)
+        self._peers = peers
+        self._on_change = on_change
+        self._client = WeightsClient(hello=peers.hello, timeouts=timeouts)
+        self._transfers = Transfers(self._client, on_change)
+        self._on_disk: list[pb.ModelOnDisk] = []
+        self._paths: dict[tuple[str, str], Path] = {}  # of models whose metadata is here, by name and hash
+        self._reading: dict[tuple[str, str], StoredModel] = {}  # models that peers read, kept open
+        self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
+
+    def on_disk(self) -> list[pb.ModelOnDisk]:
+        """What ``rescan`` found last."""
+        return self._on_disk
+
+    def transfers(self) -> list[pb.Transfer]:
+        """What is being fetched."""
+        return self._transfers.running()
+
+    def rescan(self) -> None:
+        """Look at the disk again, where the command line pulls and removes models too. Reads headers only."""
+        found: list[pb.ModelOnDisk] = []
+        self._paths.clear()
+        for stored in self._store.list():
+            try:
+                told = pb.ModelOnDisk(
+                    model=stored.id,
+                    manifest_hash=stored.manifest_hash,
+                    num_bytes=stored.size_bytes,
+                    complete=stored.whole,
+                )
+            except EdgepipeError as error:
+                logger.warning("model cannot be used model=%s: %s", stored.id, error)
+                continue
+            found.append(told)
+            self._paths.setdefault((told.model, told.manifest_hash), stored.path)
+        self._on_disk = found
+        self._on_change()
+
+    def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
+        """The folder with config, tokenizer and template, if it is here."""
+        return self._paths.get((model, manifest_hash))
+
+    async def resolve(self, name: str) -> LocalModel:
+        """The model that a person means, its metadata fetched if only a peer has it. Raises ModelUnknown."""
+        local = [told.model for told in self._on_disk]
+        remote = [told.model for node in self._peers.nodes() for told in node.models]
+        for known in (local, remote):
+            if match := next((model for model in known if model.lower() == name.lower()), None) or _by_last(
+                name, known
+            ):
+                return await self.adopt(match)
+        everywhere = sorted({*local, *remote})
+        raise ModelUnknown(
+            f"no model '{name[:120]}' is in the cluster",
+            fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
+            next_step=f"edgepipe models pull {name[:120]}",
+        )
+
+    async def adopt(self, name: str, *, manifest_hash: str = "", first_source: str = "") -> LocalModel:
+        """The model of that name (and content, if told), its metadata fetched from a peer if it is not here.
+
+        Raises ModelUnknown if nobody has it.
+        """
+        stored = self._find(name, manifest_hash)
+        if stored is None:
+            stored = await self._fetch_metadata(name, manifest_hash, first_source)
+        return LocalModel(
+            name=stored.id,
+            path=stored.path,
+            manifest_hash=stored.manifest_hash,
+            config=stored.config,
+            stored=stored,
+        )
+
+    async def fetch(
+        self, model: LocalModel, slices: Sequence[common_pb2.Slice], *, first_source: str
+    ) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch the tensors that the slices need and that are not here; nothing to say when all are.
+
+        Raises ModelUnknown when no peer has one of them, ModelInvalid when what came was damaged everywhere.
+        """
+        parts = slices_from_wire(slices)
+        if not await asyncio.to_thread(model.stored.missing, parts):
+            return
+        async with self._writing:
+            writer = self._store.shard_writer(model.stored.manifest, {})
+            missing = writer.missing(tensor_names(model.config, parts))
+            sources = self._sources(model.name, model.manifest_hash, first_source)
+            async for progress in self._transfers.fetch(model.name, writer, missing, sources):
+                yield progress
+            self.rescan()
+
+    async def keep_served_metadata(self, changes: Callable[[], AsyncIterator[None]]) -> None:
+        """Fetch the metadata of every model that is served anywhere, so that this node's gateway can answer for it."""
+        self.rescan()
+        failed: set[tuple[str, str]] = set()
+        async for _ in changes():
+            for node in self._peers.nodes():
+                for engine in node.engines:
+                    key = (engine.model, engine.manifest_hash)
+                    if not engine.manifest_hash or engine.state == "failed" or key in self._paths or key in failed:
+                        continue
+                    try:
+                        await self.adopt(engine.model, manifest_hash=engine.manifest_hash, first_source=node.node_id)
+                    except EdgepipeError as error:
+                        failed.add(key)
+                        logger.warning("gateway cannot answer for model=%s: %s", engine.model, error)
+
+    async def manifest_json(self, name: str) -> bytes:
+        """For a peer. Raises ModelUnknown."""
+        return (await asyncio.to_thread(self._store.resolve, name)).manifest.to_json()
+
+    async def read_tensor(
+        self, name: str, manifest_hash: str, tensor: str, *, offset: int
+    ) -> AsyncGenerator[pb.DataChunk]:
+        """For a peer. Raises ModelUnknown, ModelInvalid if the tensor is not here."""
+        stored = await asyncio.to_thread(self._opened, name, manifest_hash)
+        entry = stored.manifest.by_name.get(tensor)
+        if entry is None:
+            raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
+        while offset < entry.info.num_bytes:
+            size = min(_CHUNK_BYTES, entry.info.num_bytes - offset)
+            data = await asyncio.to_thread(stored.read_tensor, tensor, offset=offset, num_bytes=size)
+            yield pb.DataChunk(offset=offset, data=data.tobytes())
+            offset += size
+
+    async def read_file(self, name: str, manifest_hash: str, file: str, *, offset: int) -> AsyncGenerator[pb.DataChunk]:
+        """For a peer. Raises ModelUnknown, ModelInvalid if it is no file that nodes exchange."""
+        stored = await asyncio.to_thread(self._opened, name, manifest_hash)
+        data = await asyncio.to_thread(stored.read_file, file)
+        for start in range(offset, len(data), _CHUNK_BYTES):
+            yield pb.DataChunk(offset=start, data=data[start : start + _CHUNK_BYTES])
+
+    def _find(self, name: str, manifest_hash: str) -> StoredModel | None:
+        try:
+            return self._store.resolve(name, manifest_hash=manifest_hash)
+        except ModelUnknown:
+            return None
+
+    def _opened(self, name: str, manifest_hash: str) -> StoredModel:
+        key = (name, manifest_hash)
+        if key not in self._reading or not self._reading[key].path.exists():
+            self._reading[key] = self._store.resolve(name, manifest_hash=manifest_hash)
+        return self._reading[key]
+
+    async def _fetch_metadata(self, name: str, manifest_hash: str, first_source: str) -> StoredModel:
+        problem: EdgepipeError | None = None
+        for source in self._sources(name, manifest_hash, first_source):
+            try:
+                manifest = await self._client.manifest(source, name)
+                if manifest_hash and manifest.hash != manifest_hash:
+                    continue
+                metadata = await self._client.metadata(source, manifest)
+                return await asyncio.to_thread(self._install, manifest, metadata)
+            except EdgepipeError as error:
+                problem = error
+                logger.info("no metadata from node=%s model=%s: %s", source.name, name, error)
+        raise ModelUnknown(
+            f"no reachable node has the model '{name[:120]}'",
+            fact=str(problem) if problem else "no other node tells that it has it",
+            next_step=f"edgepipe models pull {name[:120]}",
+        )
+
+    def _install(self, manifest: Manifest, metadata: dict[str, bytes]) -> StoredModel:
+        self._store.shard_writer(manifest, metadata)
+        return self._store.resolve(manifest.model_id, manifest_hash=manifest.hash)
+
+    def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:
+        """Other nodes to ask: ``first``, then those with the whole model, then those with parts."""
+
+        def rank(node: pb.NodeState) -> tuple[bool, bool]:
+            return node.node_id != first, not any(told.complete for told in node.models if told.model == name)
+
+        having = [
+            node
+            for node in self._peers.nodes()
+            if not self._peers.is_self(node.node_id)
+            and any(
+                told.model == name and (not manifest_hash or told.manifest_hash == manifest_hash)
+                for told in node.models
+            )
+        ]
+        return sorted(having, key=rank)
+
+
+def _by_last(name: str, known: Sequence[str]) -> str | None:
+    """The one model whose last part is ``name``: ``Qwen3-8B`` for ``Qwen/Qwen3-8B``."""
+    found = {model for model in known if model.rsplit("/", 1)[-1].lower() == name.lower()}
+    return found.pop() if len(found) == 1 else None

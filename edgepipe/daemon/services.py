@@ -1,0 +1,177 @@
+"""What a daemon answers over gRPC: thin handlers that pass on to the node's parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.daemon.children import Children
+from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.engines import EngineHost
+from edgepipe.daemon.log_tail import LogTail
+from edgepipe.daemon.models import Models
+from edgepipe.daemon.serving import Serving
+from edgepipe.errors import PairingRejected
+from edgepipe.wire.common import check_hello, epoch_from_wire
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_MAX_LOG_LINES = 2000
+
+Admit = Callable[[common_pb2.Hello], None]
+
+
+def admit_to(cluster_id: str) -> Admit:
+    """A check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
+
+    def admit(hello: common_pb2.Hello) -> None:
+        check_hello(hello)
+        if hello.cluster_id != cluster_id:
+            raise PairingRejected(
+                f"{hello.node_name or hello.role} belongs to another cluster",
+                fact=f"it is in '{hello.cluster_id}', this node in '{cluster_id}'",
+                next_step="start both nodes with the same --cluster",
+            )
+
+    return admit
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """For other daemons and for engines."""
+
+    def __init__(
+        self, *, admit: Admit, heartbeats: Heartbeats, device: DeviceHost, engines: EngineHost, models: Models
+    ) -> None:
+        self._admit = admit
+        self._heartbeats = heartbeats
+        self._device = device
+        self._engines = engines
+        self._models = models
+
+    async def Heartbeat(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.Beat]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One beat back for each that comes."""
+        async for beat in self._heartbeats.answer(request_iterator):
+            yield beat
+
+    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fetch what is missing, reserve, load."""
+        self._admit(request.hello)
+        model = await self._models.adopt(
+            request.model, manifest_hash=request.manifest_hash, first_source=request.weights_node
+        )
+        async for progress in self._models.fetch(model, list(request.slices), first_source=request.weights_node):
+            yield pb.PrepareEvent(progress=progress)
+        async for event in self._device.prepare(request, path=str(model.path), config=model.config):
+            yield event
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
+        """End a pipeline's stage here."""
+        self._admit(request.hello)
+        epoch = epoch_from_wire(request.epoch) if request.HasField("epoch") else None
+        await self._device.release(request.pipeline_id, epoch=epoch)
+        return pb.ReleaseReply()
+
+    async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
+        """Run the engine of a model beside this daemon."""
+        self._admit(request.hello)
+        model = await self._models.adopt(
+            request.spec.model, manifest_hash=request.spec.manifest_hash, first_source=request.hello.node_id
+        )
+        await self._engines.start(request, model_config=model.config_json)
+        return pb.StartEngineReply()
+
+    async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
+        """End an engine that runs here."""
+        self._admit(request.hello)
+        await self._engines.stop(request.pipeline_id)
+        return pb.StopEngineReply()
+
+
+class WeightsService(node_pb2_grpc.WeightsServicer):
+    """For nodes that lack tensors or files."""
+
+    def __init__(self, *, admit: Admit, models: Models) -> None:
+        self._admit = admit
+        self._models = models
+
+    async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
+        """What a model of this node consists of."""
+        self._admit(request.hello)
+        return pb.ManifestReply(manifest=await self._models.manifest_json(request.model))
+
+    async def ReadTensor(self, request: pb.ReadTensorRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A tensor's bytes from an offset on."""
+        self._admit(request.hello)
+        async for chunk in self._models.read_tensor(
+            request.model, request.manifest_hash, request.name, offset=request.offset
+        ):
+            yield chunk
+
+    async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A metadata file's bytes from an offset on."""
+        self._admit(request.hello)
+        async for chunk in self._models.read_file(
+            request.model, request.manifest_hash, request.name, offset=request.offset
+        ):
+            yield chunk
+
+
+class ChildrenService(node_pb2_grpc.ChildrenServicer):
+    """For this daemon's own children, over the Unix socket."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.ChildCommand]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reports up, commands down."""
+        async for command in self._children.attach(request_iterator):
+            yield command
+
+
+class AdminService(node_pb2_grpc.AdminServicer):
+    """For the command line of this machine, over the Unix socket; who may open the socket is its owner."""
+
+    def __init__(
+        self,
+        *,
+        serving: Serving,
+        status: Callable[[], pb.ClusterStatus],
+        logs: LogTail,
+        shut_down: Callable[[], None],
+        refresh_models: Callable[[], None],
+    ) -> None:
+        self._serving = serving
+        self._status = status
+        self._logs = logs
+        self._shut_down = shut_down
+        self._refresh_models = refresh_models
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
+        """The cluster as seen from here."""
+        check_hello(request.hello)
+        return self._status()
+
+    async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Serve a model; the last event holds its engine."""
+        check_hello(request.hello)
+        self._refresh_models()
+        async for event in self._serving.serve(request):
+            yield event
+
+    async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
+        """Stop a model, or all."""
+        check_hello(request.hello)
+        return pb.StopModelReply(stopped=await self._serving.stop(request.model))
+
+    async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
+        """Stop this node in order; answered before it begins."""
+        check_hello(request.hello)
+        self._shut_down()
+        return pb.ShutdownReply()
+
+    async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Lines of the node's log."""
+        last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
+        async for line in self._logs.lines(last=last, follow=request.follow):
+            yield pb.LogLine(source="node", text=line)

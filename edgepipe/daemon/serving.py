@@ -1,0 +1,188 @@
+"""From ``serve MODEL`` to a ready engine: resolve, place, start, follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+
+from edgepipe.backend.types import ActivationType
+from edgepipe.daemon.models import LocalModel, Models
+from edgepipe.daemon.peers import Peers
+from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable
+from edgepipe.ids import IdSource, NodeId
+from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
+from edgepipe.wire.common import activation_type_to_wire, error_from_wire, slices_to_wire
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
+_DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
+_PLACEMENT_KV_TOKENS = 512  # that every stage must hold at the least; more is taken as memory allows
+
+
+class Serving:
+    """Serves and stops models anywhere in the cluster, on behalf of a command line at this node."""
+
+    def __init__(
+        self,
+        *,
+        peers: Peers,
+        models: Models,
+        ids: IdSource,
+        changes: Callable[[], AsyncIterator[None]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._peers = peers
+        self._models = models
+        self._ids = ids
+        self._changes = changes
+        self._tasks = tasks
+
+    def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
+        """Every engine of the cluster with its node."""
+        return [(node, engine) for node in self._peers.nodes() for engine in node.engines]
+
+    async def serve(self, request: pb.ServeRequest) -> AsyncGenerator[pb.ServeEvent]:
+        """Progress, then the ready engine in the last event. A model that is served already is only followed.
+
+        Raises ModelUnknown, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the engine. A caller that
+        goes away before the end stops what it began.
+        """
+        yield pb.ServeEvent(message=f"looking for {request.model}")
+        model = await self._models.resolve(request.model)
+        if running := self._running(model.name):
+            async for event in self._follow(*running):
+                yield event
+            return
+        pipeline_id, engine_node = self._ids.new("pipeline"), ""
+        ready = False
+        try:
+            spec = self._spec(request, model)
+            engine_node = spec.stages[0].node_id
+            yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}")
+            await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec))
+            async for event in self._follow(engine_node, pipeline_id):
+                ready = event.HasField("engine")
+                yield event
+        finally:
+            if engine_node and not ready and not self._has_failed(pipeline_id):
+                self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+
+    async def stop(self, model: str) -> list[str]:
+        """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
+        chosen = [(node, engine) for node, engine in self.engines() if not model or model_matches(model, engine.model)]
+        if model and not chosen:
+            served = ", ".join(sorted({engine.model for _, engine in self.engines()}))
+            raise ModelUnknown(
+                f"the model '{model}' is not served", fact=f"served: {served or 'none'}", next_step="see 'edgepipe ps'"
+            )
+        for node, engine in chosen:
+            await self._peers.stop_engine(node.node_id, engine.pipeline_id)
+        return [engine.model for _, engine in chosen]
+
+    def _running(self, model: str) -> tuple[str, str] | None:
+        for node, engine in self.engines():
+            if engine.model == model and engine.state in ("starting", "loading", "ready"):
+                return node.node_id, engine.pipeline_id
+        return None
+
+    def _has_failed(self, pipeline_id: str) -> bool:
+        return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
+
+    def _spec(self, request: pb.ServeRequest, model: LocalModel) -> pb.ServeSpec:
+        options = request.options
+        context = min(options.context_length or model.config.context_length, model.config.context_length)
+        need = Need(config=model.config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context))
+        rooms = [room for node in self._peers.nodes() for room in _rooms(node, options.dtype)]
+        if request.plan:
+            placed = place_by_plan(need, rooms, request.plan)
+        else:
+            placed = place(need, rooms, num_nodes=request.num_nodes)
+        spec = pb.ServeSpec()
+        spec.CopyFrom(options)
+        spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
+        spec.kv_tokens = options.kv_tokens or _DEFAULT_SEQUENCES * min(context, _DEFAULT_SEQUENCE_TOKENS)
+        if not spec.activation_type:
+            spec.activation_type = activation_type_to_wire(ActivationType.BF16)
+        del spec.stages[:]
+        spec.stages.extend(_stages(placed))
+        return spec
+
+    def _describe(self, spec: pb.ServeSpec) -> str:
+        """``layers 0-14 on gamer, 15-29 on mac``."""
+        parts = [
+            f"{one.layers.start}-{one.layers.end - 1} on {self._peers.node(stage.node_id).name}"
+            for stage in spec.stages
+            for one in stage.slices
+        ]
+        return f"layers {', '.join(parts)}"
+
+    def _start_request(self, pipeline_id: str, spec: pb.ServeSpec) -> pb.StartEngineRequest:
+        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec)
+        for node_id in {stage.node_id for stage in spec.stages}:
+            request.nodes.add(node_id=node_id, address=self._peers.node(node_id).address)
+        return request
+
+    async def _follow(self, node_id: str, pipeline_id: str) -> AsyncIterator[pb.ServeEvent]:
+        """Events until the engine is ready. Raises its error, or NodeUnreachable when its node goes."""
+        told: tuple[str, float] | None = None
+        seen = False
+        async for _ in self._changes():
+            engine = next((one for one in self._peers.node(node_id).engines if one.pipeline_id == pipeline_id), None)
+            if engine is None:
+                if seen:
+                    raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
+                continue  # its node has not told of it yet
+            seen = True
+            if engine.state == "failed":
+                raise error_from_wire(engine.error)
+            if engine.state == "ready":
+                yield pb.ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
+                return
+            if told != (engine.message, engine.progress):
+                told = (engine.message, engine.progress)
+                yield pb.ServeEvent(message=engine.message or engine.state, progress=engine.progress)
+
+    async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
+        try:
+            await self._peers.stop_engine(node_id, pipeline_id)
+        except EdgepipeError as error:
+            logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
+
+
+def model_matches(wanted: str, name: str) -> bool:
+    """Whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
+    return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
+
+
+def _rooms(node: pb.NodeState, dtype: str) -> Sequence[NodeRoom]:
+    """What a node's device offers; nothing while it cannot compute."""
+    usable = [device for device in node.devices if device.state not in ("starting", "failed") and device.free_bytes]
+    rooms: list[NodeRoom] = []
+    for device in usable[:1]:  # one device per node until several are joined in one slice
+        compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
+        size = 4 if compute == "float32" else 2
+        rooms.append(
+            NodeRoom(
+                node_id=NodeId(node.node_id),
+                name=node.name,
+                free_bytes=device.free_bytes,
+                bytes_per_weight=size,
+                bytes_per_kv=size,
+            )
+        )
+    return rooms
+
+
+def _stages(placed: Sequence[Placed]) -> list[pb.StagePlacement]:
+    """One stage per node, in the order in which tokens first reach them."""
+    by_node: dict[NodeId, list[Placed]] = {}
+    for one in placed:
+        by_node.setdefault(one.node_id, []).append(one)
+    return [
+        pb.StagePlacement(node_id=node_id, slices=slices_to_wire(one.part for one in parts))
+        for node_id, parts in by_node.items()
+    ]
