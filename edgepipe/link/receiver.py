@@ -55,6 +55,7 @@ class RingReceiver:
         self._first_received_us = 0
         self._sample: LinkSample | None = None
         self._feed: Feed | None = None
+        self._closed = False
         self._room = asyncio.Event()  # set: less than MAX_HELD_BYTES wait for plans
         self._room.set()
 
@@ -73,7 +74,10 @@ class RingReceiver:
         previous, self._feed = self._feed, feed
         if previous is not None:
             previous.ended()
-        feed.granted()
+        if self._closed:
+            feed.ended()
+        else:
+            feed.granted()
 
     def detach(self, feed: Feed) -> None:
         """A stream has ended."""
@@ -118,6 +122,7 @@ class RingReceiver:
 
     def close(self) -> None:
         """No more is wanted: the stream in use ends."""
+        self._closed = True
         feed, self._feed = self._feed, None
         if feed is not None:
             feed.ended()

@@ -176,18 +176,21 @@ class RingSender:
         begun_s = self._clock.monotonic_s()
         self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
         for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
-            frame = stage_pb2.Frame(
-                epoch=self._epoch,
-                step=parcel.step,
-                slice=self._target.slice_index,
-                chunk=chunk,
-                data=data,
-                sent_us=int(self._clock.wall_s() * 1e6),
-            )
-            await call.write(stage_pb2.RingMessage(frame=frame))
+            await call.write(self._frame(parcel.step, chunk, data))
         self._outbox.written(parcel)
         self.stats.steps += 1
         self.stats.upload_us = int((self._clock.monotonic_s() - begun_s) * 1e6)
+
+    def _frame(self, step: StepId, chunk: int, data: bytes) -> stage_pb2.RingMessage:
+        message = stage_pb2.RingMessage()
+        frame = message.frame  # filled in place: handing a Frame to RingMessage(frame=...) would copy it twice
+        frame.epoch.CopyFrom(self._epoch)
+        frame.step = step
+        frame.slice = self._target.slice_index
+        frame.chunk = chunk
+        frame.data = data
+        frame.sent_us = int(self._clock.wall_s() * 1e6)
+        return message
 
     async def _why_ended(self, call: RingCall) -> EdgepipeError:
         """What a write to an ended stream does not say."""

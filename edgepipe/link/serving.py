@@ -45,17 +45,21 @@ class RingStream:
     async def serve(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> None:
         """Run the stream, its opening message already read. Raises RemoteProtocolError; the stage lives on."""
         self._receiver.attach(self)  # the first grant says that this end stands and what had come over another stream
+        failure: RemoteProtocolError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write_grants(), name="ring-grants")
-                await self._read_frames(messages)
-                writer.cancel()
+                tasks.create_task(self._write_grants(), name="ring-grants")
+                try:
+                    await self._read_frames(messages)
+                except RemoteProtocolError as exc:
+                    failure = exc
+                self.ended()  # not cancelled: a write that is cut short keeps gRPC from sending the status
         except* _StreamEnded:
-            logger.debug("ring stream ended: the receiver is closed or has a newer one")
-        except* RemoteProtocolError as group:
-            raise group.exceptions[0] from None
+            logger.debug("ring stream ended: the receiver is closed, has a newer one, or the sender is done")
         finally:
             self._receiver.detach(self)
+        if failure is not None:
+            raise failure
 
     def granted(self) -> None:
         """See ``Feed.granted``."""

@@ -51,10 +51,15 @@ class Reports:
     def fault(self, error: EdgepipeError) -> None:
         """The last report: the epoch has ended."""
         self._put(stage_pb2.StageReport(fault=error_to_wire(error)))
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more will be reported."""
         self._ends = True
+        self._due.set()
 
     async def write_to(self, replies: Replies) -> None:
-        """Write reports until a fault has been written or the stream is gone."""
+        """Write reports until the last one has been written or the stream is gone."""
         try:
             while self._reports or not self._ends:
                 while self._reports:

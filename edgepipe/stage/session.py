@@ -102,7 +102,7 @@ class Session:
                 tasks.create_task(self._announce(senders), name="stage-opened")
                 async for message in messages:
                     self._obey(message)
-                raise _Over
+                self._reports.finish()  # its writer ends the rest; cancelling a write would keep gRPC from ending well
         except* _Over:
             logger.debug("epoch %s ended", self.spec.epoch)
         finally:

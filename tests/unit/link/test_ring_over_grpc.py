@@ -1,0 +1,172 @@
+"""The gRPC link when things go wrong: cuts, stalls, strays, a peer that does not keep the rules."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ring_ends import EPOCH, Hop, activations, grpc_sender, grpc_service, open_hop, running, send_and_fail, target
+from tcp_proxy import tcp_proxy
+
+from edgepipe.daemon.system import SystemClock
+from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
+from edgepipe.ids import EngineId, Epoch
+from edgepipe.link.channels import free_port, make_channel
+from edgepipe.link.sender import RingSender
+from edgepipe.wire.common import epoch_to_wire, make_hello
+from edgepipe.wire.v1 import stage_pb2
+from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+
+STEPS = 40
+
+
+@pytest.mark.parametrize("cut_after", [0, 700, 5_000, 20_000])
+async def test_a_broken_stream_is_dialled_again_and_nothing_is_lost(cut_after: int) -> None:
+    hop = Hop(window=3)
+    async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
+        async with running(hop, grpc_sender(hop, proxy.address, chunk_bytes=100)):
+            proxy.cut_after(cut_after)
+            for step in range(1, STEPS + 1):
+                hop.expect(step, tokens=60)
+                hop.send(step, tokens=60)
+            assert [await hop.take() for _ in range(STEPS)] == list(range(1, STEPS + 1))
+            assert hop.sender.stats.redials == 1
+            assert proxy.connections == 2
+
+
+async def test_many_cuts_lose_nothing_and_double_nothing() -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
+        async with running(hop, grpc_sender(hop, proxy.address)):
+            taken: list[int] = []
+            for step in range(1, STEPS + 1):
+                hop.expect(step)
+                hop.send(step)
+                if step % 10 == 0:
+                    proxy.cut()
+                if step % 2 == 0:
+                    taken += [await hop.take(), await hop.take()]
+            assert taken == list(range(1, STEPS + 1))
+            assert hop.arrived.empty()
+
+
+async def test_a_stalled_network_never_blocks_the_sender() -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
+        async with running(hop, grpc_sender(hop, proxy.address, chunk_bytes=8000)):
+            proxy.flowing.clear()
+            for step in range(1, 31):
+                hop.expect(step, tokens=2000)
+                hop.send(step, tokens=2000)
+            proxy.flowing.set()
+            assert [await hop.take() for _ in range(30)] == list(range(1, 31))
+
+
+async def test_a_receiver_that_takes_nothing_is_a_send_timeout() -> None:
+    hop = Hop(window=1)
+    async with grpc_service(hop) as address:
+        with pytest.raises(ExceptionGroup) as caught:
+            await send_and_fail(hop, grpc_sender(hop, address, deadline_s=0.3))
+        assert caught.group_contains(SendTimeout, match="did not take a step's activations in time")
+
+
+async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
+    nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
+    impatient = RingSender(
+        replace(target(nobody), connect_s=0.3),
+        hello=make_hello(role="stage"),
+        clock=SystemClock(),
+        on_sample=lambda _: None,
+    )
+    with pytest.raises(ConnectTimeout, match=nobody):
+        await impatient.run()
+
+
+async def test_more_steps_than_agreed_are_a_bug_of_the_caller() -> None:
+    hop = Hop(window=1)
+    async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address, max_queued=2)):
+        hop.send(1)
+        hop.send(2)
+        with pytest.raises(LocalProtocolError, match="at most 2"):
+            hop.send(3)
+
+
+async def test_a_sender_that_breaks_the_rules_gets_the_reason_and_the_receiver_lives_on() -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address:
+        hop.expect(1, tokens=1)
+        with pytest.raises(ExceptionGroup) as caught:
+            await send_and_fail(hop, grpc_sender(hop, address), tokens=4)
+        assert caught.group_contains(RemoteProtocolError, match="more activations than were planned")
+        assert await hop.take() == 1
+        hop.expect(2)
+        async with running(hop, grpc_sender(hop, address)):
+            hop.send(2)
+            assert await hop.take() == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [stage_pb2.RingMessage(), stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1))],
+    ids=["empty", "opened twice"],
+)
+async def test_something_that_is_no_frame_ends_the_stream(message: stage_pb2.RingMessage) -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address, make_channel(address) as channel:
+        call: Any = StageStub(channel).Ring()
+        await call.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
+        await call.write(message)
+        assert (await call.read()).credits == 4
+        assert "no frame" in await call.details()
+    assert isinstance(hop.stream_errors[0], RemoteProtocolError)
+
+
+async def test_frames_of_other_epochs_are_dropped_and_counted() -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address, make_channel(address) as channel:
+        call: Any = StageStub(channel).Ring()
+        await call.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
+        hop.expect(1)
+        for epoch in (Epoch(2, EngineId("engine")), Epoch(3, EngineId("other")), EPOCH):
+            data = activations(1).tobytes()
+            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch), step=1, slice=1, chunk=0, data=data)
+            await call.write(stage_pb2.RingMessage(frame=frame))
+        assert await hop.take() == 1
+        assert hop.streams[0].strays == 2
+        call.cancel()
+
+
+async def test_a_newer_stream_replaces_the_older() -> None:
+    hop = Hop(window=4)
+    async with grpc_service(hop) as address, make_channel(address) as channel:
+        older: Any = StageStub(channel).Ring()
+        await older.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
+        assert (await older.read()).credits == 4
+        async with running(hop, grpc_sender(hop, address)):
+            assert not await older.read(), "the older stream ends"
+            hop.expect(1)
+            hop.send(1)
+            assert await hop.take() == 1
+
+
+async def test_cancelling_the_sender_leaves_no_task() -> None:
+    before = asyncio.all_tasks()
+    async with open_hop("grpc") as hop:
+        hop.send(1)
+        assert len(asyncio.all_tasks()) > len(before)
+    left = {task for task in asyncio.all_tasks() - before if not task.done()}
+    assert not {task.get_name() for task in left if not task.get_name().startswith("Task-")}
+
+
+async def test_the_error_of_the_other_side_arrives_as_itself() -> None:
+    hop = Hop(window=4)
+
+    async def refuse(messages: Any, context: Any) -> None:
+        raise EdgepipeError("not today")
+
+    hop.serve = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    async with grpc_service(hop) as address:
+        with pytest.raises(EdgepipeError, match="not today"):
+            await grpc_sender(hop, address).run()
