@@ -60,8 +60,10 @@ ensure_venv() {
   case ",$extras," in *,torch,*) echo "  $torch_story" ;; esac
   case ",$extras," in *,mlx,*) echo "  mlx and mlx-lm (about 0.1 GB to load)" ;; esac
   case ",$extras," in *,dev,*) echo "  what the tests and checks need (about 0.1 GB to load)" ;; esac
-  echo "A first time takes a minute or more; pip stays quiet unless something is wrong."
-  case ",$extras," in *,torch,*) "$python" -m pip install -q -c constraints.txt "${torch_args[@]}" ;; esac
-  "$python" -m pip install -q -c constraints.txt -e ".[$extras]"
+  echo "The first time takes a minute or more."
+  local quiet=(-qq)
+  if [ -t 1 ]; then quiet=(); fi # people see pip's progress bars
+  case ",$extras," in *,torch,*) "$python" -m pip install "${quiet[@]}" -c constraints.txt "${torch_args[@]}" ;; esac
+  "$python" -m pip install "${quiet[@]}" -c constraints.txt -e ".[$extras]"
   echo "$stamp $PWD" >"$venv/edgepipe-$extras"
 }
