@@ -210,7 +210,7 @@ class _Counted:
 
         report = self.add
 
-        class Bar(tqdm[Any]):
+        class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]: takes none while running
             """Counts, draws nothing and starts no monitor thread."""
 
             monitor_interval = 0
@@ -232,6 +232,7 @@ def _translated(source: HubSource, call: Callable[[], Any]) -> Any:
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
+        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -244,6 +245,8 @@ def _translated(source: HubSource, call: Callable[[], Any]) -> Any:
             fact="the hub refused (gated repository)",
             next_step="ask for access on the hub's page of the model, then: hf auth login",
         ) from exc
+    except LocalEntryNotFoundError as exc:  # the library's word for: not here, and the hub could not be asked
+        raise _unreachable(source, exc.__cause__ or exc) from exc
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, HFValidationError) as exc:
         raise ModelUnknown(
             f"the hub has no model '{source.repo}' (revision {source.revision})",
@@ -260,7 +263,7 @@ def _translated(source: HubSource, call: Callable[[], Any]) -> Any:
         raise _unreachable(source, exc) from exc
 
 
-def _unreachable(source: HubSource, exc: Exception) -> ModelDownloadFailed:
+def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
     return ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
         fact=_first_line(exc),

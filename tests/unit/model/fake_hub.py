@@ -1,0 +1,121 @@
+"""A model hub on loopback: enough of the API for listing a repository and fetching files, with faults to order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """What the hub has and does. Files above ``lfs_from`` bytes are told with SHA-256, others with git's hash."""
+
+    repo: str
+    files: dict[str, bytes]
+    lfs_from: int = 10_000
+    endpoint: str = ""
+    cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
+    damaged: set[str] = field(default_factory=set[str])  # sent with other bytes than announced
+    refused: set[str] = field(default_factory=set[str])  # answered with 403
+    asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (file, Range header) of every GET
+
+    def listing(self) -> dict[str, Any]:
+        """The answer of the model's API."""
+        siblings = [self._sibling(name, data) for name, data in self.files.items()]
+        return {
+            "id": self.repo,
+            "modelId": self.repo,
+            "sha": COMMIT,
+            "siblings": siblings,
+            "tags": [],
+            "private": False,
+        }
+
+    def _sibling(self, name: str, data: bytes) -> dict[str, Any]:
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        value: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git}
+        if len(data) >= self.lfs_from:
+            value["lfs"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
+        return value
+
+
+@contextmanager
+def running(hub: FakeHub) -> Iterator[FakeHub]:
+    """Serve a hub on a free port of 127.0.0.1."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Silent."""
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, *, body: bool) -> None:
+            path = urlsplit(self.path).path
+            resolve = f"/{hub.repo}/resolve/{COMMIT}/"
+            if path.startswith(f"/api/models/{hub.repo}"):
+                self._send(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body=body)
+            elif path.startswith(resolve) and path.removeprefix(resolve) in hub.files:
+                self._file(path.removeprefix(resolve), body=body)
+            else:
+                code = "RepoNotFound" if path.startswith("/api/") else "EntryNotFound"
+                self._send(b"{}", {"X-Error-Code": code}, status=404, body=body)
+
+        def _file(self, name: str, *, body: bool) -> None:
+            data = hub.files[name]
+            if name in hub.refused:
+                self._send(b"{}", {}, status=403, body=body)
+                return
+            asked = self.headers.get("Range", "")
+            if body:
+                hub.asked.append((name, asked))
+            if name in hub.damaged:
+                data = bytes(len(data))
+            begin = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            if begin:
+                headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+            cut = hub.cut_after.pop(name, None) if body else None
+            self._send(data[begin:], headers, status=206 if begin else 200, body=body, cut=cut)
+
+        def _send(
+            self, data: bytes, headers: dict[str, str], *, status: int = 200, body: bool, cut: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if body:
+                self.wfile.write(data if cut is None else data[:cut])
+            if cut is not None:
+                self.close_connection = True
+
+    return Handler
