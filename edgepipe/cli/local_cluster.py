@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import Admin
-from edgepipe.errors import ClusterError
+from edgepipe.errors import ClusterError, error_class
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _START_S = 60.0  # a first import of a backend from a cold disk
 _STOP_S = 15.0  # a node gives its children 5 s
 _LOOK_S = 0.1
-_LOG_LINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,38 +124,33 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
 
 
 async def _ready(node: NodePlan, process: Process, data_dir: Path) -> LocalNode:
-    """Wait for the node's word that it is ready. Raises ClusterError with what it said instead."""
-    assert process.stdout is not None
-    text = ""
-    with suppress(TimeoutError):
+    """Wait for the node's word that it is ready. Raises its own error, or ClusterError with the last thing it wrote."""
+    try:
         async with asyncio.timeout(_START_S):
-            while line := await process.stdout.readline():
-                text += line.decode()
-                if line.rstrip() == b"}":
-                    ready = json.loads(text)
-                    return LocalNode(
-                        plan=node,
-                        process=process,
-                        data_dir=data_dir,
-                        address=ready["address"],
-                        http_port=ready["http_port"],
-                    )
-            await process.wait()
-    raise _failure(node, process, data_dir.with_name(f"{node.name}.log"))
+            told = await _first_document(process)
+    except TimeoutError:
+        told = {}
+    if "address" in told:
+        return LocalNode(
+            plan=node, process=process, data_dir=data_dir, address=told["address"], http_port=told["http_port"]
+        )
+    if "error" in told:
+        what, fact, next_step = told["error"]["lines"]
+        raise error_class(told["error"]["code"])(what, fact=fact, next_step=next_step, node=node.name)
+    lines = data_dir.with_name(f"{node.name}.log").read_text(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+    raise ClusterError(f"node '{node.name}' did not start", fact=last[:200], next_step="edgepipe --debug demo")
 
 
-def _failure(node: NodePlan, process: Process, log: Path) -> Exception:
-    """The node's own three lines, or the last thing it wrote."""
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), None)
-    if start is None:
-        last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
-        return ClusterError(f"node '{node.name}' did not start", fact=last[:200], next_step="edgepipe --debug demo")
-    what, *rest = lines[start : start + 3]
-    parts = [line.removeprefix("   try: ").strip() for line in rest] + ["", ""]
-    error = ClusterError(f"node '{node.name}' did not start: {what.removeprefix('error: ')}", fact=parts[0])
-    error.next_step = parts[1]
-    return error
+async def _first_document(process: Process) -> dict[str, Any]:
+    """The JSON document that a node prints when it is ready or failed; empty if it ends without one."""
+    assert process.stdout is not None
+    text = b""
+    while line := await process.stdout.readline():
+        text += line
+        if line.rstrip() == b"}":
+            return json.loads(text)
+    return {}
 
 
 async def _end(process: Process) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -61,21 +62,33 @@ def _start(
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run a command line and exit: 0, or the code of what went wrong."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors say better
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     try:
         make_app()(args=[arg for arg in given if arg != "--debug"], prog_name="edgepipe")
-    except EdgepipeError as error:
-        if debug:
-            raise
-        print_error(error)
-        sys.exit(error.exit_code)
     except Exception as error:
         if debug:
             raise
-        print_bug(error)
-        sys.exit(1)
+        sys.exit(_show(_innermost(error)))
     sys.exit(0)
+
+
+def _show(error: Exception) -> int:
+    """Print the error; the exit code that it means."""
+    if isinstance(error, EdgepipeError):
+        print_error(error)
+        return error.exit_code
+    print_bug(error)
+    return 1
+
+
+def _innermost(error: Exception) -> Exception:
+    """The first error of ours in a task group's wrapping, else the error itself."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    leaves = [_innermost(part) for part in error.exceptions]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportUnknownArgumentType]
+    return next((leaf for leaf in leaves if isinstance(leaf, EdgepipeError)), leaves[0])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import typer
 
 from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of
 from edgepipe.cli.output import print_json
-from edgepipe.errors import NodeUnreachable
+from edgepipe.errors import EdgepipeError, NodeUnreachable
 
 if TYPE_CHECKING:
     from edgepipe.daemon.node import NodeReady
@@ -90,7 +90,12 @@ def start(
     )
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
-    run(loaded.values, on_ready=_tell_json if as_json else _tell)
+    try:
+        run(loaded.values, on_ready=_tell_json if as_json else _tell)
+    except EdgepipeError as error:
+        if as_json:
+            print_json({"error": {"code": error.code, "lines": [error.what, error.fact, error.next_step]}})
+        raise
 
 
 @app.command()
