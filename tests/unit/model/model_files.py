@@ -14,6 +14,7 @@ import numpy as np
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layout import model_tensors
+from edgepipe.model.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"
@@ -200,3 +201,36 @@ def smollm2_gguf(folder: Path) -> Path:
     path = folder / "smollm2_metadata.gguf"
     path.write_bytes(lzma.decompress((DATA / "smollm2_metadata.gguf.xz").read_bytes()))
     return path
+
+
+TOKENS = ["<|begin|>", "<|im_end|>", "<unk>", *"abcdefgh", "Ġ", "ab"]
+
+
+def source_folder(tmp_path: Path, *, tokenizer: bool = True, **changes: Any) -> Path:
+    """A folder as people download them: sharded weights, texts, and files that are no data."""
+    folder = write_hf_folder(tmp_path / "My Model", hf_values(**changes), shards=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "T{{ eos_token }}", "eos_token": "</s>"})
+    )
+    (folder / "evil.py").write_text("raise SystemExit")
+    (folder / "pytorch_model.bin").write_text("x")
+    if tokenizer:
+        Tokenizer.from_gguf(gguf_text()).save(folder / "tokenizer.json")
+    return folder
+
+
+def gguf_text() -> dict[str, object]:
+    """GGUF metadata of a tiny byte-level tokenizer."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(TOKENS) - 2)],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+
+
+def names(folder: Path) -> set[str]:
+    """What stands in a folder."""
+    return {path.name for path in folder.iterdir()}
