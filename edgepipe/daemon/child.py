@@ -19,10 +19,10 @@ from typing import NoReturn
 
 import uvloop
 
-from edgepipe.config import Timeouts, prepare_environment
+from edgepipe.config import Timeouts
 from edgepipe.daemon.child_link import DaemonLink
 from edgepipe.daemon.settings import KINDS, ChildSettings
-from edgepipe.errors import EdgepipeError, LinkError
+from edgepipe.errors import EdgepipeError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ def main() -> NoReturn:
     except EdgepipeError as error:
         raise SystemExit("\n".join(error.lines())) from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s %(message)s", force=True)
-    prepare_environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     body: Body = importlib.import_module(f"edgepipe.daemon.child_{kind}").run
     status = uvloop.run(_live(settings, body))
@@ -58,7 +57,10 @@ async def _live(settings: ChildSettings, body: Body) -> int:
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
-    link.finish()
+    if link.has_reported:
+        link.finish()
+    else:
+        carrier.cancel()  # the daemon never met this child
     with contextlib.suppress(TimeoutError, asyncio.CancelledError):
         async with asyncio.timeout(1.0):  # the last reports; the daemon may be gone
             await carrier
@@ -84,7 +86,7 @@ async def _work(settings: ChildSettings, link: DaemonLink, body: Body, stop: asy
 async def _carry(link: DaemonLink, stop: asyncio.Event) -> None:
     try:
         await link.run()
-    except LinkError as error:
+    except EdgepipeError as error:
         logger.error("%s", error)
     finally:
         stop.set()

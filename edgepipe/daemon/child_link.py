@@ -19,6 +19,7 @@ class DaemonLink:
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
+        self.has_reported = False
         self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
         self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
 
@@ -50,6 +51,7 @@ class DaemonLink:
 
     def report(self, report: node_pb2.ChildReport) -> None:
         """Queue a report."""
+        self.has_reported = True
         self._reports.put_nowait(report)
 
     def fault(self, error: EdgepipeError) -> None:

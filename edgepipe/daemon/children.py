@@ -123,6 +123,7 @@ class Children:
         """Spawn the process and watch it from ``tasks``; returns before it has attached."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # what lies in the current folder is no module of ours
             "-m",
             "edgepipe.daemon.child",
             settings.kind,
@@ -138,7 +139,7 @@ class Children:
         logger.info("child started kind=%s pid=%d", child.kind, child.pid)
         tasks.create_task(self._watch(child), name=f"watch:{child.kind}:{child.pid}")
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already; the watcher tells
+        with contextlib.suppress(OSError, RuntimeError):  # it died already; the watcher tells
             process.stdin.write(settings.to_line())
             await process.stdin.drain()
         return child

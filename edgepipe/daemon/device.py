@@ -88,11 +88,12 @@ class DeviceHost:
             try:
                 await self._spare_life()
                 wait_s = _RESTART_MIN_S
-            except BackendUnavailable as error:
-                self._fail(error)
-                return
             except EdgepipeError as error:
+                if self._closed:
+                    return
                 self._fail(error)
+                if isinstance(error, BackendUnavailable):
+                    return
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _RESTART_MAX_S)
 
@@ -154,8 +155,7 @@ class DeviceHost:
         await spare.exited.wait()
         if self._spare is spare:
             self._spare = None
-            if not self._closed:
-                raise spare.error()
+            raise spare.error()
 
     async def _start_stage(self) -> Child:
         child = await self._children.start(self._new_settings(), self._tasks)
@@ -193,14 +193,14 @@ class DeviceHost:
         assert self._ledger is not None
         assert self._profile is not None
         dtype = self._profile.compute_dtype if request.dtype in ("", "auto") else request.dtype
-        token_bytes = config.kv_bytes_per_token(
-            num_layers=sum(len(part.layers) for part in slices_from_wire(request.slices)),
-            bytes_per_value=4 if dtype == "float32" else 2,
-        )
+        value_bytes = 4 if dtype == "float32" else 2
+        slices = slices_from_wire(request.slices)
+        num_layers = sum(len(part.layers) for part in slices)
+        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in slices)
         held = self._ledger.reserve(
             request.pipeline_id,
-            weight_bytes=request.weight_bytes,
-            kv_token_bytes=token_bytes,
+            weight_bytes=max(request.weight_bytes, weight_bytes),
+            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=value_bytes),
             kv_tokens=request.kv_tokens,
         )
         return held.kv_bytes

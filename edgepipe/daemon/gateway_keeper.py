@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError
@@ -32,6 +33,8 @@ class GatewayKeeper:
         on_change: Callable[[], None],
     ) -> None:
         self.http_port = 0  # where it answers now
+        self._told = pb.ClusterView()
+        self._told_more = Changes()
         self._children = children
         self._new_settings = new_settings
         self._wanted_port = http_port
@@ -47,6 +50,12 @@ class GatewayKeeper:
         self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
         self._on_change()
         return child
+
+    async def knows(self, pipeline_id: str) -> None:
+        """Wait until the gateway was told of a ready engine, so that who asks it next finds the model."""
+        async for _ in self._told_more.watch():
+            if any(one.engine.pipeline_id == pipeline_id and one.engine.state == "ready" for one in self._told.served):
+                return
 
     async def keep(self, child: Child) -> None:
         """Feed it, and start another whenever it ends. Ends by cancellation only."""
@@ -68,10 +77,11 @@ class GatewayKeeper:
                 logger.error("gateway does not start: %s", error)
 
     async def _feed(self, child: Child) -> None:
-        told: pb.ClusterView | None = None
+        self._told = pb.ClusterView()
         async for _ in self._changes():
             view = self._view()
-            if view != told:
-                told = view
+            if view != self._told:
+                self._told = view
                 child.send(pb.ChildCommand(cluster=view))
+                self._told_more.notify()
                 await asyncio.sleep(_VIEW_INTERVAL_S)

@@ -54,6 +54,7 @@ class Models:
         self._on_disk: list[pb.ModelOnDisk] = []
         self._paths: dict[tuple[str, str], Path] = {}  # of models whose metadata is here, by name and hash
         self._reading: dict[tuple[str, str], StoredModel] = {}  # models that peers read, kept open
+        self._adopting = asyncio.Lock()
         self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
 
     def on_disk(self) -> list[pb.ModelOnDisk]:
@@ -109,9 +110,11 @@ class Models:
 
         Raises ModelUnknown if nobody has it.
         """
-        stored = self._find(name, manifest_hash)
-        if stored is None:
-            stored = await self._fetch_metadata(name, manifest_hash, first_source)
+        async with self._adopting:
+            stored = self._find(name, manifest_hash)
+            if stored is None:
+                stored = await self._fetch_metadata(name, manifest_hash, first_source)
+                self.rescan()
         return LocalModel(
             name=stored.id,
             path=stored.path,

@@ -19,7 +19,7 @@ from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.interfaces import LOOPBACK, choose_address, interfaces, routed_address
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
-from edgepipe.config import Config, Timeouts, prepare_environment
+from edgepipe.config import Config, Timeouts
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.data_dir import DataDir, Identity, log_path
@@ -66,7 +66,6 @@ def run(config: Config, on_ready: OnReady | None = None) -> None:
 
     Raises ConfigInvalid (settings, or a second node on the data directory) and PortInUse.
     """
-    prepare_environment()
     host = choose_address(
         interface=config.interface,
         insecure_lan=config.insecure_lan,
@@ -231,7 +230,12 @@ class NodeDaemon:
             on_change=self._local.refresh,
         )
         self._serving = Serving(
-            peers=self._peers, models=self._models, ids=self._ids, changes=self._local.changes.watch, tasks=tasks
+            peers=self._peers,
+            models=self._models,
+            ids=self._ids,
+            changes=self._local.changes.watch,
+            gateway_knows=self._gateway.knows,
+            tasks=tasks,
         )
         self._local.add_part(self._fill_state)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 from edgepipe.backend.types import ActivationType
 from edgepipe.daemon.models import LocalModel, Models
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
 _DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
+_GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
 _PLACEMENT_KV_TOKENS = 512  # that every stage must hold at the least; more is taken as memory allows
 
 
@@ -33,12 +35,14 @@ class Serving:
         models: Models,
         ids: IdSource,
         changes: Callable[[], AsyncIterator[None]],
+        gateway_knows: Callable[[str], Awaitable[None]],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._peers = peers
         self._models = models
         self._ids = ids
         self._changes = changes
+        self._gateway_knows = gateway_knows
         self._tasks = tasks
 
     def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
@@ -123,7 +127,8 @@ class Serving:
     def _start_request(self, pipeline_id: str, spec: pb.ServeSpec) -> pb.StartEngineRequest:
         request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec)
         for node_id in {stage.node_id for stage in spec.stages}:
-            request.nodes.add(node_id=node_id, address=self._peers.node(node_id).address)
+            node = self._peers.node(node_id)
+            request.nodes.add(node_id=node_id, address=node.address, name=node.name)
         return request
 
     async def _follow(self, node_id: str, pipeline_id: str) -> AsyncIterator[pb.ServeEvent]:
@@ -140,6 +145,9 @@ class Serving:
             if engine.state == "failed":
                 raise error_from_wire(engine.error)
             if engine.state == "ready":
+                with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
+                    async with asyncio.timeout(_GATEWAY_S):
+                        await self._gateway_knows(pipeline_id)
                 yield pb.ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
                 return
             if told != (engine.message, engine.progress):

@@ -1,0 +1,56 @@
+"""An engine process: told once what to serve, it serves that until it is stopped or a stage fails."""
+
+from __future__ import annotations
+
+from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.daemon.child_server import bind_one_of
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.system import RandomIds, SystemClock
+from edgepipe.engine import Engine
+from edgepipe.ids import NodeId, PipelineId
+from edgepipe.link.channels import make_server
+from edgepipe.model.config_json import config_from_json
+from edgepipe.model.strict_json import parse_json_object
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.engines import EngineState, engine_state_to_wire, serve_spec_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+async def run(settings: ChildSettings, link: DaemonLink) -> None:
+    """Wait for the task and serve it until cancelled. Raises why the engine ended."""
+    server = make_server()
+    port = bind_one_of(server, settings)
+    link.started(port=port)
+    async for command in link.commands():
+        if not command.HasField("run"):
+            continue
+        engine = _engine(settings, link, command.run, address=f"{settings.host}:{port}")
+        engine.add_to(server)
+        await server.start()
+        try:
+            await engine.start()
+            await engine.run()
+        finally:
+            await server.stop(grace=0.2)
+        return
+
+
+def _engine(settings: ChildSettings, link: DaemonLink, task: pb.RunEngine, *, address: str) -> Engine:
+    def tell(state: EngineState) -> None:
+        link.report(pb.ChildReport(engine=engine_state_to_wire(state)))
+
+    hello = make_hello(
+        role="engine", node_id=settings.node_id, node_name=settings.node_name, cluster_id=settings.cluster_id
+    )
+    return Engine(
+        config=config_from_json(parse_json_object(task.model_config.encode(), what="the model's shape")),
+        spec=serve_spec_from_wire(task.spec),
+        nodes={NodeId(node.node_id): node.address for node in task.nodes},
+        node_names={NodeId(node.node_id): node.name for node in task.nodes if node.name},
+        pipeline_id=PipelineId(task.pipeline_id),
+        hello=hello,
+        clock=SystemClock(),
+        ids=RandomIds(),
+        on_state=tell,
+        address=address,
+    )
