@@ -33,7 +33,7 @@ async def test_many_requests_at_once_are_exact_and_overlap_on_the_stages() -> No
             answer = await gateway.ended(f"r{index}")
             assert answer.ids == oracle_tokens(prompt_of(index, 5 + index), 12 + index % 5)
         first, second = (stage.trace() for stage in lab.stages.stages[:2])
-        spans = {entry.step: entry for entry in second}
+        spans = {int(entry.step): entry for entry in second}
         assert any(
             entry.submitted_s < spans[entry.step - 1].collected_s
             and spans[entry.step - 1].submitted_s < entry.collected_s

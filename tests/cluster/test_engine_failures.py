@@ -1,0 +1,226 @@
+"""Stages that fail, nodes that refuse, engines that are stopped: everybody hears why, and memory goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, Self
+
+import pytest
+from edgepipe_emulated import EmulatedBackend
+from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
+
+from edgepipe.backend.types import BackendOptions
+from edgepipe.engine import EngineTimeouts
+from edgepipe.errors import ClusterError, NodeUnreachable, NoFeasiblePlacement, PeerClosed, StageLost, StepFailed
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
+
+
+class BreaksAt(EmulatedBackend):
+    """Fails or hangs at a given step."""
+
+    def __init__(self, step: int, *, hang: Any = None) -> None:
+        super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+        self._step, self._hang = step, hang
+
+    def submit(self, prepared: Any, inputs: Any) -> Any:
+        if prepared.step.step == self._step:
+            if self._hang is None:
+                raise RuntimeError("the device fell off the bus")
+            self._hang.wait(20)
+        return super().submit(prepared, inputs)
+
+
+class Relay:
+    """A TCP relay that can be cut."""
+
+    def __init__(self) -> None:
+        self._writers: list[asyncio.StreamWriter] = []
+        self._target = ("", 0)
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        await self._server.wait_closed()
+
+    async def to(self, address: str) -> str:
+        """Where to connect instead of ``address``."""
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Break every connection and take no more."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, far_writer]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._copy(reader, far_writer))
+            tasks.create_task(self._copy(far_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        writer.close()
+
+
+def healthy(_: int) -> EmulatedBackend:
+    return EmulatedBackend(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+
+
+async def failed(lab: EngineLab) -> None:
+    async with asyncio.timeout(20):
+        await lab.over.wait()
+    assert lab.engine.state().state == "failed"
+    assert lab.engine.state().error is lab.failure
+    assert [len(node.released) for node in lab.nodes] == [1] * len(lab.nodes)
+
+
+async def test_a_failing_step_ends_all_requests_with_its_stage_named() -> None:
+    async with engine_lab(make_backend=lambda index: BreaksAt(6) if index == 1 else healthy(index)) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 50), submission("b", PROMPT[:3], 50))
+        for name in "ab":
+            answer = await gateway.ended(name)
+            assert isinstance(answer.error, StepFailed)
+            assert answer.error.stage == "stage 1"
+            assert "fell off the bus" in answer.error.fact
+            assert answer.ids == oracle_tokens(PROMPT if name == "a" else PROMPT[:3], len(answer.ids))
+        await failed(lab)
+
+
+async def test_a_stages_fault_ends_all_requests_with_stage_and_node_named() -> None:
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        await gateway.has("a", 2)
+        session = lab.stages.stages[1]._session
+        assert session is not None
+        session.fault(PeerClosed("the stage is shutting down"))
+        answer = await gateway.ended("a")
+        assert isinstance(answer.error, PeerClosed)
+        assert answer.error.stage == "stage 1"
+        assert answer.error.node == "node1"
+        await failed(lab)
+
+
+async def test_a_broken_control_stream_is_a_lost_stage() -> None:
+    async with engine_lab(ready=False, **SLOW) as lab, Relay() as relay:
+        lab.nodes[0].stage_address = await relay.to(lab.nodes[0].stage_address)
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        await gateway.has("a", 2)
+        relay.cut()
+        answer = await gateway.ended("a")
+        assert isinstance(answer.error, StageLost)
+        assert (answer.error.stage, answer.error.node) == ("stage 0", "node0")
+        await failed(lab)
+
+
+async def test_a_step_that_does_not_come_back_is_noticed_and_named() -> None:
+    release = threading.Event()
+    timeouts = EngineTimeouts(step_min_s=0.3, step_first_s=0.5)
+
+    def make(index: int) -> EmulatedBackend:
+        return BreaksAt(5, hang=release) if index == 1 else healthy(index)
+
+    async with engine_lab(make_backend=make, timeouts=timeouts) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 50))
+        answer = await gateway.ended("a")
+        assert isinstance(answer.error, StepFailed)
+        assert answer.error.stage == "stage 1"
+        assert "step 5" in answer.error.what
+        assert len(answer.ids) == 4
+        await failed(lab)
+        release.set()
+
+
+async def test_after_a_failure_new_gateways_hear_why() -> None:
+    async with engine_lab(make_backend=lambda index: BreaksAt(2) if index == 0 else healthy(index)) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 50))
+        await gateway.ended("a")
+        await failed(lab)
+        async with make_channel(lab.address) as channel:
+            call = engine_pb2_grpc.EngineStub(channel).Generate(
+                iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
+            )
+            with pytest.raises(StepFailed), translated("the engine"):
+                await anext(aiter(call))
+            state = await engine_pb2_grpc.EngineStub(channel).Describe(engine_pb2.DescribeEngine(), timeout=5)
+            assert state.state == "failed"
+            assert state.error.code == "step_failed"
+
+
+async def test_stop_tells_gateways_and_gives_memory_back() -> None:
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        await gateway.has("a", 2)
+        await lab.engine.stop()
+        answer = await gateway.ended("a")
+        assert isinstance(answer.error, ClusterError)
+        assert lab.failure is None
+        assert lab.engine.state().state == "stopping"
+        assert [len(node.released) for node in lab.nodes] == [1, 1]
+
+
+async def test_a_refusing_node_ends_the_start_and_all_give_back() -> None:
+    async with engine_lab(ready=False) as lab:
+        lab.nodes[1].refusal = NoFeasiblePlacement("node1 lacks 3 GB", fact="1 GB is free")
+        async with asyncio.timeout(10):
+            await lab.over.wait()
+        assert isinstance(lab.failure, NoFeasiblePlacement)
+        assert lab.failure.node == "node1"
+        assert lab.engine.state().state == "failed"
+        assert [len(node.released) for node in lab.nodes] == [1, 1]
+
+
+async def test_a_node_that_is_not_there_is_named() -> None:
+    async with engine_lab(ready=False) as lab:
+        lab.engine._preparation._nodes.addresses["node1"] = "127.0.0.1:1"  # type: ignore[index]
+        async with asyncio.timeout(20):
+            await lab.over.wait()
+        assert isinstance(lab.failure, NodeUnreachable)
+        assert lab.failure.node == "node1"
+
+
+async def test_loading_can_be_given_up_and_progress_is_told() -> None:
+    async with engine_lab(ready=False) as lab:
+        for node in lab.nodes:
+            node.hold = asyncio.Event()
+        await lab.until(lambda: any(state.progress == 0.5 for state in lab.states))
+        assert "loading weights on node" in lab.states[-1].message
+        for node in lab.nodes:
+            node.hold.set()  # type: ignore[union-attr]
+        await lab.until(lambda: lab.states[-1].state == "ready")
+
+
+async def test_an_engine_that_is_not_ready_takes_no_requests() -> None:
+    async with engine_lab(ready=False) as lab, make_channel(lab.address) as channel:
+        lab.nodes[0].hold = asyncio.Event()
+        call = engine_pb2_grpc.EngineStub(channel).Generate(
+            iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
+        )
+        with pytest.raises(PeerClosed, match="takes no requests"), translated("the engine"):
+            await anext(aiter(call))
+        lab.nodes[0].hold.set()
+        await lab.until(lambda: lab.states[-1].state == "ready")

@@ -1,0 +1,239 @@
+"""What gateways may do: cancel, break off, come back, try again, and ask for what cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
+
+from edgepipe.engine import EngineLimits, EngineTimeouts
+from edgepipe.errors import (
+    EdgepipeError,
+    PairingRejected,
+    PeerClosed,
+    PromptTooLong,
+    QueueFull,
+    RemoteProtocolError,
+    RequestInvalid,
+    VersionMismatch,
+)
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}  # about 10 ms a step: time to do something meanwhile
+
+
+async def test_cancel_ends_a_choice_and_frees_its_blocks() -> None:
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400), submission("b", PROMPT, 12))
+        await gateway.has("a", 3)
+        gateway.cancel("a")
+        answer = await gateway.ended("a")
+        assert answer.ended is not None
+        assert answer.ended.reason == "cancelled"
+        assert answer.ids == oracle_tokens(PROMPT, len(answer.ids))
+        assert (await gateway.ended("b")).ids == oracle_tokens(PROMPT, 12)
+
+
+async def test_cancel_at_a_position_to_come_lets_it_run_until_there() -> None:
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        gateway.cancel("a", at_position=30)
+        answer = await gateway.ended("a")
+        assert answer.ids[:30] == oracle_tokens(PROMPT, 30)
+        assert len(answer.ids) == 30
+
+
+async def test_a_resumed_stream_goes_on_where_the_gateway_is() -> None:
+    async with engine_lab(**SLOW) as lab:
+        first = await lab.gateway()
+        first.send(submission("a", PROMPT, 40), submission("b", PROMPT[:4], 5))
+        await first.has("a", 10)
+        first.hang_up()
+        second = await lab.gateway()
+        second.answer("a").ids = oracle_tokens(PROMPT, 4)
+        second.resume("a", [4])
+        second.resume("b", [0])
+        assert (await second.ended("a")).ids == oracle_tokens(PROMPT, 40)
+        assert (await second.ended("b")).ids == oracle_tokens(PROMPT[:4], 5)
+
+
+async def test_a_finished_result_can_be_had_again() -> None:
+    async with engine_lab() as lab:
+        first = await lab.gateway()
+        first.send(submission("a", PROMPT, 9))
+        await first.ended("a")
+        first.hang_up()
+        second = await lab.gateway()
+        second.resume("a", [0])
+        assert (await second.ended("a")).ids == oracle_tokens(PROMPT, 9)
+
+
+async def test_a_stream_that_nobody_resumes_cancels_its_requests() -> None:
+    async with engine_lab(timeouts=EngineTimeouts(resume_s=0.1), **SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 480))
+        await gateway.has("a", 2)
+        gateway.hang_up()
+        await lab.until(lambda: lab.engine.state().running == 0)
+        late = await lab.gateway()
+        late.resume("a", [2])
+        answer = await late.ended("a")
+        assert isinstance(answer.error, PeerClosed)
+        assert not answer.ids
+
+
+async def test_finished_results_are_forgotten_in_time_and_beyond_a_number() -> None:
+    limits, timeouts = EngineLimits(max_finished=3), EngineTimeouts(resume_s=0.15)
+    async with engine_lab(limits=limits, timeouts=timeouts) as lab:
+        gateway = await lab.gateway()
+        gateway.send(*(submission(f"r{index}", PROMPT, 2) for index in range(6)))
+        for index in range(6):
+            await gateway.ended(f"r{index}")
+        table = lab.engine._pipeline.table  # type: ignore[union-attr]
+        assert len(table._requests) <= 3
+        async with asyncio.timeout(10):
+            while table._requests:  # noqa: ASYNC110 - forgetting has no event
+                await asyncio.sleep(0.02)
+        assert table._forget_timer is None
+
+
+async def test_a_higher_attempt_cancels_the_lower_one() -> None:
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 450))
+        await gateway.has("a", 3)
+        gateway.send(submission("a", PROMPT, 20, attempt=2, generated=(tuple(oracle_tokens(PROMPT, 3)),)))
+        answer = gateway.answer("a", attempt=2)
+        answer.ids = oracle_tokens(PROMPT, 3)
+        await gateway.ended("a", attempt=2)
+        assert answer.ids == oracle_tokens(PROMPT, 20)
+        gateway.send(submission("a", PROMPT, 20, attempt=1))
+        gateway.send(submission("z", PROMPT, 1))
+        await gateway.ended("z")
+        assert gateway.answer("a").ended is None, "the lower attempt is silent"
+
+
+async def test_the_same_attempt_again_is_the_same_request() -> None:
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 12), submission("a", PROMPT, 12))
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 12)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (submission("a", [1] * 600, 5), PromptTooLong, "600 tokens"),
+        (submission("a", [], 5), RequestInvalid, "empty"),
+        (submission("a", [1, 999_999], 5), RequestInvalid, "999999"),
+        (submission("a", [1], 5, generated=((70_000,),)), RequestInvalid, "70000"),
+        (submission("a", [1], 5, generated=((1,), (2,))), RequestInvalid, "more choices"),
+        (submission("a", [1], 5, num_choices=500), RequestInvalid, "500 choices"),
+    ],
+    ids=["too long", "empty", "vocabulary", "generated", "continued choices", "choices"],
+)
+async def test_what_cannot_be_is_refused_and_the_stream_goes_on(request_, error, words) -> None:  # type: ignore[no-untyped-def]
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(request_)
+        answer = await gateway.ended("a")
+        assert type(answer.error) is error
+        assert words in str(answer.error)
+        assert answer.error is not None
+        assert answer.error.request_id == "a"
+        gateway.send(submission("b", PROMPT, 3))
+        assert (await gateway.ended("b")).ids == oracle_tokens(PROMPT, 3)
+
+
+async def test_sampling_that_cannot_be_is_refused() -> None:
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        submit = engine_pb2.Submit(
+            request_id="a",
+            attempt=1,
+            prompt=[1],
+            num_choices=2,
+            max_tokens=3,
+            sampling=common_pb2.SamplingParams(temperature=-1),
+        )
+        gateway._commands.put_nowait(engine_pb2.GatewayMessage(submit=submit))
+        for choice in range(2):
+            assert isinstance((await gateway.ended("a", choice=choice)).error, RequestInvalid)
+
+
+async def test_a_full_queue_is_said() -> None:
+    async with engine_lab(limits=EngineLimits(max_waiting=2, max_running=1), **SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 480))
+        await gateway.has("a", 1)
+        gateway.send(submission("b", PROMPT, 4, num_choices=2), submission("c", PROMPT, 4))
+        assert isinstance((await gateway.ended("c")).error, QueueFull)
+        gateway.cancel("a")
+        assert (await gateway.ended("b", choice=1)).ids == oracle_tokens(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("hello", "error"),
+    [
+        (common_pb2.Hello(protocol_version=99, node_name="old"), VersionMismatch),
+        (make_hello(role="gateway", cluster_id="elsewhere"), PairingRejected),
+        (None, RemoteProtocolError),
+    ],
+    ids=["version", "cluster", "no hello"],
+)
+async def test_strangers_are_turned_away(hello: common_pb2.Hello | None, error: type[EdgepipeError]) -> None:
+    first = engine_pb2.GatewayMessage(hello=hello) if hello else engine_pb2.GatewayMessage(cancel=engine_pb2.Cancel())
+    async with engine_lab() as lab, make_channel(lab.address) as channel:
+        call = engine_pb2_grpc.EngineStub(channel).Generate(iter([first]))
+        with pytest.raises(error), translated("the engine"):
+            await anext(aiter(call))
+
+
+async def test_describe_tells_the_state() -> None:
+    async with engine_lab(num_stages=3) as lab, make_channel(lab.address) as channel:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 30))
+        await gateway.ended("a")
+        state = await engine_pb2_grpc.EngineStub(channel).Describe(engine_pb2.DescribeEngine(), timeout=5)
+        assert (state.state, state.model, state.micro_batches) == ("ready", "emulated", 3)
+        assert (state.num_blocks, state.block_size, state.context_length) == (256, 16, CONFIG.context_length)
+        assert [stage.node_id for stage in state.stages] == ["node0", "node1", "node2"]
+        assert state.tokens_per_s > 0
+        assert state.stages[2].step_ms > 0
+
+
+async def test_a_slow_gateway_gets_fewer_larger_messages() -> None:
+    async with engine_lab() as lab:
+        gateway = FakeGateway(lab.address)
+        submit = engine_pb2.GatewayMessage(hello=gateway._hello)
+        channel = gateway._channel
+        call = engine_pb2_grpc.EngineStub(channel).Generate()
+        await call.write(submit)
+        await call.write(_as_message())
+        await lab.until(lambda: lab.engine.state().running > 0)
+        await lab.until(lambda: lab.engine.state().running == 0)
+        events = [event async for event in _until_ended(call)]
+        ids = [token for event in events for token in event.tokens.ids]
+        assert ids == oracle_tokens(PROMPT, 300)
+        call.cancel()
+        await gateway.close()
+
+
+def _as_message() -> engine_pb2.GatewayMessage:
+    submit = engine_pb2.Submit(request_id="a", attempt=1, prompt=PROMPT, num_choices=1, max_tokens=300, ignore_eos=True)
+    assert GREEDY.temperature == 0
+    return engine_pb2.GatewayMessage(submit=submit)
+
+
+async def _until_ended(call):  # type: ignore[no-untyped-def]
+    async for event in call:
+        yield event
+        if event.HasField("ended"):
+            return

@@ -1,0 +1,158 @@
+"""The engine's parts that need neither stages nor gateways."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from edgepipe.engine.groups import first_error
+from edgepipe.engine.meter import StageMeter, WindowSum, smooth
+from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
+from edgepipe.engine.settings import EngineTimeouts
+from edgepipe.engine.watch import StepWatch
+from edgepipe.errors import StageLost, StepFailed
+from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, SequenceId, StepId
+from edgepipe.sampling import SamplingParams
+from edgepipe.scheduler import EvenPolicy, Scheduler, SchedulerLimits, SequenceSpec
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.plans import LinkSample, Registration, StepTiming
+from edgepipe.wire.requests import Ending, Submission
+from edgepipe.wire.steps import step_to_wire
+
+EPOCH = Epoch(1, EngineId("engine-0123456789abcdef"))
+
+
+def test_a_steady_plan_is_small() -> None:
+    scheduler = Scheduler(
+        SchedulerLimits(num_blocks=60_000, block_size=16, context_length=32_768, micro_batches=1), EvenPolicy()
+    )
+    prompt = tuple(range(100_000, 100_500))
+    scheduler.submit([SequenceSpec(sequence=SequenceId(70_000 + i), prompt=prompt) for i in range(64)])
+    sizes: list[int] = []
+    for _ in range(150):
+        step = scheduler.next_step()
+        assert step is not None
+        if step.num_rows == 64 and not step.registers:
+            message = step_to_wire(
+                step, epoch=epoch_to_wire(EPOCH), last_slice=3, registrations=(), with_token_ids=True
+            )
+            sizes.append(message.ByteSize())
+        scheduler.retire(step.step, [150_000] * step.num_samples)
+    assert len(sizes) > 32
+    assert max(sizes) <= 2048
+
+
+def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -> None:
+    scheduler = Scheduler(SchedulerLimits(num_blocks=8, block_size=4, context_length=32, micro_batches=1), EvenPolicy())
+    scheduler.submit([SequenceSpec(sequence=SequenceId(5), prompt=(7, 8, 9))])
+    step = scheduler.next_step()
+    assert step is not None
+    sampling = SamplingParams(temperature=0.5, seed=11)
+    registration = Registration(sequence=SequenceId(5), sampling=sampling, choice=2, prompt_tokens=3)
+    first, second = (
+        step_to_wire(
+            step, epoch=epoch_to_wire(EPOCH), last_slice=1, registrations=[registration], with_token_ids=with_ids
+        ).plan
+        for with_ids in (True, False)
+    )
+    assert list(first.token_ids) == [7, 8, 9]
+    assert not second.token_ids
+    assert (first.registers[0].sampling.seed, first.registers[0].choice) == (11, 2)
+    assert (list(second.block_start), list(second.block_count), list(second.sample)) == ([0], [1], [True])
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    clock = FakeClock()
+    window = WindowSum(clock)
+    assert window.per_second() == 0
+    window.add(10)
+    assert window.per_second() == 10, "a young window counts as one second"
+    clock.advance(4)
+    window.add(10)
+    assert window.per_second() == 5
+    clock.advance(3)
+    assert window.per_second() == pytest.approx(10 / 3)
+    clock.advance(10)
+    assert window.per_second() == 0
+
+
+def test_a_stage_is_measured_by_what_it_tells() -> None:
+    clock = FakeClock()
+    meter = StageMeter(clock)
+    for step in range(1, 41):
+        timing = StepTiming(
+            step=StepId(step), slice_index=0, num_tokens=1, num_rows=1, started_us=0, compute_us=50_000, upload_us=2000
+        )
+        meter.note_timing(timing)
+        meter.note_link(_link(step))
+        clock.advance(0.1)
+    assert meter.step_ms == pytest.approx(50)
+    assert meter.upload_ms == pytest.approx(2)
+    assert meter.one_way_ms == pytest.approx(3)
+    assert meter.busy == pytest.approx(0.5, abs=0.02)
+    assert meter.last_step == 40
+
+
+def _link(step: int) -> LinkSample:
+    return LinkSample(
+        step=StepId(step), num_bytes=100, first_sent_us=5_000, first_received_us=8_000, last_received_us=9_000
+    )
+
+
+def test_smoothing_begins_with_the_first_value() -> None:
+    assert smooth(0.0, 8.0) == 8.0
+    assert smooth(10.0, 20.0) == pytest.approx(11.0)
+
+
+async def test_the_watch_gives_known_sizes_less_time_than_new_ones() -> None:
+    late: list[int] = []
+    timeouts = EngineTimeouts(step_min_s=0.05, step_first_s=60.0)
+    watch = StepWatch(timeouts=timeouts, on_late=lambda step, _: late.append(step))
+    assert watch.limit_s(1) == 60.0
+    watch.oldest_is(StepId(1), 1)
+    watch.retired()
+    assert watch.limit_s(1) == 0.05
+    watch.oldest_is(StepId(2), 700)
+    await asyncio.sleep(0.1)
+    assert not late
+    watch.retired()
+    watch.close()
+    watch.oldest_is(StepId(3), 1)
+    async with asyncio.timeout(10):
+        while not late:  # noqa: ASYNC110 - a timer's call has no event
+            await asyncio.sleep(0.01)
+    assert late == [3]
+    watch.close()
+
+
+def _choice(log: list[int]) -> Choice:
+    submission = Submission(request_id=RequestId("a"), prompt=(1,), sampling=SamplingParams())
+    request = Request(RequestKey(NodeId("n"), RequestId("a")), submission)
+    return Choice(request, 0, SequenceId(1), log, sent=0)
+
+
+async def test_a_stream_tells_what_is_new_in_one_message() -> None:
+    stream, choice = GatewayStream(NodeId("n")), _choice([5])
+    events = stream.events()
+    stream.mark(choice)
+    assert list((await anext(events)).tokens.ids) == [5]
+    for token in (6, 7, 8):
+        choice.log.append(token)
+        stream.mark(choice)
+    choice.ending = Ending(reason="length", num_tokens=4)
+    stream.mark(choice)
+    stream.close()
+    told = [event async for event in events]
+    assert (told[0].tokens.position, list(told[0].tokens.ids)) == (1, [6, 7, 8])
+    assert told[1].ended.reason == "length"
+    assert len(told) == 2
+    await stream.flush()
+
+
+def test_the_first_of_our_errors_is_the_one_to_read() -> None:
+    group = BaseExceptionGroup("", [BaseExceptionGroup("", [StageLost("one")]), StepFailed("two")])
+    assert str(first_error(group)) == "one"
+    bug = BaseExceptionGroup("", [StageLost("one"), KeyError("bug")])
+    assert first_error(bug) is bug
