@@ -63,7 +63,7 @@ ensure_venv() {
   echo "The first time takes a minute or more."
   local quiet=(-qq)
   if [ -t 1 ]; then quiet=(); fi # people see pip's progress bars
-  case ",$extras," in *,torch,*) "$python" -m pip install "${quiet[@]}" -c constraints.txt "${torch_args[@]}" ;; esac
-  "$python" -m pip install "${quiet[@]}" -c constraints.txt -e ".[$extras]"
+  case ",$extras," in *,torch,*) "$python" -m pip install ${quiet[@]+"${quiet[@]}"} -c constraints.txt "${torch_args[@]}" ;; esac
+  "$python" -m pip install ${quiet[@]+"${quiet[@]}"} -c constraints.txt -e ".[$extras]"
   echo "$stamp $PWD" >"$venv/edgepipe-$extras"
 }
