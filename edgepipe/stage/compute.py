@@ -88,6 +88,8 @@ class ComputeThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the thread once all steps before it are collected; raises what it raises."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the compute thread is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 

@@ -75,6 +75,7 @@ class Stage:
         sampler_threads: int = 2,
         compute: ComputeThread | None = None,
         dial: Dial | None = None,
+        open_s: float = OPEN_S,
         name: str = "",
     ) -> None:
         self._compute = compute or ComputeThread(clock=clock)
@@ -89,7 +90,7 @@ class Stage:
             trace=self._trace,
             counters=self._counters,
             dial=dial or grpc_dial(hello=hello, clock=clock),
-            connect_s=OPEN_S,
+            connect_s=open_s,
             node=hello.node_name,
             stage=name,
         )
@@ -98,6 +99,8 @@ class Stage:
         self._pipeline: PipelineId | None = None
         self._promised: Epoch | None = None  # the highest seen of that pipeline
         self._session: Session | None = None
+        self._open_s = open_s
+        self._closed = False
         self._opening = asyncio.Lock()
         self._changed = asyncio.Condition()  # the session or the promise
 
@@ -149,7 +152,13 @@ class Stage:
         return list(self._trace)
 
     async def close(self) -> None:
-        """End the pipeline, give the device's memory back and end all threads. Stop the server first."""
+        """End the pipeline, give the device's memory back and end all threads. Stop the server first.
+
+        May be called twice.
+        """
+        if self._closed:
+            return
+        self._closed = True
         if self._session is not None:
             self._session.fault(PeerClosed("the stage is shutting down"))
             self._session = None
@@ -184,8 +193,8 @@ class Stage:
             hidden_size=opening.hidden_size,
             activation_type=activation_type_from_wire(opening.activation_type),
             max_queued=0,
-            connect_s=OPEN_S,
-            deadline_s=OPEN_S,
+            connect_s=self._open_s,
+            deadline_s=self._open_s,
         )
         stream = RingStream(await self.find_receiver(target), replies)
         try:
@@ -199,10 +208,12 @@ class Stage:
         Raises StaleEpoch, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
         """
         try:
-            async with asyncio.timeout(OPEN_S), self._changed:
+            async with asyncio.timeout(self._open_s), self._changed:
                 await self._changed.wait_for(lambda: self._stands(target))
         except TimeoutError as exc:
-            raise ConnectTimeout(f"epoch {target.epoch} was not opened here", fact=f"waited {OPEN_S:g} s") from exc
+            raise ConnectTimeout(
+                f"epoch {target.epoch} was not opened here", fact=f"waited {self._open_s:g} s"
+            ) from exc
         session = self._session
         receiver = session.receiver(target.slice_index) if session is not None else None
         if session is None or receiver is None:

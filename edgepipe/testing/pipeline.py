@@ -52,6 +52,7 @@ class StageReports:
     def __init__(self) -> None:
         self.opened = asyncio.Event()
         self.ended = asyncio.Event()
+        self.told = asyncio.Event()  # of timings
         self.done: asyncio.Queue[StepDone] = asyncio.Queue()  # tests take one per step in flight
         self.timings: list[StepTiming] = []
         self.links: list[LinkSample] = []
@@ -67,6 +68,7 @@ class StageReports:
             timings = timings_from_wire(report.timings)
             self.timings.extend(timings.timings)
             self.links.extend(timings.links)
+            self.told.set()
         else:
             self.fail(error_from_wire(report.fault))
 
@@ -229,6 +231,7 @@ async def local_stages(
     clock: Clock,
     over: str = "grpc",
     sampler: Sampler = sample,
+    open_s: float = 30.0,
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end."""
     async with AsyncExitStack() as stack:
@@ -241,6 +244,7 @@ async def local_stages(
                 hello=make_hello(role="stage", node_name=f"node{index}"),
                 sampler=sampler,
                 dial=_memory_dial(network, clock) if over == "memory" else None,
+                open_s=open_s,
                 name=f"stage {index}",
             )
             stack.push_async_callback(stage.close)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from ring_ends import EPOCH, Hop, activations, grpc_sender, grpc_service, open_hop, running, send_and_fail, target
-from tcp_proxy import tcp_proxy
 
 from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.link.channels import free_port, make_channel
 from edgepipe.link.sender import RingSender
+from edgepipe.testing.tcp_proxy import tcp_proxy
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub

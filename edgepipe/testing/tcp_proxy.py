@@ -31,6 +31,7 @@ class TcpProxy:
         self._cut_after = self.passed_bytes + num_bytes
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until either side closes it or it is cut."""
         self.connections += 1
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._upstream)

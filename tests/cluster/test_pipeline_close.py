@@ -1,0 +1,71 @@
+"""A stage that closes leaves no thread and no task behind, whatever was going on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from pipeline_engine import HeldBackend, SmallEngine, emulated, stages
+
+from edgepipe.errors import PeerClosed, StageError
+from edgepipe.model.tensors import WeightSource
+from edgepipe.testing.pipeline import epoch
+
+PROMPT = [1, 2, 3]
+
+
+def names() -> set[str]:
+    """Threads and tasks that a stage makes."""
+    threads = {thread.name for thread in threading.enumerate()}
+    tasks = {task.get_name() for task in asyncio.all_tasks()}
+    return {name for name in threads | tasks if name.startswith(("compute", "sampler", "stage-", "ring-"))}
+
+
+@pytest.mark.parametrize("over", ["grpc", "memory"])
+async def test_nothing_is_left_after_work(over: str) -> None:
+    async with stages(3, over=over) as local, local.open(epoch(1)) as driver:
+        engine = SmallEngine(driver)
+        await engine.generate([[engine.new(PROMPT)]], 4)
+        assert names(), "the test looks at the right names"
+    assert not names()
+
+
+async def test_nothing_is_left_when_closed_in_the_middle_of_a_step() -> None:
+    backends = [HeldBackend(emulated()), HeldBackend(emulated())]
+    async with stages(2, make_backend=backends.__getitem__) as local, local.open(epoch(1)) as driver:
+        engine = SmallEngine(driver)
+        gate = backends[0].hold(1)
+        for _ in range(3):
+            engine.send(engine.new(PROMPT))
+        assert await asyncio.to_thread(backends[0].submitted[1].wait, 30)
+        closing = asyncio.ensure_future(local.stages[0].close())
+        await driver.controls[0].reports.ended.wait()
+        assert isinstance(driver.controls[0].reports.fault, PeerClosed)
+        gate.set()
+        await closing
+        await local.stages[0].close()  # a second time
+    assert not names()
+
+
+async def test_an_engine_that_is_cancelled_ends_its_epoch() -> None:
+    async with stages(2) as local:
+        control = local.control(1, local.spec(1, epoch(1)))
+        task = asyncio.ensure_future(control.run())
+        await control.reports.opened.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with local.open(epoch(2)) as driver:
+            engine = SmallEngine(driver)
+            await engine.generate([[engine.new(PROMPT)]], 2)
+
+
+async def test_a_stage_that_serves_does_not_load() -> None:
+    async with stages(1) as local, local.open(epoch(1)):
+        with pytest.raises(StageError, match="cannot load"):
+            await local.stages[0].load(slices=local.slices, open_weights=_never, progress=lambda _: None, block_size=16)
+
+
+def _never() -> WeightSource:
+    raise AssertionError("nothing is to be read")

@@ -1,0 +1,146 @@
+"""A step that cannot run ends the epoch with a fault that names the stage; the process lives and serves the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from pipeline_engine import HeldBackend, SmallEngine, emulated, stages
+
+from edgepipe.backend.types import BlockRun
+from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
+from edgepipe.ids import StepId
+from edgepipe.testing.pipeline import Driver, LocalStages, epoch
+from edgepipe.wire.plans import PlanRow, StepPlan, plan_to_wire
+
+PROMPT = [1, 2, 3]
+Change = Callable[[StepPlan], StepPlan]
+
+
+async def fault_of(driver: Driver) -> EdgepipeError:
+    """The fault that ends the epoch."""
+    with pytest.raises(EdgepipeError) as caught:
+        await driver.next_done()
+    return caught.value
+
+
+async def assert_serves(local: LocalStages, counter: int) -> None:
+    """The stages open another epoch and compute."""
+    async with local.open(epoch(counter)) as driver:
+        engine = SmallEngine(driver)
+        await engine.generate([[engine.new(PROMPT)]], 3)
+
+
+def _with_row(**changes: object) -> Change:
+    def change(plan: StepPlan) -> StepPlan:
+        fields = {
+            name: getattr(plan.rows[0], name) for name in ("sequence", "position", "num_tokens", "sample", "new_blocks")
+        }
+        return replace(plan, rows=(PlanRow(**{**fields, **changes}),))  # pyright: ignore[reportArgumentType]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_with_row(sequence=99), "not registered"),
+        (_with_row(new_blocks=(BlockRun(255, 2),)), "gives out blocks 255-256"),
+        (_with_row(new_blocks=()), "its blocks hold 0"),
+        (_with_row(num_tokens=4), "3 token ids for 4 tokens"),
+        (lambda plan: replace(plan, step=StepId(2)), "plan of step 1 is missing"),
+        (lambda plan: replace(plan, last_slice=2), "ends at slice 2 of 2"),
+        (lambda plan: replace(plan, last_slice=0), "has no head"),
+    ],
+    ids=["sequence", "blocks", "room", "tokens", "gap", "slice", "head"],
+)
+async def test_a_bad_plan_is_a_fault_of_the_engine(change: Change, why: str) -> None:
+    async with stages(2) as local:
+        async with local.open(epoch(1)) as driver:
+            engine = SmallEngine(driver)
+            driver.send(change(engine.plan(engine.new(PROMPT))))
+            error = await fault_of(driver)
+            assert isinstance(error, RemoteProtocolError)
+            assert why in str(error)
+            assert error.stage.startswith("stage ")
+            assert error.node.startswith("node")
+        await assert_serves(local, 2)
+
+
+async def test_columns_of_different_lengths_are_a_fault() -> None:
+    async with stages(1) as local:
+        async with local.open(epoch(1)) as driver:
+            engine = SmallEngine(driver)
+            message = plan_to_wire(engine.plan(engine.new(PROMPT)), with_token_ids=True)
+            message.num_tokens.append(1)
+            driver.controls[0].send_raw(message)
+            assert isinstance(await fault_of(driver), RemoteProtocolError)
+        await assert_serves(local, 2)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_backend_that_breaks_ends_the_epoch_not_the_process(at: int) -> None:
+    backends = [HeldBackend(emulated()), HeldBackend(emulated())]
+    async with stages(2, make_backend=backends.__getitem__) as local:
+        async with local.open(epoch(1)) as driver:
+            engine = SmallEngine(driver)
+            backends[at].breaks_at = 2
+            sequence = engine.new(PROMPT)
+            engine.send(sequence)
+            await engine.retire()
+            engine.send(sequence)
+            error = await fault_of(driver)
+            assert isinstance(error, StepFailed)
+            assert (error.stage, error.node) == (f"stage {at}", f"node{at}")
+            assert "perch" in error.fact
+        backends[at].breaks_at = None
+        await assert_serves(local, 2)
+
+
+async def test_a_step_whose_activations_do_not_come_names_the_missing_side() -> None:
+    async with stages(2) as local, local.open(epoch(1), step_deadline_ms=100) as driver:
+        engine = SmallEngine(driver)
+        driver.send(engine.plan(engine.new(PROMPT)), to=[1])
+        error = await fault_of(driver)
+        assert isinstance(error, StepFailed)
+        assert "activations of step 1 did not come from the stage before" in error.what
+        assert error.stage == "stage 1"
+
+
+async def test_activations_whose_plan_does_not_come_name_the_missing_side() -> None:
+    async with stages(2) as local, local.open(epoch(1), step_deadline_ms=100) as driver:
+        engine = SmallEngine(driver)
+        driver.send(engine.plan(engine.new(PROMPT)), to=[0])
+        await driver.controls[1].reports.ended.wait()
+        error = driver.controls[1].reports.fault
+        assert isinstance(error, StepFailed)
+        assert "plan of step 1 did not come from the engine" in error.what
+
+
+async def test_waiting_without_work_is_no_fault() -> None:
+    async with stages(2) as local, local.open(epoch(1), step_deadline_ms=50) as driver:
+        engine = SmallEngine(driver)
+        sequence = engine.new(PROMPT)
+        for _ in range(3):
+            await asyncio.sleep(0.12)  # more than two deadlines
+            await engine.generate([[sequence]], len(sequence.generated) + 1)
+        assert driver.fault() is None
+
+
+async def test_an_engine_that_hangs_up_ends_the_epoch_and_what_was_queued() -> None:
+    backends = [HeldBackend(emulated())]
+    async with stages(1, make_backend=backends.__getitem__) as local:
+        async with local.open(epoch(1)) as driver:
+            engine = SmallEngine(driver)
+            gate = backends[0].hold(1)
+            for _ in range(3):
+                engine.send(engine.new(PROMPT))
+            assert await asyncio.to_thread(backends[0].submitted[1].wait, 30)
+            driver.controls[0].hang_up()
+            await driver.controls[0].reports.ended.wait()
+        gate.set()
+        await assert_serves(local, 2)
+        steps = [entry.step for entry in local.stages[0].trace()]
+        assert steps == [1, 1, 2, 3], "the first epoch's second and third step were never computed"

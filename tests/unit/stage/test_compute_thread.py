@@ -1,0 +1,144 @@
+"""The one thread that touches the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+
+import numpy as np
+import pytest
+
+from edgepipe.backend.types import StepOutput, TokenIds
+from edgepipe.daemon.system import SystemClock
+from edgepipe.stage.compute import ComputeThread, Span
+
+IDS = np.zeros(1, np.int32)
+
+
+class Recorder:
+    """A backend that writes down what is asked of it, and on which thread."""
+
+    def __init__(self, max_submitted: int) -> None:
+        self.max_submitted = max_submitted
+        self.calls: list[str] = []
+        self.threads: set[int] = set()
+
+    def submit(self, prepared: int, inputs: TokenIds) -> int:
+        self._note(f"submit {prepared}")
+        if prepared < 0:
+            raise ValueError("broken")
+        return prepared
+
+    def collect(self, ticket: int) -> StepOutput:
+        self._note(f"collect {ticket}")
+        return StepOutput()
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.get_ident())
+
+
+class Item:
+    """A step of which only the order matters."""
+
+    def __init__(self, number: int, *, wanted: bool = True) -> None:
+        self.prepared = number
+        self.span: Span | None = None
+        self.error: Exception | None = None
+        self._wanted = wanted
+
+    def take_inputs(self) -> TokenIds:
+        return IDS
+
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def done(self, output: StepOutput, span: Span) -> None:
+        self.span = span
+
+    def failed(self, error: Exception) -> None:
+        self.error = error
+
+
+@pytest.fixture
+async def compute() -> AsyncGenerator[ComputeThread]:
+    thread = ComputeThread(clock=SystemClock(), name="compute-under-test")
+    yield thread
+    await thread.close()
+    assert "compute-under-test" not in {other.name for other in threading.enumerate()}
+
+
+async def run(compute: ComputeThread, backend: Recorder, items: list[Item]) -> None:
+    """Queue all items while the thread is busy, then let it go."""
+    compute.use(backend)  # pyright: ignore[reportArgumentType]
+    gate = threading.Event()
+    blocked = asyncio.ensure_future(compute.call(gate.wait))
+    await asyncio.sleep(0)
+    for item in items:
+        compute.put(item)
+    gate.set()
+    await blocked
+    await compute.call(lambda: None)
+
+
+async def test_with_room_for_two_the_next_is_submitted_before_the_one_ahead_is_collected(
+    compute: ComputeThread,
+) -> None:
+    backend = Recorder(2)
+    await run(compute, backend, [Item(n) for n in (1, 2, 3)])
+    assert backend.calls == ["submit 1", "submit 2", "collect 1", "submit 3", "collect 2", "collect 3"]
+
+
+async def test_with_room_for_one_they_take_turns(compute: ComputeThread) -> None:
+    backend = Recorder(1)
+    await run(compute, backend, [Item(1), Item(2)])
+    assert backend.calls == ["submit 1", "collect 1", "submit 2", "collect 2"]
+
+
+async def test_only_one_thread_touches_the_backend_and_it_is_not_the_loops(compute: ComputeThread) -> None:
+    backend = Recorder(2)
+    items = [Item(n) for n in range(20)]
+    await run(compute, backend, items)
+    calling = await compute.call(threading.get_ident)
+    assert backend.threads == {calling}
+    assert calling != threading.get_ident()
+    spans = [item.span for item in items if item.span is not None]
+    assert len(spans) == 20
+    assert all(span.submitted_s <= span.collected_s for span in spans)
+    assert (compute.started, compute.finished) == (20, 20)
+
+
+async def test_a_step_that_breaks_does_not_break_the_thread(compute: ComputeThread) -> None:
+    items = [Item(1), Item(-1), Item(2)]
+    backend = Recorder(2)
+    await run(compute, backend, items)
+    assert isinstance(items[1].error, ValueError)
+    assert items[2].span is not None
+
+
+async def test_steps_of_an_ended_epoch_never_reach_the_backend(compute: ComputeThread) -> None:
+    backend = Recorder(2)
+    await run(compute, backend, [Item(1, wanted=False), Item(2)])
+    assert backend.calls == ["submit 2", "collect 2"]
+
+
+async def test_calls_wait_until_nothing_is_outstanding(compute: ComputeThread) -> None:
+    backend = Recorder(2)
+    compute.use(backend)  # pyright: ignore[reportArgumentType]
+    compute.put(Item(1))
+    seen = await compute.call(lambda: list(backend.calls))
+    assert seen == ["submit 1", "collect 1"]
+
+
+async def test_a_call_raises_what_it_raised(compute: ComputeThread) -> None:
+    def fail() -> None:
+        raise KeyError("weights")
+
+    with pytest.raises(KeyError, match="weights"):
+        await compute.call(fail)
+
+
+async def test_closing_twice_is_fine(compute: ComputeThread) -> None:
+    await compute.close()
+    await compute.close()

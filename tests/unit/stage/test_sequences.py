@@ -1,0 +1,132 @@
+"""The sequence table against a naive one that keeps every block id in a list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgepipe.backend.types import BlockCopy, BlockRun
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
+from edgepipe.sampling import SamplingParams
+from edgepipe.stage.sequences import SequenceTable
+from edgepipe.wire.plans import PlanRow, Registration, StepPlan, plan_from_wire, plan_to_wire
+
+NUM_BLOCKS = 64
+BLOCK_SIZE = 4
+
+
+def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registration:
+    return Registration(
+        sequence=SequenceId(sequence), sampling=SamplingParams(seed=seed), choice=0, prompt_tokens=prompt_tokens
+    )
+
+
+def plan(step: int = 1, *rows: PlanRow, **fields: object) -> StepPlan:
+    changes: dict[str, object] = {
+        "epoch": Epoch(1, EngineId("engine")),
+        "step": StepId(step),
+        "last_slice": 1,
+        "rows": rows,
+        **fields,
+    }
+    return StepPlan(**changes)  # pyright: ignore[reportArgumentType]
+
+
+def row(sequence: int, position: int, num_tokens: int, *runs: tuple[int, int], sample: bool = False) -> PlanRow:
+    return PlanRow(SequenceId(sequence), position, num_tokens, sample, tuple(BlockRun(*run) for run in runs))
+
+
+def blocks(runs: tuple[BlockRun, ...]) -> list[int]:
+    return [block for run in runs for block in range(run.start, run.start + run.count)]
+
+
+@given(data=st.data())
+def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    naive: dict[int, tuple[list[int], int, int]] = {}  # blocks, end, prompt length
+    for step in range(1, data.draw(st.integers(1, 12)) + 1):
+        frees = data.draw(st.lists(st.sampled_from(sorted(naive)), unique=True)) if naive else []
+        for sequence in frees:
+            del naive[sequence]
+        registers = data.draw(st.lists(st.integers(0, 5), unique=True, max_size=3))
+        prompts = {sequence: data.draw(st.integers(0, 6)) for sequence in registers}
+        naive |= {sequence: ([], -1, prompt) for sequence, prompt in prompts.items()}
+        rows: list[PlanRow] = []
+        wanted: list[tuple[int, list[int]]] = []
+        positions: list[int] = []
+        chosen = data.draw(st.lists(st.sampled_from(sorted(naive)), unique=True)) if naive else []
+        for sequence in chosen:
+            known, end, prompt = naive[sequence]
+            position = data.draw(st.integers(0, end)) if end >= 0 else data.draw(st.integers(0, 8))
+            num_tokens = data.draw(st.integers(1, 9))
+            short = -(-(position + num_tokens) // BLOCK_SIZE) - len(known)
+            runs: list[tuple[int, int]] = []
+            while sum(count for _, count in runs) < short:
+                start = data.draw(st.integers(0, NUM_BLOCKS - 4))
+                runs.append((start, data.draw(st.integers(1, 4))))
+            known = known + [block for start, count in runs for block in range(start, start + count)]
+            naive[sequence] = (known, position + num_tokens, prompt)
+            sample = position + num_tokens >= prompt and data.draw(st.booleans())
+            rows.append(row(sequence, position, num_tokens, *runs, sample=sample))
+            wanted.append((sequence, known))
+            if sample:
+                positions.append(position + num_tokens - prompt)
+        told = plan(
+            step,
+            *rows,
+            frees=tuple(map(SequenceId, frees)),
+            registers=tuple(register(sequence, prompt_tokens=prompts[sequence]) for sequence in registers),
+        )
+        got = table.apply(plan_from_wire(plan_to_wire(told, with_token_ids=True)))
+        assert [(r.sequence, blocks(r.runs)) for r in got.rows] == wanted
+        assert all(a.start + a.count != b.start for r in got.rows for a, b in zip(r.runs, r.runs[1:], strict=False))
+        assert [sample.position for sample in got.samples] == positions
+        ends = [sum(r.num_tokens for r in rows[: i + 1]) - 1 for i, r in enumerate(rows) if r.sample]
+        assert got.logit_rows == ends
+        assert len(table) == len(naive)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (plan(2, row(9, 0, 1, (0, 1))), "row of sequence 9, which is not registered"),
+        (plan(2, frees=(SequenceId(9),)), "frees sequence 9"),
+        (plan(2, row(1, 3, 1, (NUM_BLOCKS - 1, 2))), "gives out blocks 63-64"),
+        (plan(2, row(1, 3, 1, (5, 0))), "gives out blocks"),
+        (plan(2, row(1, 3, 2)), "would have 5 tokens"),
+        (plan(2, row(1, 3, 0)), "a row without tokens"),
+        (plan(2, row(1, 4, 1, (8, 1))), "goes on at position 4"),
+        (plan(2, row(1, 3, 1), row(1, 3, 1)), "two rows of one sequence"),
+        (plan(2, row(1, 1, 1, sample=True)), "samples inside its prompt"),
+        (plan(2, row(1, 3, 1), copies=(BlockCopy(0, NUM_BLOCKS),)), "copies block 0 to 64"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_says_why(bad: StepPlan, why: str) -> None:
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1, prompt_tokens=3),)))
+    with pytest.raises(RemoteProtocolError, match=why):
+        table.apply(bad)
+
+
+def test_registering_again_empties_the_block_table() -> None:
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1),)))
+    again = table.apply(plan(2, row(1, 0, 5, (20, 2)), registers=(register(1),)))
+    assert blocks(again.rows[0].runs) == [20, 21]
+
+
+@pytest.mark.parametrize("column", ["position", "num_tokens", "sample"])
+def test_columns_of_different_lengths_are_refused(column: str) -> None:
+    message = plan_to_wire(plan(1, row(1, 0, 1, (0, 1)), row(2, 0, 1, (1, 1))), with_token_ids=False)
+    del getattr(message, column)[-1]
+    with pytest.raises(RemoteProtocolError, match="columns of different lengths"):
+        plan_from_wire(message)
+
+
+def test_blocks_for_a_row_that_is_not_there_are_refused() -> None:
+    message = plan_to_wire(plan(1, row(1, 0, 1, (0, 1))), with_token_ids=False)
+    message.block_row[0] = 1
+    with pytest.raises(RemoteProtocolError, match="a row it does not have"):
+        plan_from_wire(message)
