@@ -103,6 +103,7 @@ class _Target:
     manual: bool  # named by a person: never forgotten
     node_id: NodeId | None = None  # who answered there
     dialling: bool = False
+    nobody_since_s: float | None = None  # dialled, and no member of ours
 
 
 class Membership:
@@ -145,6 +146,7 @@ class Membership:
                 return []
             target = self._targets[address] = _Target(manual=manual)
         target.manual = target.manual or manual
+        target.node_id = target.node_id or (NodeId(node_id) if node_id else None)
         owner = self._members.get(NodeId(node_id)) if node_id else None
         if target.dialling or (owner is not None and owner.reachable and self._is_dialled(owner.node.node_id)):
             return []
@@ -176,7 +178,7 @@ class Membership:
         """A connection to ``address`` was refused: a machine is there and no process listens."""
         target = self._targets.get(address)
         member = self._members.get(target.node_id) if target and target.node_id else None
-        if member is None or not member.reachable or member.node.address != address:
+        if member is None or not member.reachable or self._is_outdated(address, member):
             return []
         if member.refused_since_s is None:
             member.refused_since_s = now
@@ -202,7 +204,7 @@ class Membership:
                 commands += self._set_status(member, MemberStatus.SUSPECT)
             elif not member.reachable and silence >= self._limits.forget_s:
                 commands += self._forget(member)
-        return commands
+        return [*commands, *self._give_up(now)]
 
     def dead_limit_s(self, member: Member) -> float:
         """Silence after which ``member`` is dead: 3 x the 99th percentile of its gaps, within the limits."""
@@ -271,6 +273,11 @@ class Membership:
     def _is_dialled(self, node_id: str) -> bool:
         return any(target.dialling and target.node_id == node_id for target in self._targets.values())
 
+    def _is_outdated(self, address: str, member: Member) -> bool:
+        """Whether the member has since told another address, which is dialled."""
+        own = self._targets.get(member.node.address)
+        return address != member.node.address and own is not None and own.dialling
+
     def _set_status(self, member: Member, status: MemberStatus) -> list[Command]:
         member.status = status
         commands: list[Command] = [MemberChanged(NodeId(member.node.node_id), status)]
@@ -294,6 +301,20 @@ class Membership:
     def _forget(self, member: Member) -> list[Command]:
         del self._members[NodeId(member.node.node_id)]
         return list(self._drop_targets(member.node.node_id))
+
+    def _give_up(self, now: float) -> list[Command]:
+        """Addresses from the network where no member ever answered are not dialled for ever."""
+        lost: list[str] = []
+        for address, target in self._targets.items():
+            if target.manual or target.node_id in self._members:
+                target.nobody_since_s = None
+            elif target.nobody_since_s is None:
+                target.nobody_since_s = now
+            elif now - target.nobody_since_s >= self._limits.forget_s:
+                lost.append(address)
+        for address in lost:
+            del self._targets[address]
+        return [HangUp(address) for address in lost]
 
     def _forgive_own_stall(self, now: float) -> None:
         pause = 0.0 if self._last_tick_s is None else now - self._last_tick_s

@@ -1,0 +1,251 @@
+"""Membership as a state machine: no clock, no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from edgepipe.cluster.membership import (
+    Command,
+    Dial,
+    HangUp,
+    HeardBeat,
+    IdentityTaken,
+    MemberChanged,
+    Membership,
+    MembershipLimits,
+    MemberStatus,
+)
+from edgepipe.ids import NodeId
+from edgepipe.wire.v1 import node_pb2 as pb
+
+LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0)
+ME, OTHER, THIRD = NodeId("node-0"), NodeId("node-1"), NodeId("node-2")
+MY_ADDRESS = "10.0.0.1:7117"
+
+
+def membership() -> Membership:
+    return Membership(node_id=ME, incarnation=5, address=MY_ADDRESS, limits=LIMITS)
+
+
+def state(node_id: NodeId, *, incarnation: int = 1, version: int = 1, address: str = "") -> pb.NodeState:
+    return pb.NodeState(
+        node_id=node_id, incarnation=incarnation, version=version, address=address or address_of(node_id), name=node_id
+    )
+
+
+def address_of(node_id: NodeId) -> str:
+    return f"10.0.0.{int(node_id[5:]) + 1}:7117"
+
+
+def beat(node_id: NodeId, *, incarnation: int = 1, version: int = 1, dialled: str = "", leaving: bool = False):
+    told = state(node_id, incarnation=incarnation, version=version)
+    return HeardBeat(node_id=node_id, state=told, dialled=dialled, leaving=leaving)
+
+
+def statuses(commands: list[Command]) -> list[MemberStatus]:
+    return [command.status for command in commands if isinstance(command, MemberChanged)]
+
+
+def test_a_found_address_is_dialled_once():
+    cluster = membership()
+    assert cluster.on_address(address_of(OTHER)) == [Dial(address_of(OTHER))]
+    assert cluster.on_address(address_of(OTHER)) == []
+
+
+def test_a_beat_makes_a_member_and_its_silence_unmakes_it():
+    cluster = membership()
+    assert statuses(cluster.on_beat(beat(OTHER), now=0.0)) == [MemberStatus.ALIVE]
+    changes = [status for tenth in range(1, 30) for status in statuses(cluster.on_tick(now=tenth / 10))]
+    assert changes == [MemberStatus.SUSPECT, MemberStatus.DEAD]
+    assert cluster.reachable() == []
+
+
+def test_a_member_is_dialled_back_at_the_address_that_it_tells():
+    assert Dial(address_of(OTHER)) in membership().on_beat(beat(OTHER), now=0.0)
+
+
+def test_introduced_nodes_are_dialled():
+    heard = HeardBeat(node_id=OTHER, state=state(OTHER), known=((THIRD, address_of(THIRD)), (ME, "10.9.9.9:1")))
+    commands = membership().on_beat(heard, now=0.0)
+    assert Dial(address_of(THIRD)) in commands
+    assert Dial("10.9.9.9:1") not in commands
+
+
+def test_refusal_for_300_ms_means_death():
+    cluster = membership()
+    cluster.on_address(address_of(OTHER))
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    assert cluster.on_refused(address_of(OTHER), now=0.1) == []
+    assert cluster.on_refused(address_of(OTHER), now=0.3) == []
+    assert statuses(cluster.on_refused(address_of(OTHER), now=0.45)) == [MemberStatus.DEAD]
+
+
+def test_a_beat_between_two_refusals_saves_the_member():
+    cluster = membership()
+    cluster.on_address(address_of(OTHER))
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    cluster.on_refused(address_of(OTHER), now=0.1)
+    cluster.on_beat(beat(OTHER), now=0.2)  # it reaches us, though we do not reach it
+    assert cluster.on_refused(address_of(OTHER), now=0.45) == []
+
+
+def test_who_left_stays_away_until_it_is_started_again():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER), now=0.0)
+    assert MemberStatus.LEFT in statuses(cluster.on_beat(beat(OTHER, leaving=True), now=0.1))
+    assert cluster.on_beat(beat(OTHER), now=0.2) == []
+    assert statuses(cluster.on_beat(beat(OTHER, incarnation=2), now=0.3)) == [MemberStatus.ALIVE]
+
+
+def test_an_earlier_incarnation_is_not_believed():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER, incarnation=3), now=0.0)
+    assert cluster.on_beat(beat(OTHER, incarnation=2, version=9), now=0.1) == []
+    assert [member.node.incarnation for member in cluster.reachable()] == [3]
+
+
+def test_only_newer_states_are_news():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER, version=4), now=0.0)
+    assert statuses(cluster.on_beat(beat(OTHER, version=4), now=0.1)) == []
+    assert statuses(cluster.on_beat(beat(OTHER, version=5), now=0.2)) == [MemberStatus.ALIVE]
+
+
+def test_the_node_that_started_later_gives_its_copied_identity_up():
+    cluster = membership()
+    assert cluster.on_beat(beat(ME, incarnation=4), now=0.0) == [IdentityTaken(address_of(ME))]
+    assert cluster.on_beat(beat(ME, incarnation=6), now=0.0) == []
+
+
+def test_dialling_oneself_is_noticed_and_not_repeated():
+    cluster = membership()
+    cluster.on_address("127.0.0.1:7117", manual=True)
+    assert cluster.on_beat(beat(ME, incarnation=5, dialled="127.0.0.1:7117"), now=0.0) == [HangUp("127.0.0.1:7117")]
+    assert cluster.on_address("127.0.0.1:7117") == []
+
+
+def test_two_addresses_of_one_node_keep_one_stream():
+    cluster = membership()
+    cluster.on_address("localhost:7118", manual=True)
+    cluster.on_address(address_of(OTHER))
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    assert cluster.on_beat(beat(OTHER, dialled="localhost:7118"), now=0.1) == [HangUp("localhost:7118")]
+
+
+def test_a_member_that_is_reached_by_another_name_is_not_dialled_again():
+    cluster = membership()
+    cluster.on_address("localhost:7118", manual=True)
+    commands = cluster.on_beat(beat(OTHER, dialled="localhost:7118"), now=0.0)
+    assert Dial(address_of(OTHER)) not in commands
+    cluster.on_refused("localhost:7118", now=0.1)
+    assert statuses(cluster.on_refused("localhost:7118", now=0.5)) == [MemberStatus.DEAD]
+
+
+def test_an_address_where_nobody_answers_is_given_up():
+    cluster = membership()
+    cluster.on_address("10.0.0.9:1")
+    cluster.on_address("10.0.0.9:2", manual=True)
+    cluster.on_tick(now=0.0)
+    assert cluster.on_tick(now=61.0) == [HangUp("10.0.0.9:1")]
+
+
+def test_own_sleep_is_not_the_others_silence():
+    cluster = membership()
+    cluster.on_tick(now=0.0)
+    cluster.on_beat(beat(OTHER), now=0.1)
+    assert statuses(cluster.on_tick(now=3600.0)) == []
+
+
+def test_a_jittery_link_gets_more_patience_up_to_a_limit():
+    cluster = membership()
+    for second in range(60):
+        cluster.on_beat(beat(OTHER), now=float(second))
+    member = cluster.member(OTHER)
+    assert member is not None
+    assert cluster.dead_limit_s(member) == 3.0
+
+
+def test_the_dead_are_dialled_for_a_while_and_then_forgotten():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER), now=0.0)
+    for second in range(1, 120):
+        cluster.on_tick(now=second / 2)
+    assert cluster.member(OTHER) is not None
+    commands = [command for half in range(120, 140) for command in cluster.on_tick(now=half / 2)]
+    assert HangUp(address_of(OTHER)) in commands
+    assert cluster.member(OTHER) is None
+
+
+NODES = st.sampled_from([OTHER, THIRD])
+ADDRESSES = st.sampled_from([address_of(OTHER), address_of(THIRD), "10.0.0.9:1", MY_ADDRESS])
+
+
+@dataclass
+class _Shell:
+    """Performs commands the way the real shell does."""
+
+    dialled: set[str] = field(default_factory=set)
+
+    def perform(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Dial):
+                assert command.address not in self.dialled, "dialled twice"
+                self.dialled.add(command.address)
+            if isinstance(command, HangUp):
+                self.dialled.discard(command.address)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: one dial per address, never oneself, silence ends in death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = membership()
+        self.shell = _Shell()
+        self.now = 0.0
+
+    @rule(address=ADDRESSES, manual=st.booleans())
+    def found(self, address: str, manual: bool):
+        self.shell.perform(self.cluster.on_address(address, manual=manual))
+
+    @rule(
+        node=NODES, incarnation=st.integers(1, 3), version=st.integers(1, 3), leaving=st.booleans(), by_us=st.booleans()
+    )
+    def heard(self, node: NodeId, incarnation: int, version: int, leaving: bool, by_us: bool):
+        streams = sorted(self.shell.dialled & {address_of(node), "10.0.0.9:1"})
+        dialled = streams[0] if by_us and streams else ""
+        told = beat(node, incarnation=incarnation, version=version, leaving=leaving, dialled=dialled)
+        self.shell.perform(self.cluster.on_beat(told, now=self.now))
+
+    @rule(address=ADDRESSES)
+    def refused(self, address: str):
+        self.shell.perform(self.cluster.on_refused(address, now=self.now))
+
+    @rule(step_s=st.floats(0.01, 0.9))
+    def time_passes(self, step_s: float):
+        self.now += step_s
+        self.shell.perform(self.cluster.on_tick(now=self.now))
+
+    @rule()
+    def long_silence(self):
+        for _ in range(10):
+            self.time_passes(step_s=0.7)
+        assert self.cluster.reachable() == []
+
+    @invariant()
+    def never_oneself(self):
+        assert MY_ADDRESS not in self.shell.dialled
+        assert self.cluster.member(ME) is None
+
+    @invariant()
+    def reachable_members_are_dialled(self):
+        for member in self.cluster.reachable():
+            assert self.shell.dialled, f"nobody dials {member.node.node_id}"
+
+
+AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,83 @@
+"""Settings and where they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgepipe.config import Timeouts, child_environment, load_config
+from edgepipe.errors import ConfigInvalid
+
+
+def test_defaults_are_complete():
+    loaded = load_config(environ={}, file=None)
+    assert loaded.values.port == 7117
+    assert loaded.values.models_dir == loaded.values.data_dir / "models"
+    assert loaded.origins["port"] == "default"
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path):
+    file = tmp_path / "config.toml"
+    file.write_text('port = 1000\nhttp_port = 1001\ncluster = "lab"\n')
+    environ = {"EDGEPIPE_PORT": "2000", "EDGEPIPE_HTTP_PORT": "2001"}
+    loaded = load_config({"port": 3000, "name": None}, environ=environ, file=file)
+    assert (loaded.values.port, loaded.values.http_port, loaded.values.cluster) == (3000, 2001, "lab")
+    assert loaded.origins["port"] == "flag"
+    assert loaded.origins["http_port"] == "env EDGEPIPE_HTTP_PORT"
+    assert loaded.origins["cluster"] == f"file {file}"
+    assert loaded.origins["backend"] == "default"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"EDGEPIPE_COLOUR": "red"},
+        {"EDGEPIPE_PORT": "many"},
+        {"EDGEPIPE_PORT": "70000"},
+        {"EDGEPIPE_NAME": "a:b"},
+        {"EDGEPIPE_NAME": ""},
+        {"EDGEPIPE_PEERS": "nonsense"},
+        {"EDGEPIPE_PEERS": "host:0"},
+        {"EDGEPIPE_DTYPE": "int8"},
+        {"EDGEPIPE_INSECURE_LAN": "maybe"},
+        {"EDGEPIPE_MEMORY_LIMIT": "lots"},
+        {"EDGEPIPE_BACKEND_OPTIONS": "fast"},
+    ],
+)
+def test_what_cannot_be_is_refused(environ: dict[str, str]):
+    with pytest.raises(ConfigInvalid):
+        load_config(environ=environ)
+
+
+def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path):
+    file = tmp_path / "config.toml"
+    file.write_text("prot = 7117\n")
+    with pytest.raises(ConfigInvalid, match="prot"):
+        load_config(environ={}, file=file)
+
+
+def test_a_named_file_must_exist(tmp_path: Path):
+    with pytest.raises(ConfigInvalid):
+        load_config(environ={"EDGEPIPE_CONFIG": str(tmp_path / "none.toml")})
+
+
+def test_sizes_lists_and_flags_are_read():
+    environ = {"EDGEPIPE_MEMORY_LIMIT": "8GB", "EDGEPIPE_PEERS": "a:1, b:2", "EDGEPIPE_INSECURE_LAN": "yes"}
+    values = load_config(environ=environ).values
+    assert values.memory_limit_bytes == 8 * 10**9
+    assert values.peers == ("a:1", "b:2")
+    assert values.insecure_lan
+
+
+def test_children_inherit_no_settings():
+    environ = child_environment(environ={"EDGEPIPE_PORT": "1", "PATH": "/bin"}, threads=2)
+    assert environ["PATH"] == "/bin"
+    assert environ["OMP_NUM_THREADS"] == "2"
+    assert "EDGEPIPE_PORT" not in environ
+
+
+def test_every_profile_notices_death_later_than_a_lost_beat():
+    for timeouts in (Timeouts.loopback(), Timeouts.lan(), Timeouts.wifi()):
+        assert 4 * timeouts.beat_interval_s < timeouts.dead_min_s <= timeouts.dead_max_s
+        assert timeouts.redial_max_s <= 2.0
