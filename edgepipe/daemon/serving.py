@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
 _DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
+_DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
 _PLACEMENT_KV_TOKENS = 512  # that every stage must hold at the least; more is taken as memory allows
 
@@ -61,6 +62,9 @@ class Serving:
             async for event in self._follow(*running):
                 yield event
             return
+        if waited_for := self._starting():
+            yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
+            await self._devices_started()
         pipeline_id, engine_node = self._ids.new("pipeline"), ""
         ready = False
         try:
@@ -95,6 +99,18 @@ class Serving:
 
     def _has_failed(self, pipeline_id: str) -> bool:
         return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
+
+    def _starting(self) -> list[str]:
+        """Names of nodes whose device is still being measured, at their start or after a model was stopped."""
+        return [node.name for node in self._peers.nodes() if any(one.state == "starting" for one in node.devices)]
+
+    async def _devices_started(self) -> None:
+        """Wait until every device is known, so that a placement leaves none out; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DEVICES_S):
+                async for _ in self._changes():
+                    if not self._starting():
+                        return
 
     def _spec(self, request: pb.ServeRequest, model: LocalModel) -> pb.ServeSpec:
         options = request.options
