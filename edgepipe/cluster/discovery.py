@@ -29,6 +29,7 @@ class Announcement:
     node_name: str
     host: str
     port: int
+    incarnation: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
     @property
@@ -53,7 +54,7 @@ class Discovery:
         """Register and browse. A network without multicast is no error: peers can be named by hand."""
         try:
             self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
-            # The name holds the node id, so nobody else has it and the probing wait of 0.75 s can be left out.
+            # The name holds node id and incarnation, so nobody else has it and the probing wait of 0.75 s can be left out.
             register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
@@ -110,12 +111,13 @@ def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
 
 
 def _service_info(own: Announcement) -> AsyncServiceInfo:
+    name = f"{own.node_id}-{own.incarnation}"  # two copies of one data directory differ in the latter
     return AsyncServiceInfo(
         SERVICE_TYPE,
-        f"{own.node_id}.{SERVICE_TYPE}",
+        f"{name}.{SERVICE_TYPE}",
         port=own.port,
         parsed_addresses=[own.host],
-        server=f"{own.node_id}.local.",
+        server=f"{name}.local.",
         properties={
             "cluster_id": own.cluster_id,
             "node_id": own.node_id,

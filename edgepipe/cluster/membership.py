@@ -138,7 +138,7 @@ class Membership:
 
     def on_address(self, address: str, *, manual: bool = False, node_id: str = "") -> list[Command]:
         """Discovery, a person or another member named an address."""
-        if not address or address in self._own_addresses or node_id == self._node_id:
+        if not address or address in self._own_addresses:  # our id elsewhere is a copy, and meeting it shows that
             return []
         target = self._targets.get(address)
         if target is None:

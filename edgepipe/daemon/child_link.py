@@ -43,7 +43,7 @@ class DaemonLink:
             yield command
 
     def started(self, *, port: int, profile: common_pb2.DeviceProfile | None = None) -> None:
-        """Say that this child is ready for work; must be the first report."""
+        """Say that this child is ready for work."""
         told = node_pb2.ChildStarted(child_id=self.settings.child_id, kind=self.settings.kind, port=port)
         if profile is not None:
             told.profile.CopyFrom(profile)
@@ -51,6 +51,8 @@ class DaemonLink:
 
     def report(self, report: node_pb2.ChildReport) -> None:
         """Queue a report."""
+        if not self.has_reported:
+            report.child_id = self.settings.child_id
         self.has_reported = True
         self._reports.put_nowait(report)
 

@@ -181,7 +181,7 @@ class Children:
     async def attach(self, reports: AsyncIterator[pb.ChildReport]) -> AsyncGenerator[pb.ChildCommand]:
         """Handler of ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
         first = await anext(aiter(reports), None)
-        child = self._children.get(first.started.child_id) if first is not None else None
+        child = self._children.get(first.child_id) if first is not None else None
         if first is None or child is None:
             raise PairingRejected("this process is no child of the node", fact="its child id is unknown")
         child.take_report(first)

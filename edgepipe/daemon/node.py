@@ -297,6 +297,7 @@ class NodeDaemon:
             node_name=self._config.name,
             host=host,
             port=int(port),
+            incarnation=self._identity.incarnation,
         )
         self._discovery = Discovery(own, lambda found: self._heartbeats.found(found.address, node_id=found.node_id))
         await self._discovery.start()

@@ -734,6 +734,9 @@ class ChildReport(_message.Message):
     LOADED_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    CHILD_ID_FIELD_NUMBER: _builtins.int
+    child_id: _builtins.str
+    """in the first report, whatever it reports"""
     @_builtins.property
     def started(self) -> Global___ChildStarted:
         """first"""
@@ -757,10 +760,11 @@ class ChildReport(_message.Message):
         loaded: Global___ShardLoaded | None = ...,
         engine: _engine_pb2.EngineState | None = ...,
         fault: _common_pb2.Error | None = ...,
+        child_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015

@@ -69,10 +69,10 @@ def test_a_member_is_dialled_back_at_the_address_that_it_tells():
 
 
 def test_introduced_nodes_are_dialled():
-    heard = HeardBeat(node_id=OTHER, state=state(OTHER), known=((THIRD, address_of(THIRD)), (ME, "10.9.9.9:1")))
+    heard = HeardBeat(node_id=OTHER, state=state(OTHER), known=((THIRD, address_of(THIRD)), (ME, MY_ADDRESS)))
     commands = membership().on_beat(heard, now=0.0)
     assert Dial(address_of(THIRD)) in commands
-    assert Dial("10.9.9.9:1") not in commands
+    assert Dial(MY_ADDRESS) not in commands
 
 
 def test_refusal_for_300_ms_means_death():

@@ -1,0 +1,174 @@
+"""Real node daemons on loopback, each with a data directory of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edgepipe.daemon.data_dir import socket_path
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
+
+READY_S = 40.0  # a busy machine starts Python slowly
+LOOK_S = 0.02
+HELLO = make_hello(role="cli")
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A running node."""
+
+    process: asyncio.subprocess.Process
+    data_dir: Path
+    address: str
+    http_port: int
+    node_id: str
+
+    async def status(self) -> pb.ClusterStatus:
+        """What it says of the cluster."""
+        async with self.admin() as admin:
+            return await admin.Status(pb.StatusRequest(hello=HELLO), timeout=5)
+
+    @contextlib.asynccontextmanager
+    async def admin(self) -> AsyncIterator[node_pb2_grpc.AdminAsyncStub]:
+        """Its Admin service."""
+        async with make_channel(f"unix:{socket_path(self.data_dir)}") as channel:
+            with translated("the node"):
+                yield node_pb2_grpc.AdminStub(channel)
+
+    async def serve(self, model: str, **request: Any) -> list[pb.ServeEvent]:
+        """Serve a model; all events."""
+        async with self.admin() as admin:
+            return [
+                event async for event in admin.Serve(pb.ServeRequest(hello=HELLO, model=model, **request), timeout=60)
+            ]
+
+    async def stop_model(self, model: str = "") -> list[str]:
+        """Stop a model."""
+        async with self.admin() as admin:
+            return list((await admin.StopModel(pb.StopModelRequest(hello=HELLO, model=model), timeout=20)).stopped)
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+
+    async def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask it to stop; its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        async with asyncio.timeout(20):
+            return await self.process.wait()
+
+    async def until(
+        self, wanted: Callable[[pb.ClusterStatus], bool], *, timeout_s: float = READY_S
+    ) -> pb.ClusterStatus:
+        """The first status for which ``wanted`` holds."""
+        status: pb.ClusterStatus | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not wanted(status := await self.status()):  # noqa: ASYNC110 - the socket does not notify
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise AssertionError(f"not in {timeout_s:.0f} s; the last status was\n{status}") from None
+        return status
+
+
+@dataclass(slots=True, kw_only=True)
+class Nodes:
+    """Starts nodes in one folder; they end with the test."""
+
+    folder: Path
+    cluster: str
+    started: list[asyncio.subprocess.Process]
+
+    async def start(self, name: str, **flags: Any) -> Node:
+        """Start a node and wait until it is ready. Raises AssertionError with what it said instead."""
+        process = await self.spawn(name, **flags)
+        assert process.stdout is not None
+        async with asyncio.timeout(READY_S):
+            line = await process.stdout.readline()
+        if not line:
+            assert process.stderr is not None
+            raise AssertionError((await process.stderr.read()).decode())
+        ready = json.loads(line)
+        drain = asyncio.ensure_future(_drain(process))
+        drain.set_name(f"drain:{name}")
+        return Node(
+            process=process,
+            data_dir=Path(flags.get("data_dir", self.folder / name)),
+            address=ready["address"],
+            http_port=ready["http_port"],
+            node_id=ready["node_id"],
+        )
+
+    async def spawn(self, name: str, **flags: Any) -> asyncio.subprocess.Process:
+        """Start a node's process."""
+        defaults: dict[str, Any] = {
+            "name": name,
+            "cluster": self.cluster,
+            "port": 0,
+            "http_port": 0,
+            "backend": "emulated",
+            "backend_options": "time_factor=0",
+            "data_dir": str(self.folder / name),
+        }
+        settings = {key: value for key, value in {**defaults, **flags}.items() if value is not None}
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "edgepipe.daemon",
+            json.dumps(settings),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    async def end(self) -> None:
+        """End what still runs, children first found."""
+        for process in self.started:
+            if process.returncode is None:
+                family = children_of(process.pid)
+                process.kill()
+                await process.wait()
+                for child in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """The living child processes of a process."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def idle(status: pb.ClusterStatus, num_nodes: int) -> bool:
+    """So many nodes are there, each with a measured device that waits."""
+    return len(status.members) == num_nodes and all(
+        [device.state for device in member.node.devices] == ["idle"] for member in status.members
+    )
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    """Read what the node logs, so that it never blocks; its log file has it too."""
+    assert process.stderr is not None
+    while await process.stderr.read(1 << 16):
+        pass

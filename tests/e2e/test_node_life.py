@@ -1,0 +1,168 @@
+"""Nodes that start, find each other, and end, without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from node_processes import Nodes, children_of, idle
+
+from edgepipe.ids import NodeId
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}", started=[])
+    yield made
+    await made.end()
+
+
+async def test_two_nodes_find_each_other_by_mdns(nodes: Nodes):
+    a, b = await asyncio.gather(nodes.start("a"), nodes.start("b"))
+    status = await a.until(lambda status: idle(status, 2))
+    assert {member.node.name for member in status.members} == {"a", "b"}
+    other = next(member for member in status.members if not member.self)
+    assert other.node.node_id == b.node_id
+    assert other.state == "alive"
+    await a.until(lambda status: any(member.rtt_ms > 0 for member in status.members))
+
+
+async def test_a_peer_named_by_hand_needs_no_discovery(nodes: Nodes):
+    a = await nodes.start("a", discovery=False)
+    b = await nodes.start("b", discovery=False, peers=[a.address])
+    await asyncio.gather(*(node.until(lambda status: len(status.members) == 2) for node in (a, b)))
+
+
+async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):
+    a = await nodes.start("a")
+    b = await nodes.start("b", cluster="elsewhere", peers=[a.address], backend="none")
+    status = await b.until(lambda status: len(status.refused) > 0)
+    assert status.refused[0].error.code == "pairing_rejected"
+    assert len(status.members) == 1
+    assert len((await a.status()).members) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int):
+    node = await nodes.start("a", port=0)
+    await node.until(lambda status: idle(status, 1))
+    family = children_of(node.process.pid)
+    assert {child.kind for child in (await node.status()).children} == {"gateway", "stage"}
+    assert await node.stop(number) == 0
+    assert not [child for child in family if child.is_running()]
+    assert sorted(path.name for path in node.data_dir.iterdir()) == ["identity.json", "node.log"]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", node.http_port), timeout=1).close()
+
+
+async def test_a_stopped_node_is_gone_from_the_others_at_once(nodes: Nodes):
+    a, b = await asyncio.gather(nodes.start("a", backend="none"), nodes.start("b", backend="none"))
+    await a.until(lambda status: len(status.members) == 2)
+    await b.stop()
+    await a.until(lambda status: len(status.members) == 1, timeout_s=3)
+
+
+async def test_a_killed_node_is_gone_from_the_others_and_its_children_with_it(nodes: Nodes):
+    a, b = await asyncio.gather(nodes.start("a", backend="none"), nodes.start("b"))
+    await a.until(lambda status: idle_or_none(status) == 2)
+    family = children_of(b.process.pid)
+    b.kill()
+    await a.until(lambda status: len(status.members) == 1, timeout_s=5)
+    await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
+    assert not [child for child in family if child.is_running()]
+
+
+def idle_or_none(status) -> int:
+    """Nodes whose device, if they have one, is ready."""
+    return sum(all(device.state == "idle" for device in member.node.devices) for member in status.members)
+
+
+async def test_a_second_node_on_the_same_directory_is_refused(nodes: Nodes):
+    node = await nodes.start("a", backend="none")
+    second = await nodes.spawn("a", backend="none")
+    _, said = await second.communicate()
+    assert second.returncode == 2
+    assert said.decode().splitlines()[0] == f"another edgepipe node uses the data directory {node.data_dir}"
+    await node.status()  # and the first goes on
+
+
+@pytest.mark.parametrize("flag", ["port", "http_port"])
+async def test_a_port_in_use_is_said_in_three_lines(nodes: Nodes, flag: str):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        if port > 65519:  # the port range above it must exist
+            pytest.skip("the system gave a port at the end of the range")
+        process = await nodes.spawn("a", backend="none", **{flag: port})
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    lines = [line for line in said.decode().splitlines() if not line.startswith("20")]  # log lines bear a date
+    assert str(port) in lines[-3]
+    assert "port" in lines[-1]
+    assert not (nodes.folder / "a" / "daemon.sock").exists()
+
+
+async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes):
+    node = await nodes.start("a", backend="none")
+    gateway = next(child for child in (await node.status()).children if child.kind == "gateway")
+    psutil.Process(gateway.pid).kill()
+    await node.until(lambda status: {child.pid for child in status.children} - {gateway.pid} != set())
+    await node.until(lambda status: all(child.state == "running" for child in status.children))
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
+
+
+async def test_a_node_without_backend_still_answers(nodes: Nodes):
+    node = await nodes.start("a", backend="none")
+    status = await node.status()
+    assert list(status.members[0].node.devices) == []
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
+
+
+async def test_a_backend_that_is_missing_is_shown_and_the_node_lives(nodes: Nodes):
+    node = await nodes.start("a", backend="abacus")
+    status = await node.until(lambda status: [d.state for d in status.members[0].node.devices] == ["failed"])
+    assert status.members[0].node.devices[0].error.code == "backend_unavailable"
+
+
+async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
+    a = await nodes.start("a", backend="none")
+    shutil.copytree(a.data_dir, nodes.folder / "b", ignore=shutil.ignore_patterns("daemon.*", "*.log"))
+    b = await nodes.start("b", backend="none")
+    assert b.node_id == NodeId(a.node_id)
+    status = await a.until(lambda status: len(status.members) == 2)
+    ids = {member.node.name: member.node.node_id for member in status.members}
+    assert ids["a"] == a.node_id
+    assert ids["b"] != a.node_id
+
+
+async def test_node_stop_over_the_socket(nodes: Nodes):
+    from node_processes import HELLO
+
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+    node = await nodes.start("a", backend="none")
+    async with node.admin() as admin:
+        await admin.Shutdown(pb.ShutdownRequest(hello=HELLO), timeout=5)
+    async with asyncio.timeout(20):
+        assert await node.process.wait() == 0
+
+
+async def test_the_log_is_there_to_read(nodes: Nodes):
+    from node_processes import HELLO
+
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+    node = await nodes.start("a", backend="none")
+    async with node.admin() as admin:
+        lines = [line.text async for line in admin.Logs(pb.LogsRequest(hello=HELLO, lines=50), timeout=5)]
+    assert any("node ready" in line for line in lines)
