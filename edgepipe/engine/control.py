@@ -58,7 +58,7 @@ class StageControl:
 
     async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
         """Tell the stage what stays the same and wait until it is ready. Raises what the stage raised, or StageLost."""
-        self._call = stage_pb2_grpc.StageStub(self._channel).Control(wait_for_ready=True)
+        self._call = stage_pb2_grpc.StageStub(self._channel).Control()
         self._reports = aiter(self._call)
         try:
             async with asyncio.timeout(timeout_s):

@@ -96,8 +96,9 @@ class GatewayStream:
             while self._news:
                 choice = next(iter(self._news))
                 del self._news[choice]
-                for event in _news_of(choice):
-                    yield event
+                if choice.request.stream is self:  # else its gateway has resumed it over another stream
+                    for event in _news_of(choice):
+                        yield event
             self._flushed.set()
             if self._closed:
                 return

@@ -98,6 +98,7 @@ class FakeGateway:
     """One stream to an engine, and all that came over it."""
 
     def __init__(self, address: str, *, node_id: str = "gateway-node", cluster_id: str = "lab") -> None:
+        self.node_id = node_id
         self._channel = make_channel(address)
         self._hello = make_hello(role="gateway", node_id=node_id, cluster_id=cluster_id)
         self._commands: asyncio.Queue[engine_pb2.GatewayMessage | None] = asyncio.Queue()
@@ -192,6 +193,7 @@ class EngineLab:
     """A running engine with its nodes and stages."""
 
     engine: Engine
+    task: asyncio.Task[None]  # that starts and runs it
 
     def __init__(self, nodes: list[FakeNode], stages: LocalStages, address: str) -> None:
         self.nodes = nodes
@@ -316,7 +318,7 @@ async def engine_lab(
         stack.push_async_callback(server.stop, None)
         async with asyncio.TaskGroup() as tasks:
             lab.bind(tasks)
-            tasks.create_task(lab.run(), name="engine")
+            lab.task = tasks.create_task(lab.run(), name="engine")
             if ready:
                 await lab.until(lambda: engine.state().state == "ready")
             yield lab

@@ -183,6 +183,27 @@ async def test_stop_tells_gateways_and_gives_memory_back() -> None:
         assert [len(node.released) for node in lab.nodes] == [1, 1]
 
 
+async def test_a_cancelled_engine_tells_gateways_and_gives_memory_back() -> None:
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        await gateway.has("a", 2)
+        lab.task.cancel()
+        assert isinstance((await gateway.ended("a")).error, ClusterError)
+        await lab.over.wait()
+        assert [len(node.released) for node in lab.nodes] == [1, 1]
+
+
+async def test_a_stage_that_is_gone_before_it_opens_is_named() -> None:
+    async with engine_lab(ready=False) as lab:
+        lab.nodes[1].stage_address = "127.0.0.1:1"
+        async with asyncio.timeout(20):
+            await lab.over.wait()
+        assert isinstance(lab.failure, StageLost)
+        assert (lab.failure.stage, lab.failure.node) == ("stage 1", "node1")
+        assert [len(node.released) for node in lab.nodes] == [1, 1]
+
+
 async def test_a_refusing_node_ends_the_start_and_all_give_back() -> None:
     async with engine_lab(ready=False) as lab:
         lab.nodes[1].refusal = NoFeasiblePlacement("node1 lacks 3 GB", fact="1 GB is free")
@@ -203,7 +224,17 @@ async def test_a_node_that_is_not_there_is_named() -> None:
         assert lab.failure.node == "node1"
 
 
-async def test_loading_can_be_given_up_and_progress_is_told() -> None:
+async def test_loading_can_be_given_up() -> None:
+    async with engine_lab(ready=False) as lab:
+        lab.nodes[1].hold = asyncio.Event()
+        await lab.until(lambda: any(state.progress >= 0.5 for state in lab.states))
+        lab.task.cancel()
+        await lab.over.wait()
+        assert [len(node.released) for node in lab.nodes] == [1, 1]
+        lab.nodes[1].hold.set()
+
+
+async def test_progress_is_told_while_loading() -> None:
     async with engine_lab(ready=False) as lab:
         for node in lab.nodes:
             node.hold = asyncio.Event()

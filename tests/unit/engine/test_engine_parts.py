@@ -127,14 +127,15 @@ async def test_the_watch_gives_known_sizes_less_time_than_new_ones() -> None:
     watch.close()
 
 
-def _choice(log: list[int]) -> Choice:
+def _choice(log: list[int], stream: GatewayStream) -> Choice:
     submission = Submission(request_id=RequestId("a"), prompt=(1,), sampling=SamplingParams())
-    request = Request(RequestKey(NodeId("n"), RequestId("a")), submission)
+    request = Request(RequestKey(NodeId("n"), RequestId("a")), submission, stream=stream)
     return Choice(request, 0, SequenceId(1), log, sent=0)
 
 
 async def test_a_stream_tells_what_is_new_in_one_message() -> None:
-    stream, choice = GatewayStream(NodeId("n")), _choice([5])
+    stream = GatewayStream(NodeId("n"))
+    choice = _choice([5], stream)
     events = stream.events()
     stream.mark(choice)
     assert list((await anext(events)).tokens.ids) == [5]
@@ -149,6 +150,18 @@ async def test_a_stream_tells_what_is_new_in_one_message() -> None:
     assert told[1].ended.reason == "length"
     assert len(told) == 2
     await stream.flush()
+
+
+async def test_a_stream_that_was_left_for_another_tells_nothing_more() -> None:
+    old, new = GatewayStream(NodeId("n")), GatewayStream(NodeId("n"))
+    choice = _choice([5, 6], old)
+    old.mark(choice)
+    choice.request.attach(new)
+    new.mark(choice)
+    old.close()
+    new.close()
+    assert [event async for event in old.events()] == []
+    assert [list(event.tokens.ids) async for event in new.events()] == [[5, 6]]
 
 
 def test_the_first_of_our_errors_is_the_one_to_read() -> None:

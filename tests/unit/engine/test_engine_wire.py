@@ -1,0 +1,125 @@
+"""What engines, gateways and daemons tell each other survives the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgepipe.backend.types import ActivationType
+from edgepipe.errors import RemoteProtocolError, RequestInvalid, StageLost
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.sampling import SamplingParams
+from edgepipe.wire.engines import (
+    EngineState,
+    ServeSpec,
+    StagePlacement,
+    StageState,
+    engine_state_from_wire,
+    engine_state_to_wire,
+    serve_spec_from_wire,
+    serve_spec_to_wire,
+)
+from edgepipe.wire.requests import (
+    Cancellation,
+    Resumption,
+    Submission,
+    cancellation_from_wire,
+    command_to_wire,
+    hello_from_wire,
+    resumption_from_wire,
+    submission_from_wire,
+)
+from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2
+
+SLICES = make_slices([LayerRange(0, 3), LayerRange(3, 8)], 8)
+
+
+def test_a_submission_survives() -> None:
+    submission = Submission(
+        request_id=RequestId("r"),
+        attempt=3,
+        prompt=(1, 70_000, 2),
+        num_choices=2,
+        generated=((4, 5), ()),
+        max_tokens=9,
+        ignore_eos=True,
+        stop_token_ids=frozenset({8, 3}),
+        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1),
+        priority=1,
+    )
+    assert submission_from_wire(command_to_wire(submission).submit) == submission
+
+
+def test_cancel_and_resume_survive() -> None:
+    cancellation = Cancellation(request_id=RequestId("r"), attempt=2, choice=1, at_position=17)
+    resumption = Resumption(request_id=RequestId("r"), attempt=2, have=(3, 0))
+    assert cancellation_from_wire(command_to_wire(cancellation).cancel) == cancellation
+    assert resumption_from_wire(command_to_wire(resumption).resume) == resumption
+
+
+def test_a_submission_that_cannot_be_sampled_is_the_senders_fault() -> None:
+    message = engine_pb2.Submit(prompt=[1], sampling=common_pb2.SamplingParams(temperature=float("nan")))
+    with pytest.raises(RequestInvalid):
+        submission_from_wire(message)
+
+
+def test_a_stream_begins_with_hello() -> None:
+    with pytest.raises(RemoteProtocolError):
+        hello_from_wire(engine_pb2.GatewayMessage(submit=engine_pb2.Submit()))
+
+
+def test_a_serve_spec_survives() -> None:
+    spec = ServeSpec(
+        model="m",
+        manifest_hash="abc",
+        stages=tuple(StagePlacement(node_id=NodeId(f"n{i}"), slices=(part,)) for i, part in enumerate(SLICES)),
+        micro_batches=3,
+        context_length=100,
+        kv_tokens=4096,
+        dtype="float32",
+        activation_type=ActivationType.FLOAT32,
+        threads=2,
+    )
+    assert serve_spec_from_wire(serve_spec_to_wire(spec)) == spec
+
+
+def test_a_spec_of_few_words_means_the_usual() -> None:
+    spec = serve_spec_from_wire(node_pb2.ServeSpec(model="m"))
+    assert (spec.dtype, spec.activation_type) == ("auto", ActivationType.BF16)
+
+
+def test_an_engines_state_survives() -> None:
+    state = EngineState(
+        model="m",
+        pipeline_id=PipelineId("p"),
+        epoch=Epoch(4, EngineId("e")),
+        state="failed",
+        micro_batches=2,
+        in_flight=1,
+        running=5,
+        waiting=6,
+        num_blocks=100,
+        free_blocks=40,
+        block_size=16,
+        tokens_per_s=12.5,
+        stages=(StageState(node_id=NodeId("n"), slices=SLICES[:1], busy=0.5, step_ms=3.25, one_way_ms=0.5),),
+        context_length=2048,
+        address="127.0.0.1:1",
+        manifest_hash="abc",
+        message="loading",
+        progress=0.25,
+    )
+    assert engine_state_from_wire(engine_state_to_wire(state)) == state
+
+
+def test_an_engines_error_survives() -> None:
+    state = EngineState(
+        model="m",
+        pipeline_id=PipelineId("p"),
+        epoch=Epoch(1, EngineId("e")),
+        state="failed",
+        error=StageLost("gone", fact="since now", node="n", stage="stage 1"),
+    )
+    error = engine_state_from_wire(engine_state_to_wire(state)).error
+    assert isinstance(error, StageLost)
+    assert (error.what, error.fact, error.node, error.stage) == ("gone", "since now", "n", "stage 1")
