@@ -1,0 +1,220 @@
+"""Models served by real daemons: placed, loaded, answered for at every node, stopped, and broken on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from edgepipe_emulated.oracle import next_token
+from node_models import CONFIG, pull_emulated, pull_with_weights
+from node_processes import Node, Nodes, idle
+
+from edgepipe import PROTOCOL_VERSION
+from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, VersionMismatch
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.model.store import ModelStore
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+
+PROMPT = [104, 101, 108, 108, 111]
+MAX_RSS_BYTES = 250 << 20
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}", started=[])
+    yield made
+    await made.end()
+
+
+async def two_nodes(nodes: Nodes, **flags: Any) -> tuple[Node, Node]:
+    """Nodes a and b, ready to compute, known to each other."""
+    a, b = await asyncio.gather(nodes.start("a", **flags), nodes.start("b", **flags))
+    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+    return a, b
+
+
+async def complete(node: Node, *, max_tokens: int = 8) -> httpx.Response:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    async with httpx.AsyncClient(timeout=30) as client:
+        return await client.post(f"http://127.0.0.1:{node.http_port}/v1/completions", json=body)
+
+
+def expected(num_tokens: int = 8) -> list[int]:
+    """What the emulated model answers."""
+    tokens = list(PROMPT)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens, CONFIG))
+    return tokens[len(PROMPT) :]
+
+
+def child(status: pb.ClusterStatus, kind: str) -> psutil.Process:
+    return psutil.Process(next(one.pid for one in status.children if one.kind == kind))
+
+
+def reserved(status: pb.ClusterStatus) -> int:
+    return sum(device.reserved_bytes for member in status.members for device in member.node.devices)
+
+
+async def test_a_model_is_served_over_two_nodes_and_stopped(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await two_nodes(nodes)
+    events = await b.serve("tiny", plan="a:0-2,b:3-5")  # b has nothing of the model on its disk
+    assert events[-1].engine.state == "ready"
+    assert [stage.node_name for stage in events[-1].engine.stages] == ["a", "b"]
+    for node in (a, b):  # every node's gateway answers
+        await node.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
+        answer = await answered(node)
+        assert answer["choices"][0]["token_ids"] == expected()
+    status = await a.status()
+    small = [psutil.Process(a.process.pid), child(status, "gateway"), child(status, "engine")]
+    assert {
+        process.pid: process.memory_info().rss for process in small if process.memory_info().rss > MAX_RSS_BYTES
+    } == {}
+    assert reserved(status) > 0
+    assert await a.stop_model("tiny") == ["tiny"]
+    status = await a.until(lambda status: idle(status, 2) and not status.engines)
+    assert reserved(status) == 0
+
+
+async def answered(node: Node) -> dict[str, Any]:
+    """A completion, once the node's gateway has heard of the model."""
+    async with asyncio.timeout(10):
+        while (response := await complete(node)).status_code in (404, 503):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_serving_again_finds_the_engine_that_runs(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a")
+    await a.until(lambda status: idle(status, 1))
+    first = (await a.serve("tiny"))[-1].engine.pipeline_id
+    assert (await a.serve("tiny"))[-1].engine.pipeline_id == first
+
+
+async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
+    stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await two_nodes(nodes)
+    assert (await a.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
+    assert (await answered(b))["choices"][0]["token_ids"] == expected()
+    part = ModelStore(nodes.folder / "b" / "models").resolve("tiny")
+    held = set(part.held_tensors())
+    assert part.manifest_hash == stored.manifest_hash
+    assert {"model.layers.3.mlp.up_proj.weight", "lm_head.weight"} <= held
+    assert not [name for name in held if "layers.2." in name or "embed_tokens" in name]
+    await a.stop_model()
+    name = sorted(held)[0]
+    whole = part.path / "tensors" / f"{name}.bin"
+    whole.with_name(f"{name}.bin.part").write_bytes(whole.read_bytes()[:100])  # a transfer that broke
+    whole.unlink()
+    await a.until(lambda status: idle(status, 2))
+    assert (await b.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
+    assert set(part.held_tensors()) == held
+    assert bytes(part.read_tensor(name)) == bytes(stored.read_tensor(name))
+
+
+async def test_a_killed_stage_fails_the_model_and_nothing_else(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await two_nodes(nodes)
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    stage = child(await b.status(), "stage")
+    running = asyncio.create_task(complete(a, max_tokens=4000))
+    await a.until(lambda status: any(engine.running for engine in status.engines) or running.done())
+    stage.kill()
+    response = await running
+    assert response.status_code >= 500, response.text
+    assert response.json()["error"]["message"]
+    status = await a.until(lambda status: [engine.state for engine in status.engines] == ["failed"])
+    assert status.engines[0].error.what
+    await a.until(lambda status: idle(status, 2) and not reserved(status))
+    assert (await a.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
+    assert (await answered(a))["choices"][0]["token_ids"] == expected()
+
+
+async def test_a_killed_engine_gives_its_stages_back(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, _ = await two_nodes(nodes)
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    child(await a.status(), "engine").kill()
+    status = await a.until(lambda status: idle(status, 2) and not reserved(status))
+    assert [engine.state for engine in status.engines] == ["failed"]
+
+
+async def test_when_the_engines_node_dies_the_others_are_free_again(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await two_nodes(nodes)
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    a.kill()
+    status = await b.until(lambda status: idle(status, 1))
+    assert reserved(status) == 0
+    assert not status.engines
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "error"),
+    [
+        ({"model": "nothing"}, ModelUnknown),
+        ({"plan": "a:0-2"}, PlanInvalid),
+        ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
+        ({"num_nodes": 2}, NoFeasiblePlacement),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    nodes: Nodes, request_fields: dict[str, Any], error: type[EdgepipeError]
+):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a", discovery=False)
+    await a.until(lambda status: idle(status, 1))
+    with pytest.raises(error):
+        await a.serve(**{"model": "tiny", **request_fields})
+    assert not (await a.status()).engines
+
+
+async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a", discovery=False, memory_limit_bytes="100KB")
+    await a.until(lambda status: idle(status, 1))
+    with pytest.raises(NoFeasiblePlacement) as refused:
+        await a.serve("tiny")
+    assert "missing" in refused.value.fact
+
+
+async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
+    node = await nodes.start("a", backend="none", discovery=False)
+    cluster = (await node.status()).cluster_id
+    hello = common_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION + 1,
+        edgepipe_version="9.0",
+        node_id="node-1",
+        node_name="future",
+        cluster_id=cluster,
+        role="node",
+    )
+    with pytest.raises(VersionMismatch, match="future"):
+        await say_hello(node, hello)
+    status = await node.status()
+    assert [refused.error.code for refused in status.refused] == ["version_mismatch"]
+    assert "future" in status.refused[0].peer
+
+
+async def say_hello(node: Node, hello: common_pb2.Hello) -> None:
+    """Open a heartbeat stream as another node would."""
+    async with make_channel(node.address) as channel:
+        with translated("a"):
+            call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello, sequence=1)]))
+            async for _ in call:
+                pass
+
+
+async def test_stopping_nothing_is_an_error_that_says_what_is_served(nodes: Nodes):
+    node = await nodes.start("a", backend="none", discovery=False)
+    with pytest.raises(ModelUnknown):
+        await node.stop_model("tiny")
