@@ -1,0 +1,98 @@
+"""Rotary frequencies for every scaling that edgepipe computes. PURE.
+
+Frequencies never depend on how long a sequence has become: keys that were kept stay valid, and a prompt gives the same
+keys whether it comes whole, in chunks or as a replay.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.errors import ArchitectureUnsupported
+from edgepipe.model.facts import ModelConfig, Rope
+from edgepipe.model.rope_config import SCALINGS
+
+Floats = npt.NDArray[np.float64]
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[Floats, float]:
+    """Radians per token of each pair [D / 2], and the factor on rotated queries and keys.
+
+    Raises ArchitectureUnsupported.
+    """
+    rope = config.rope
+    plain: Floats = rope.theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    match rope.scaling:
+        case "default" | "dynamic":  # dynamic stretches beyond the model's context only, where no position gets
+            return plain, 1.0
+        case "linear":
+            return plain / rope.factor, 1.0
+        case "llama3":
+            return _llama3(rope, plain), 1.0
+        case "yarn":
+            return _yarn(rope, plain, config), _yarn_amplitude(rope)
+        case "longrope":
+            return plain / _longrope_factors(rope, config), _longrope_amplitude(rope)
+        case _:
+            raise ArchitectureUnsupported(
+                f"the rope scaling '{rope.scaling}' is not computed by any backend",
+                fact=f"computed are {', '.join(SCALINGS)}",
+                next_step="serve a model with one of these",
+            )
+
+
+def _llama3(rope: Rope, plain: Floats) -> Floats:
+    """Slow pairs are divided by the factor, fast ones kept, those between blended by their turns in the context."""
+    turns = rope.original_context * plain / (2 * math.pi)
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return plain * (kept + (1.0 - kept) / rope.factor)
+
+
+def _yarn(rope: Rope, plain: Floats, config: ModelConfig) -> Floats:
+    """Pairs below ``low`` are kept, above ``high`` divided, between blended by index (Peng et al. 2023, 3.2)."""
+    context = rope.original_context or config.context_length
+
+    def pair_with(turns: float) -> float:
+        return config.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    width = (high - low) or 0.001  # both ends meet: a step instead of a ramp
+    divided = np.clip((np.arange(len(plain)) - low) / width, 0.0, 1.0)
+    return plain * (1.0 - divided + divided / rope.factor)
+
+
+def _yarn_amplitude(rope: Rope) -> float:
+    """Yarn's factor on cosine and sine; rotating is linear, so it may be put on queries and keys before."""
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return grown(rope.mscale) / grown(rope.mscale_all_dim)
+    return grown(1.0)
+
+
+def _longrope_factors(rope: Rope, config: ModelConfig) -> Floats:
+    """The long factors for a model that is served beyond its trained context, whatever the prompt's length.
+
+    Choosing by the prompt's length would leave keys of both kinds in one cache.
+    """
+    beyond = 0 < rope.original_context < config.context_length
+    return np.asarray(rope.long_factor if beyond else rope.short_factor, np.float64)
+
+
+def _longrope_amplitude(rope: Rope) -> float:
+    """Longrope's factor on queries and keys (Ding et al. 2024, 3.3)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0 or rope.original_context <= 1:
+        return 1.0
+    return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))

@@ -1,0 +1,35 @@
+"""What all tests share: Hypothesis without deadlines, and where the demo model is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.model.store import ModelStore, StoredModel
+
+# A shared machine is slow now and then, and that is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+_CACHE = Path("~/.cache/edgepipe-tests").expanduser()
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """A model store that holds ``demo``: the folder that scripts/test fills, or the one in EDGEPIPE_TEST_MODELS."""
+    folder = Path(os.environ.get("EDGEPIPE_TEST_MODELS") or _CACHE)
+    try:
+        ModelStore(folder).resolve("demo")
+    except EdgepipeError as exc:
+        pytest.fail(f"the demo model is missing: edgepipe models pull demo --models-dir {folder}  ({exc})")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model(models_dir: Path) -> StoredModel:
+    """SmolLM2-135M-Instruct as the store keeps it."""
+    return ModelStore(models_dir).resolve("demo")
