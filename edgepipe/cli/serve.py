@@ -100,8 +100,8 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
 
 
 def describe_stages(engine: engine_pb2.EngineState) -> str:
-    """``layers 0-14 on a (torch, cpu), 15-29 on b (mlx, cpu)``"""
-    parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend} {stage.device})" for stage in engine.stages]
+    """``layers 0-14 on a (torch), 15-29 on b (mlx)``"""
+    parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend})" for stage in engine.stages]
     return printable(f"layers {', '.join(parts)}")
 
 
