@@ -54,7 +54,7 @@ class Discovery:
         """Register and browse. A network without multicast is no error: peers can be named by hand."""
         try:
             self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
-            # The name holds node id and incarnation, so nobody else has it and the probing wait of 0.75 s can be left out.
+            # Name: node id and incarnation. Nobody else has it, so the probing wait of 0.75 s can be left out.
             register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])

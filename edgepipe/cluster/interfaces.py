@@ -52,6 +52,11 @@ def choose_address(*, interface: str, insecure_lan: bool, available: list[Interf
     return next((one.address for one in usable if one.address == routed), usable[0].address)
 
 
+def is_wireless(address: str, available: list[Interface]) -> bool:
+    """Whether an address belongs to a wireless interface, as far as Linux's names tell (wlan0, wlp3s0)."""
+    return any(one.address == address and one.name.startswith("wl") for one in available)
+
+
 def routed_address() -> str:
     """The address that the routing table picks for the world; empty without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -98,12 +98,15 @@ class Models:
                 name, known
             ):
                 return await self.adopt(match)
-        everywhere = sorted({*local, *remote})
-        raise ModelUnknown(
-            f"no model '{name[:120]}' is in the cluster",
-            fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
-            next_step=f"edgepipe models pull {name[:120]}",
-        )
+        try:
+            return await self.adopt(name)  # a peer may have pulled it since it last told
+        except ModelUnknown as exc:
+            everywhere = sorted({*local, *remote})
+            raise ModelUnknown(
+                f"no model '{name[:120]}' is in the cluster",
+                fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
+                next_step=f"edgepipe models pull {name[:120]}",
+            ) from exc
 
     async def adopt(self, name: str, *, manifest_hash: str = "", first_source: str = "") -> LocalModel:
         """The model of that name (and content, if told), its metadata fetched from a peer if it is not here.
@@ -208,7 +211,7 @@ class Models:
                 logger.info("no metadata from node=%s model=%s: %s", source.name, name, error)
         raise ModelUnknown(
             f"no reachable node has the model '{name[:120]}'",
-            fact=str(problem) if problem else "no other node tells that it has it",
+            fact=str(problem) if problem else "no other node is in the cluster",
             next_step=f"edgepipe models pull {name[:120]}",
         )
 
@@ -217,21 +220,13 @@ class Models:
         return self._store.resolve(manifest.model_id, manifest_hash=manifest.hash)
 
     def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:
-        """Other nodes to ask: ``first``, then those with the whole model, then those with parts."""
+        """Other nodes to ask: ``first``, those that tell of the whole model, of parts, and then everybody else."""
 
-        def rank(node: pb.NodeState) -> tuple[bool, bool]:
-            return node.node_id != first, not any(told.complete for told in node.models if told.model == name)
+        def rank(node: pb.NodeState) -> tuple[bool, int]:
+            told = [one for one in node.models if one.model == name and manifest_hash in ("", one.manifest_hash)]
+            return node.node_id != first, 0 if any(one.complete for one in told) else 1 if told else 2
 
-        having = [
-            node
-            for node in self._peers.nodes()
-            if not self._peers.is_self(node.node_id)
-            and any(
-                told.model == name and (not manifest_hash or told.manifest_hash == manifest_hash)
-                for told in node.models
-            )
-        ]
-        return sorted(having, key=rank)
+        return sorted((node for node in self._peers.nodes() if not self._peers.is_self(node.node_id)), key=rank)
 
 
 def _by_last(name: str, known: Sequence[str]) -> str | None:

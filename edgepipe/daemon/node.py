@@ -17,7 +17,7 @@ import uvloop
 
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
-from edgepipe.cluster.interfaces import LOOPBACK, choose_address, interfaces, routed_address
+from edgepipe.cluster.interfaces import choose_address, interfaces, is_wireless, routed_address
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
 from edgepipe.config import Config, Timeouts
 from edgepipe.daemon.backends import choose_backend
@@ -140,7 +140,7 @@ class NodeDaemon:
         self._identity = identity
         self._host = host
         self._on_ready = on_ready
-        self._timeouts = Timeouts.loopback() if host == LOOPBACK else Timeouts.lan()
+        self._timeouts = _timeouts_for(host)
         self._clock, self._ids = SystemClock(), RandomIds()
         self._hello = make_hello(
             role="node", node_id=identity.node_id, node_name=config.name, cluster_id=config.cluster
@@ -393,6 +393,12 @@ class NodeDaemon:
         for peer, error in self._heartbeats.refusals.items():
             status.refused.add(peer=peer, error=error_to_wire(error))
         return status
+
+
+def _timeouts_for(host: str) -> Timeouts:
+    if host.startswith("127."):
+        return Timeouts.loopback()
+    return Timeouts.wifi() if is_wireless(host, interfaces()) else Timeouts.lan()
 
 
 def _child_state(child: Child) -> pb.ChildState:

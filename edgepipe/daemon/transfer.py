@@ -131,7 +131,7 @@ class Transfers:
             raise problem
         raise ModelUnknown(
             f"no reachable node has tensor '{tensor.name}'",
-            fact=str(problem) if problem else "no other node tells that it has the model",
+            fact=str(problem) if problem else "no other node is in the cluster",
             next_step=f"edgepipe models pull {writer.manifest.model_id}",
         )
 

@@ -12,14 +12,15 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from node_processes import Nodes, children_of, idle
 
 from edgepipe.ids import NodeId
+from edgepipe.testing.nodes import HELLO, Nodes, children_of, idle
+from edgepipe.wire.v1 import node_pb2 as pb
 
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}", started=[])
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}")
     yield made
     await made.end()
 
@@ -120,14 +121,6 @@ async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes):
         assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
 
 
-async def test_a_node_without_backend_still_answers(nodes: Nodes):
-    node = await nodes.start("a", backend="none")
-    status = await node.status()
-    assert list(status.members[0].node.devices) == []
-    async with httpx.AsyncClient() as client:
-        assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
-
-
 async def test_a_backend_that_is_missing_is_shown_and_the_node_lives(nodes: Nodes):
     node = await nodes.start("a", backend="abacus")
     status = await node.until(lambda status: [d.state for d in status.members[0].node.devices] == ["failed"])
@@ -145,24 +138,12 @@ async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
     assert ids["b"] != a.node_id
 
 
-async def test_node_stop_over_the_socket(nodes: Nodes):
-    from node_processes import HELLO
-
-    from edgepipe.wire.v1 import node_pb2 as pb
-
+async def test_the_log_is_there_to_read_and_the_socket_takes_the_stop(nodes: Nodes):
     node = await nodes.start("a", backend="none")
-    async with node.admin() as admin:
-        await admin.Shutdown(pb.ShutdownRequest(hello=HELLO), timeout=5)
-    async with asyncio.timeout(20):
-        assert await node.process.wait() == 0
-
-
-async def test_the_log_is_there_to_read(nodes: Nodes):
-    from node_processes import HELLO
-
-    from edgepipe.wire.v1 import node_pb2 as pb
-
-    node = await nodes.start("a", backend="none")
+    assert list((await node.status()).members[0].node.devices) == []
     async with node.admin() as admin:
         lines = [line.text async for line in admin.Logs(pb.LogsRequest(hello=HELLO, lines=50), timeout=5)]
+        await admin.Shutdown(pb.ShutdownRequest(hello=HELLO), timeout=5)
     assert any("node ready" in line for line in lines)
+    async with asyncio.timeout(20):
+        assert await node.process.wait() == 0

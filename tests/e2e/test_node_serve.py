@@ -12,12 +12,12 @@ import psutil
 import pytest
 from edgepipe_emulated.oracle import next_token
 from node_models import CONFIG, pull_emulated, pull_with_weights
-from node_processes import Node, Nodes, idle
 
 from edgepipe import PROTOCOL_VERSION
 from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, VersionMismatch
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.store import ModelStore
+from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -27,7 +27,7 @@ MAX_RSS_BYTES = 250 << 20
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}", started=[])
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}")
     yield made
     await made.end()
 
@@ -92,14 +92,6 @@ async def answered(node: Node) -> dict[str, Any]:
     return response.json()
 
 
-async def test_serving_again_finds_the_engine_that_runs(nodes: Nodes):
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a")
-    await a.until(lambda status: idle(status, 1))
-    first = (await a.serve("tiny"))[-1].engine.pipeline_id
-    assert (await a.serve("tiny"))[-1].engine.pipeline_id == first
-
-
 async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
@@ -158,24 +150,24 @@ async def test_when_the_engines_node_dies_the_others_are_free_again(nodes: Nodes
     assert not status.engines
 
 
-@pytest.mark.parametrize(
-    ("request_fields", "error"),
-    [
+async def test_what_cannot_be_served_is_refused(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a", discovery=False)
+    await a.until(lambda status: idle(status, 1))
+    refused: list[tuple[dict[str, Any], type[EdgepipeError]]] = [
         ({"model": "nothing"}, ModelUnknown),
         ({"plan": "a:0-2"}, PlanInvalid),
         ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
         ({"num_nodes": 2}, NoFeasiblePlacement),
-    ],
-)
-async def test_what_cannot_be_served_is_refused(
-    nodes: Nodes, request_fields: dict[str, Any], error: type[EdgepipeError]
-):
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a", discovery=False)
-    await a.until(lambda status: idle(status, 1))
-    with pytest.raises(error):
-        await a.serve(**{"model": "tiny", **request_fields})
+    ]
+    for fields, error in refused:
+        with pytest.raises(error):
+            await a.serve(**{"model": "tiny", **fields})
+    with pytest.raises(ModelUnknown):
+        await a.stop_model("tiny")
     assert not (await a.status()).engines
+    first = (await a.serve("tiny"))[-1].engine.pipeline_id
+    assert (await a.serve("tiny"))[-1].engine.pipeline_id == first  # one that runs is found, not doubled
 
 
 async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
@@ -212,9 +204,3 @@ async def say_hello(node: Node, hello: common_pb2.Hello) -> None:
             call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello, sequence=1)]))
             async for _ in call:
                 pass
-
-
-async def test_stopping_nothing_is_an_error_that_says_what_is_served(nodes: Nodes):
-    node = await nodes.start("a", backend="none", discovery=False)
-    with pytest.raises(ModelUnknown):
-        await node.stop_model("tiny")

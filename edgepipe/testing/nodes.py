@@ -1,4 +1,4 @@
-"""Real node daemons on loopback, each with a data directory of its own."""
+"""Real node daemons for tests: on loopback or on the hosts of a LAN lab, each with a data directory of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import psutil
 
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.testing.lan import LanHost
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
@@ -42,7 +43,7 @@ class Node:
             return await admin.Status(pb.StatusRequest(hello=HELLO), timeout=5)
 
     @contextlib.asynccontextmanager
-    async def admin(self) -> AsyncIterator[node_pb2_grpc.AdminAsyncStub]:
+    async def admin(self) -> AsyncGenerator[node_pb2_grpc.AdminAsyncStub]:
         """Its Admin service."""
         async with make_channel(f"unix:{socket_path(self.data_dir)}") as channel:
             with translated("the node"):
@@ -87,15 +88,16 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Nodes:
-    """Starts nodes in one folder; they end with the test."""
+    """Starts nodes in one folder; they end with the test, which calls ``end``."""
 
     folder: Path
     cluster: str
-    started: list[asyncio.subprocess.Process]
+    started: list[asyncio.subprocess.Process] = field(default_factory=list["asyncio.subprocess.Process"])
+    _drains: list[asyncio.Future[None]] = field(default_factory=list["asyncio.Future[None]"])
 
-    async def start(self, name: str, **flags: Any) -> Node:
+    async def start(self, name: str, *, host: LanHost | None = None, **flags: Any) -> Node:
         """Start a node and wait until it is ready. Raises AssertionError with what it said instead."""
-        process = await self.spawn(name, **flags)
+        process = await self.spawn(name, host=host, **flags)
         assert process.stdout is not None
         async with asyncio.timeout(READY_S):
             line = await process.stdout.readline()
@@ -103,8 +105,7 @@ class Nodes:
             assert process.stderr is not None
             raise AssertionError((await process.stderr.read()).decode())
         ready = json.loads(line)
-        drain = asyncio.ensure_future(_drain(process))
-        drain.set_name(f"drain:{name}")
+        self._drains.append(asyncio.ensure_future(_drain(process)))
         return Node(
             process=process,
             data_dir=Path(flags.get("data_dir", self.folder / name)),
@@ -113,8 +114,8 @@ class Nodes:
             node_id=ready["node_id"],
         )
 
-    async def spawn(self, name: str, **flags: Any) -> asyncio.subprocess.Process:
-        """Start a node's process."""
+    async def spawn(self, name: str, *, host: LanHost | None = None, **flags: Any) -> asyncio.subprocess.Process:
+        """Start a node's process, on a host of a lab if one is given."""
         defaults: dict[str, Any] = {
             "name": name,
             "cluster": self.cluster,
@@ -126,17 +127,15 @@ class Nodes:
         }
         settings = {key: value for key, value in {**defaults, **flags}.items() if value is not None}
         environ = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "edgepipe.daemon",
-            json.dumps(settings),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-m", "edgepipe.daemon", json.dumps(settings)]
+        pipe = asyncio.subprocess.PIPE
+        env = {**environ, "OMP_NUM_THREADS": "1"}
+        if host is not None:
+            process = await host.spawn(command, env=env, stdout=pipe, stderr=pipe)
+        else:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=env, stdout=pipe, stderr=pipe, start_new_session=True
+            )
         self.started.append(process)
         return process
 

@@ -1,0 +1,80 @@
+"""Real daemons on three hosts of the LAN lab: multicast discovery, cut cables, a model over two of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from edgepipe_emulated import emulated_model_config
+from edgepipe_emulated.model_folder import write_model_folder
+
+from edgepipe.model.store import ModelStore
+from edgepipe.testing.lan import LanLab
+from edgepipe.testing.nodes import Node, Nodes, idle
+from edgepipe.wire.v1 import node_pb2 as pb
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+async def lan() -> AsyncIterator[LanLab]:
+    async with LanLab(hosts=3) as lab:
+        lab.shape(delay_s=0.001)
+        yield lab
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path, lan: LanLab) -> AsyncIterator[Nodes]:
+    made = Nodes(folder=tmp_path, cluster="lan-test")
+    yield made
+    await made.end()
+
+
+async def start_all(nodes: Nodes, lan: LanLab, **flags: object) -> list[Node]:
+    starting = (nodes.start(host.name, host=host, insecure_lan=True, **flags) for host in lan.hosts)
+    return list(await asyncio.gather(*starting))
+
+
+def names(status: pb.ClusterStatus) -> set[str]:
+    return {member.node.name for member in status.members if member.state == "alive"}
+
+
+async def all_see(watchers: list[Node], wanted: set[str]) -> None:
+    await asyncio.gather(*(node.until(lambda status: names(status) == wanted, timeout_s=30) for node in watchers))
+
+
+async def test_nodes_find_each_other_by_multicast_and_lose_the_killed(nodes: Nodes, lan: LanLab):
+    a, b, c = await start_all(nodes, lan, backend="none")
+    assert [node.address.rpartition(":")[0] for node in (a, b, c)] == [host.address for host in lan.hosts]
+    await all_see([a, b, c], {"a", "b", "c"})
+    c.kill()
+    await all_see([a, b], {"a", "b"})
+
+
+async def test_a_cut_cable_parts_the_cluster_and_healing_joins_it(nodes: Nodes, lan: LanLab):
+    a, b, c = await start_all(nodes, lan, backend="none")
+    await all_see([a, b, c], {"a", "b", "c"})
+    lan.cut("c")
+    await all_see([a, b], {"a", "b"})
+    await all_see([c], {"c"})
+    lan.heal("c")
+    await all_see([a, b, c], {"a", "b", "c"})
+
+
+async def test_a_model_is_served_over_two_hosts_and_its_loss_is_told_to_the_third(nodes: Nodes, lan: LanLab):
+    source = nodes.folder / "tiny"
+    write_model_folder(source, emulated_model_config(num_layers=4))
+    ModelStore(nodes.folder / "a" / "models").pull(str(source))
+    a, b, c = await start_all(nodes, lan)
+    await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in (a, b, c)))
+    events = await c.serve("tiny", plan="a:0-1,b:2-3")
+    assert {stage.node_name: stage.address.rpartition(":")[0] for stage in events[-1].engine.stages} == {
+        "a": lan.host("a").address,
+        "b": lan.host("b").address,
+    }
+    lan.cut("b")
+    status = await c.until(lambda status: [engine.state for engine in status.engines] == ["failed"])
+    assert status.engines[0].error.what
+    await b.until(lambda status: [device.state for device in status.members[0].node.devices] == ["idle"])
