@@ -144,11 +144,13 @@ class _Demo:
                 async with connect(nodes[0].data_dir) as admin:
                     self._show_nodes(await self._join(admin), nodes)
                     engine = await self._serve(admin)
-                if serve:
-                    await self._stay(nodes[0])
-                else:
-                    await self._answer(nodes[0], engine, prompt, max_tokens)
-                self._step_started = time.monotonic()
+                try:
+                    if serve:
+                        await self._stay(nodes[0])
+                    else:
+                        await self._answer(nodes[0], engine, prompt, max_tokens)
+                finally:
+                    self._step_started = time.monotonic()
         finally:
             self._done("all stopped, nothing left behind")
 

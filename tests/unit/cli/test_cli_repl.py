@@ -1,0 +1,90 @@
+"""The conversation in the terminal, keys in and text out, over a gateway and a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from edgepipe.cli import repl
+from edgepipe.cli.conversation import ChatSettings
+from edgepipe.cli.find import Target
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import FakeEngine
+
+CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+
+
+@asynccontextmanager
+async def conversation(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Served, PipeInput, asyncio.Task[None]]]:
+    """A running conversation: what is served, its keyboard, its task."""
+    async with serving(engine) as served:
+        target = Target(base_url=str(served.http.base_url), model="tiny", num_nodes=2)
+
+        async def found(data_dir: Path, model: str) -> Target:
+            return target
+
+        monkeypatch.setattr(repl, "find_target", found)
+        with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+            task = asyncio.create_task(repl.converse(ChatSettings(data_dir=tmp_path, model="", max_tokens=40)))
+            async with asyncio.timeout(20):
+                yield served, keys, task
+
+
+async def test_questions_and_answers_are_remembered_until_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text(f"one\rtwo{ALT_ENTER}lines\r/clear\r/help\r/what\rthree\r{CTRL_D}")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    assert prompts == [
+        "user: one\nassistant:",
+        "user: one\nassistant: yes\nuser: two\nlines\nassistant:",
+        "user: three\nassistant:",
+    ]
+    shown = capsys.readouterr()
+    assert shown.out.count("yes") == 3
+    assert "4 tok" in shown.err
+    assert "2 nodes" in shown.err
+    assert "/bye" in shown.err
+    assert "there is no /what" in shown.err
+    assert "+one" in (tmp_path / "chat_history").read_text()
+    assert (tmp_path / "chat_history").stat().st_mode & 0o077 == 0
+
+
+async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer=b"a long story", hold_after=6)
+    async with conversation(engine, tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text("tell\r")
+        await served.engine.submitted.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await served.engine.cancelled.wait()
+        served.engine.release.set()
+        keys.send_text(f"{CTRL_C}again\r/bye\r")
+        await task
+    assert "stopped" in capsys.readouterr().err
+    assert len(served.engine.submits) == 2
+
+
+async def test_an_error_is_shown_and_the_conversation_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"ok"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text(f"{'x' * 5000}\rshort\r{CTRL_D}")
+        await task
+    shown = capsys.readouterr()
+    assert "longer than the model's context" in shown.err
+    assert bytes(served.engine.submits[-1].prompt) == b"user: short\nassistant:"
