@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -33,6 +34,7 @@ from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 M = TypeVar("M")
 
 FIRST_MESSAGE_S = 10.0  # a peer that has connected says what it wants at once
+CLOSE_S = 2.0  # for the handlers of streams that the server has cut
 OPEN_S = 60.0  # for KV to be allocated and the next stage to do the same
 
 
@@ -98,11 +100,13 @@ class Stage:
         self._kv = (0, 0)  # number of blocks and tokens per block that stand
         self._pipeline: PipelineId | None = None
         self._promised: Epoch | None = None  # the highest seen of that pipeline
+        self._ended: Epoch | None = None  # set while the promised epoch is over
         self._session: Session | None = None
         self._open_s = open_s
+        self._handlers: set[asyncio.Task[Any]] = set()  # of streams
         self._closed = False
         self._opening = asyncio.Lock()
-        self._changed = asyncio.Condition()  # the session or the promise
+        self._changed = asyncio.Event()  # set, and replaced by a new one, when the session or the promise changes
 
     async def profile(self) -> DeviceProfile:
         """Measure the device, between steps. Raises BackendUnavailable."""
@@ -162,12 +166,34 @@ class Stage:
         if self._session is not None:
             self._session.fault(PeerClosed("the stage is shutting down"))
             self._session = None
+        if self._handlers:
+            await asyncio.wait(self._handlers, timeout=CLOSE_S)
         await self._compute.call(self._backend.close)
         await self._compute.close()
         self._tools.samplers.close()
 
     async def control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
         """Serve an engine's Control stream. Raises what keeps the pipeline from being opened."""
+        with self._handled():
+            await self._control(messages, replies)
+
+    async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
+        """Serve a predecessor's Ring stream. Raises StaleEpoch, RemoteProtocolError; the stage lives on."""
+        with self._handled():
+            await self._ring(messages, replies)
+
+    @contextmanager
+    def _handled(self) -> Generator[None]:
+        """``close`` waits for the task that runs the block."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers are coroutines"
+        self._handlers.add(task)
+        try:
+            yield
+        finally:
+            self._handlers.discard(task)
+
+    async def _control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
         message = await _first(messages)
         if not message.HasField("open"):
             raise RemoteProtocolError("a Control stream begins with OpenPipeline")
@@ -176,10 +202,9 @@ class Stage:
         try:
             await session.run(messages, replies)
         finally:
-            await self._leave(session)
+            self._leave(session)
 
-    async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
-        """Serve a predecessor's Ring stream. Raises StaleEpoch, RemoteProtocolError; the stage lives on."""
+    async def _ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
         message = await _first(messages)
         if not message.HasField("open"):
             raise RemoteProtocolError("a Ring stream begins with OpenRing")
@@ -208,8 +233,9 @@ class Stage:
         Raises StaleEpoch, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
         """
         try:
-            async with asyncio.timeout(self._open_s), self._changed:
-                await self._changed.wait_for(lambda: self._stands(target))
+            async with asyncio.timeout(self._open_s):
+                while not self._stands(target):
+                    await self._changed.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(
                 f"epoch {target.epoch} was not opened here", fact=f"waited {self._open_s:g} s"
@@ -233,17 +259,19 @@ class Stage:
             return False
         if target.epoch < self._promised:
             raise _stale(target.epoch, self._promised)
+        if self._ended == target.epoch:
+            raise StaleEpoch(f"epoch {target.epoch} has ended", fact="its engine hung up or a step failed")
         return self._session is not None and self._session.spec.epoch == target.epoch
 
     async def _open(self, spec: PipelineSpec) -> Session:
         self._check(spec)
-        await self._promise(spec)
+        self._promise(spec)
         async with self._opening:
             self._still_promised(spec)
             await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
             self._session = Session(spec, self._tools)
-            await self._tell_change()
+            self._tell_change()
         return self._session
 
     def _check(self, spec: PipelineSpec) -> None:
@@ -261,7 +289,7 @@ class Stage:
         if max(part.index for part in spec.slices) + 1 < spec.num_slices and not spec.next_address:
             raise RemoteProtocolError("the pipeline cannot be opened: the next stage has no address")
 
-    async def _promise(self, spec: PipelineSpec) -> None:
+    def _promise(self, spec: PipelineSpec) -> None:
         """From here on only ``spec.epoch`` and greater ones are obeyed. Raises StaleEpoch, StageError."""
         if spec.pipeline_id != self._pipeline:
             if self._session is not None:
@@ -272,20 +300,20 @@ class Stage:
         session, self._session = self._session, None
         if session is not None:
             session.fault(_stale(session.spec.epoch, spec.epoch))
-        await self._tell_change()
+        self._tell_change()
 
     def _still_promised(self, spec: PipelineSpec) -> None:
         if self._promised is not None and self._promised != spec.epoch:
             raise _stale(spec.epoch, self._promised)
 
-    async def _leave(self, session: Session) -> None:
+    def _leave(self, session: Session) -> None:
         if self._session is session:
-            self._session = None
-            await self._tell_change()
+            self._session, self._ended = None, session.spec.epoch
+            self._tell_change()
 
-    async def _tell_change(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _tell_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _allocate(self, spec: PipelineSpec) -> None:
         """On the compute thread. What an earlier epoch left in the KV is never read: rows write before they attend."""
