@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from edgepipe.config import Timeouts
 from edgepipe.daemon.backends import NONE
 from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.memory import MemoryLedger
+from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
 from edgepipe.ids import Epoch
@@ -263,7 +263,7 @@ class DeviceHost:
             node=self._node_name,
             free_bytes=profile.memory_free_bytes,
             total_bytes=profile.memory_total_bytes,
-            on_host=profile.device == "cpu" or profile.backend == "mlx",  # Apple's GPU shares the host's memory
+            on_host=uses_host_memory(profile),
             limit_bytes=self._memory_limit_bytes,
         )
 

@@ -1,4 +1,4 @@
-"""Who may take how much of a device's memory. Pure; the node reserves before anything is loaded."""
+"""Who may take how much of a device's memory. The node reserves before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from dataclasses import dataclass
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.units import format_bytes
+from edgepipe.wire.v1 import common_pb2
 
 _HOST_HEADROOM_BYTES = 1 << 30  # the rest of a person's desktop goes on working
 _HOST_HEADROOM_FRACTION = 0.1
 _GPU_HEADROOM_BYTES = 600 << 20  # workspaces, fragmentation, a desktop's compositor
 _HOST_KV_FRACTION = 0.25  # of free memory: host memory is shared with everything else
 _GPU_KV_FRACTION = 0.9
+_MODEST_KV_BYTES = 512 << 20
 _MIN_KV_TOKENS = 512  # fewer cannot hold one ordinary question
+
+
+def uses_host_memory(profile: common_pb2.DeviceProfile) -> bool:
+    """Whether the device's memory is the machine's own, which everything else needs too (Apple's GPU shares it)."""
+    return profile.device == "cpu" or profile.backend == "mlx"
+
+
+def modest_kv_bytes(*, weight_bytes: int) -> int:
+    """KV that a stage in host memory takes when nobody says how much: its weights' size, but some chats' worth."""
+    return max(_MODEST_KV_BYTES, weight_bytes)
 
 
 def headroom_bytes(*, total_bytes: int, on_host: bool) -> int:

@@ -8,10 +8,12 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 from edgepipe.backend.types import ActivationType
+from edgepipe.daemon.memory import modest_kv_bytes, uses_host_memory
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable
 from edgepipe.ids import IdSource, NodeId
+from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
 from edgepipe.wire.common import activation_type_to_wire, error_from_wire, slices_to_wire
 from edgepipe.wire.v1 import engine_pb2
@@ -116,7 +118,8 @@ class Serving:
         options = request.options
         context = min(options.context_length or model.config.context_length, model.config.context_length)
         need = Need(config=model.config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context))
-        rooms = [room for node in self._peers.nodes() for room in _rooms(node, options.dtype)]
+        nodes = self._peers.nodes()
+        rooms = [room for node in nodes for room in _rooms(node, options.dtype)]
         if request.plan:
             placed = place_by_plan(need, rooms, request.plan)
         else:
@@ -124,7 +127,7 @@ class Serving:
         spec = pb.ServeSpec()
         spec.CopyFrom(options)
         spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
-        spec.kv_tokens = options.kv_tokens or _DEFAULT_SEQUENCES * min(context, _DEFAULT_SEQUENCE_TOKENS)
+        spec.kv_tokens = options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms)
         if not spec.activation_type:
             spec.activation_type = activation_type_to_wire(ActivationType.BF16)
         del spec.stages[:]
@@ -177,6 +180,19 @@ class Serving:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
 
+def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:
+    """Tokens of KV when nobody says how many: some long chats' worth, less where stages take the host's memory."""
+    tokens = _DEFAULT_SEQUENCES * min(context, _DEFAULT_SEQUENCE_TOKENS)
+    by_id = {room.node_id: room for room in rooms}
+    for one in placed:
+        room = by_id[one.node_id]
+        if room.shares_host_memory:
+            token_bytes = config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
+            most = modest_kv_bytes(weight_bytes=config.slice_parameters(one.part) * room.bytes_per_weight)
+            tokens = min(tokens, most // token_bytes)
+    return max(tokens, context)
+
+
 def model_matches(wanted: str, name: str) -> bool:
     """Whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
     return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
@@ -196,6 +212,7 @@ def _rooms(node: pb.NodeState, dtype: str) -> Sequence[NodeRoom]:
                 free_bytes=device.free_bytes,
                 bytes_per_weight=size,
                 bytes_per_kv=size,
+                shares_host_memory=uses_host_memory(device.profile),
             )
         )
     return rooms

@@ -23,6 +23,7 @@ class NodeRoom:
     free_bytes: int  # for weights and KV, headroom already taken off
     bytes_per_weight: int  # of the compute dtype: 4 for float32, 2 for bf16
     bytes_per_kv: int  # of one key or value
+    shares_host_memory: bool = False  # with everything else that the machine runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

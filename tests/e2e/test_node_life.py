@@ -50,7 +50,7 @@ async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):
     assert len((await a.status()).members) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int):
     node = await nodes.start("a", port=0)
     await node.until(lambda status: idle(status, 1))

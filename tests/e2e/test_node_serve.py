@@ -131,6 +131,7 @@ async def test_a_killed_stage_fails_the_model_and_nothing_else(nodes: Nodes):
     assert (await answered(a))["choices"][0]["token_ids"] == expected()
 
 
+@pytest.mark.long
 async def test_a_killed_engine_gives_its_stages_back(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, _ = await two_nodes(nodes)
@@ -140,6 +141,7 @@ async def test_a_killed_engine_gives_its_stages_back(nodes: Nodes):
     assert [engine.state for engine in status.engines] == ["failed"]
 
 
+@pytest.mark.long
 async def test_when_the_engines_node_dies_the_others_are_free_again(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)

@@ -1,0 +1,44 @@
+"""What serving decides when nobody says."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgepipe.daemon.serving import default_kv_tokens, model_matches
+from edgepipe.ids import NodeId
+from edgepipe.planner.placement import Need, NodeRoom, place
+from edgepipe.testing.tiny_model import tiny_config
+
+
+def room(*, host: bool) -> NodeRoom:
+    return NodeRoom(
+        node_id=NodeId("node-a"),
+        name="a",
+        free_bytes=10**12,
+        bytes_per_weight=4,
+        bytes_per_kv=4,
+        shares_host_memory=host,
+    )
+
+
+@pytest.mark.parametrize("context", [256, 100_000])
+def test_gpus_get_room_for_sixteen_long_chats_and_at_least_one_context(context: int):
+    config = tiny_config()
+    placed = place(Need(config=config, kv_tokens=1), [room(host=False)])
+    assert default_kv_tokens(config, context, placed, [room(host=False)]) == max(16 * min(context, 4096), context)
+
+
+def test_host_memory_is_taken_modestly():
+    config = tiny_config(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=64)
+    placed = place(Need(config=config, kv_tokens=1), [room(host=True)])
+    tokens = default_kv_tokens(config, 1024, placed, [room(host=True)])
+    token_bytes = config.kv_bytes_per_token(num_layers=32, bytes_per_value=4)
+    weights = 4 * config.slice_parameters(placed[0].part)
+    assert tokens == max(1024, max(512 << 20, weights) // token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"), [("Qwen/Qwen3-8B", True), ("qwen3-8b", True), ("Qwen3", False), ("other/Qwen3-8B", False)]
+)
+def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool):
+    assert model_matches(typed, "Qwen/Qwen3-8B") is means
