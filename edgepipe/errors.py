@@ -69,8 +69,11 @@ class EdgepipeError(Exception):
 
     def lines(self) -> list[str]:
         """What failed, the measured fact, what to type next (empty parts left out)."""
-        where = ", ".join(part for part in (self.node and f"node {self.node}", self.stage) if part)
-        first = f"{self.what} ({where})" if where and where not in self.what else self.what
+        named = self.what.replace(",", " ").replace("'", " ").split()
+        node = f"node {self.node}" if self.node and self.node not in named else ""
+        stage = self.stage if self.stage not in self.what else ""
+        where = ", ".join(part for part in (node, stage) if part)
+        first = f"{self.what} ({where})" if where else self.what
         return [line for line in (first, self.fact, self.next_step) if line]
 
     def __str__(self) -> str:

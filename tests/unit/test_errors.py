@@ -32,6 +32,10 @@ def test_errors_survive_the_wire(cls: type[errors.EdgepipeError]) -> None:
 
 def test_lines_name_the_place_once_and_leave_out_what_is_empty() -> None:
     assert errors.StageLost("the stage died", node="studio").lines() == ["the stage died (node studio)"]
+    assert errors.StageLost("stage 0 on studio was lost", node="studio", stage="stage 0").lines() == [
+        "stage 0 on studio was lost"
+    ]
+    assert errors.StageLost("stage 0 was lost", node="a", stage="stage 0").lines() == ["stage 0 was lost (node a)"]
     assert errors.StageLost().lines() == [errors.StageLost.sentence()]
 
 
