@@ -1,5 +1,5 @@
 # Sourced by the other scripts: one virtual environment in .venv with the parts that this machine can use.
-# EDGEPIPE_VENV names another place for it.
+# EP_VENV names another place for it.
 
 die() { printf '%s\n' "$@" >&2; exit 1; }
 
@@ -46,7 +46,7 @@ choose_torch() {
 ensure_venv() {
   local extras stamp venv
   extras=$(IFS=,; echo "$*")
-  venv=${EDGEPIPE_VENV:-$PWD/.venv}
+  venv=${EP_VENV:-$PWD/.venv}
   python=$(find_python)
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   python=$venv/bin/python

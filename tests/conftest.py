@@ -20,8 +20,8 @@ _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
 
 @pytest.fixture(scope="session")
 def models_dir() -> Path:
-    """A model store that holds ``demo``: the folder that scripts/test fills, or the one in EDGEPIPE_TEST_MODELS."""
-    folder = Path(os.environ.get("EDGEPIPE_TEST_MODELS") or _CACHE)
+    """A model store that holds ``demo``: the folder that scripts/test fills, or the one in EP_TEST_MODELS."""
+    folder = Path(os.environ.get("EP_TEST_MODELS") or _CACHE)
     try:
         ModelStore(folder).resolve("demo")
     except EdgepipeError as exc:

@@ -1,0 +1,182 @@
+"""The torch backend on the CPU against ``transformers`` with the same float32 weights, in turns in one process.
+
+``backend_rows(weights)`` gives rows for a table; as a program it takes the model's file or folder.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from edgepipe_torch import TorchBackend
+from figures import Row, at_least, print_rows
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
+from edgepipe.ids import SequenceId, StepId
+from edgepipe.model.dequantise import as_float32
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.tensors import WeightSource
+from edgepipe.model.weights import open_weights
+
+THREADS = 2
+ROUNDS = 3
+PROMPT_TOKENS = 32
+NEW_TOKENS = 24
+BLOCKS_PER_SEQUENCE = 33  # of 16 tokens: room for the 512-token prompt
+
+
+def backend_rows(weights: WeightSource, *, threads: int = THREADS) -> list[Row]:
+    """Decode of one and of sixteen sequences, and prefill of 512 tokens."""
+    ours, theirs = Ours(weights, threads=threads), Transformers(weights)
+    return [
+        _compare("decode, 1 sequence", NEW_TOKENS, ours.decode(1), theirs.decode(1), 1.5),
+        _compare("decode, 16 sequences", 16 * NEW_TOKENS, ours.decode(16), theirs.decode(16), 1.1),
+        _compare("prefill, 512 tokens", 512, ours.prefill(512), theirs.prefill(512), 1.0),
+    ]
+
+
+def _compare(what: str, num_tokens: int, ours: Callable[[], float], theirs: Callable[[], float], target: float) -> Row:
+    """Rates from the median of the seconds that each takes, in turns after one round to warm up."""
+    taken = [(ours(), theirs()) for _ in range(ROUNDS + 1)][1:]
+    own_s, their_s = (statistics.median(times) for times in zip(*taken, strict=True))
+    return at_least(f"{what}, torch on CPU", num_tokens / own_s, "tok/s", num_tokens / their_s, "transformers", target)
+
+
+class Ours:
+    """One stage with the whole model."""
+
+    def __init__(self, weights: WeightSource, *, threads: int) -> None:
+        layers = weights.config.num_layers
+        self._vocab_size = weights.config.vocab_size
+        self._backend = TorchBackend(BackendOptions(device="cpu", dtype="float32", threads=threads))
+        self._backend.load(make_slices([LayerRange(0, layers)], layers), weights, lambda _progress: None)
+        self._backend.allocate_kv(num_blocks=16 * BLOCKS_PER_SEQUENCE, block_size=16)
+
+    def decode(self, count: int) -> Callable[[], float]:
+        """Seconds for NEW_TOKENS greedy steps of so many sequences, their prompts being computed."""
+
+        def run() -> float:
+            ids = self._step(count, 0, prompts(count, PROMPT_TOKENS, self._vocab_size))
+            start = time.perf_counter()
+            for index in range(NEW_TOKENS):
+                ids = self._step(count, PROMPT_TOKENS + index, ids[:, None])
+            return time.perf_counter() - start
+
+        return run
+
+    def prefill(self, num_tokens: int) -> Callable[[], float]:
+        """Seconds for one prompt."""
+
+        def run() -> float:
+            prompt = prompts(1, num_tokens, self._vocab_size)
+            start = time.perf_counter()
+            self._step(1, 0, prompt)
+            return time.perf_counter() - start
+
+        return run
+
+    def _step(self, count: int, position: int, ids: np.ndarray) -> np.ndarray:
+        """ids [count, n] at ``position`` of each sequence -> the most likely next ids [count]."""
+        rows = tuple(
+            StepRow(
+                sequence=SequenceId(index),
+                position=position,
+                num_tokens=ids.shape[1],
+                runs=(BlockRun(index * BLOCKS_PER_SEQUENCE, BLOCKS_PER_SEQUENCE),),
+            )
+            for index in range(count)
+        )
+        last = np.arange(1, count + 1, dtype=np.int32) * ids.shape[1] - 1
+        prepared = self._backend.prepare(Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=last))
+        output = self._backend.collect(self._backend.submit(prepared, ids.reshape(-1).astype(np.int32)))
+        assert output.logits is not None
+        return output.logits.argmax(-1)
+
+
+class Transformers:
+    """``generate`` and the bare model of ``transformers``."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._model = reference_model(weights)
+        self._vocab_size = weights.config.vocab_size
+
+    def decode(self, count: int) -> Callable[[], float]:
+        """Seconds for NEW_TOKENS greedy steps: a long run less a short one."""
+
+        def run() -> float:
+            return self._generate(count, NEW_TOKENS + 1) - self._generate(count, 1)
+
+        return run
+
+    def prefill(self, num_tokens: int) -> Callable[[], float]:
+        """Seconds for one prompt, logits of its last token only."""
+
+        def run() -> float:
+            ids = torch.from_numpy(prompts(1, num_tokens, self._vocab_size))
+            with torch.inference_mode():
+                start = time.perf_counter()
+                self._model(ids, logits_to_keep=1, use_cache=True)
+                return time.perf_counter() - start
+
+        return run
+
+    def _generate(self, count: int, num_tokens: int) -> float:
+        ids = torch.from_numpy(prompts(count, PROMPT_TOKENS, self._vocab_size))
+        wanted: dict[str, Any] = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+        start = time.perf_counter()
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **wanted)
+        return time.perf_counter() - start
+
+
+def prompts(count: int, num_tokens: int, vocab_size: int) -> np.ndarray:
+    """[count, tokens] int64, the same in every call."""
+    return np.random.default_rng(1).integers(0, vocab_size, (count, num_tokens))
+
+
+def reference_model(weights: WeightSource) -> PreTrainedModel:
+    """A Llama with default rotary embedding, as the demo model is, in float32."""
+    transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module="transformers")
+    config = weights.config
+    assert config.architecture == "llama"
+    assert config.rope.scaling == "default"
+    with torch.device("meta"):
+        model = LlamaForCausalLM(_llama_config(config))
+    model = model.to_empty(device="cpu").eval()
+    (part,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    tensors = {info.name: torch.from_numpy(as_float32(weights.read(info.name))) for info in weights.tensors(part)}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers were on the meta device
+    return model
+
+
+def _llama_config(config: ModelConfig) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context_length,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.tied_embeddings,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+
+
+if __name__ == "__main__":
+    print_rows("backend", backend_rows(open_weights(Path(sys.argv[1]))))
