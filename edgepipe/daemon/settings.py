@@ -31,7 +31,6 @@ class ChildSettings:
     dtype: str = "auto"
     threads: int = 0
     backend_options: dict[str, str] = field(default_factory=dict[str, str])
-    memory_limit_bytes: int = 0
 
     def to_line(self) -> bytes:
         """One line of JSON."""

@@ -1,0 +1,336 @@
+"""One node: its objects built, run, and taken down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from edgepipe.cluster.discovery import Announcement, Discovery
+from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.cluster.interfaces import interfaces, is_wireless
+from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
+from edgepipe.config import Config, Timeouts
+from edgepipe.daemon.backends import choose_backend
+from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.data_dir import DataDir, Identity
+from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.engines import EngineHost
+from edgepipe.daemon.gateway_keeper import GatewayKeeper
+from edgepipe.daemon.local_node import LocalNode, member_states
+from edgepipe.daemon.log_tail import LogTail
+from edgepipe.daemon.models import Models
+from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
+from edgepipe.daemon.serving import Serving
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.system import RandomIds, SystemClock
+from edgepipe.link.channels import bind, bind_unix, make_server
+from edgepipe.wire.common import error_to_wire, make_hello
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_CHILD_PORTS = 15  # P+1 .. P+15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReady:
+    """What a started node tells whoever started it."""
+
+    node_id: str
+    name: str
+    address: str  # HOST:PORT of the daemon
+    http_port: int
+    socket: Path
+    cluster: str
+
+
+OnReady = Callable[[NodeReady], None]
+
+
+class NodeDaemon:
+    """One node from start to stop."""
+
+    def __init__(
+        self, *, config: Config, data_dir: DataDir, identity: Identity, host: str, on_ready: OnReady | None
+    ) -> None:
+        self.stopping = asyncio.Event()
+        self.identity_taken = False
+        self._config = config
+        self._data_dir = data_dir
+        self._identity = identity
+        self._host = host
+        self._on_ready = on_ready
+        self._timeouts = _timeouts_for(host)
+        self._clock, self._ids = SystemClock(), RandomIds()
+        self._hello = make_hello(
+            role="node", node_id=identity.node_id, node_name=config.name, cluster_id=config.cluster
+        )
+        self.children = Children(self._timeouts)
+
+    async def run(self) -> None:
+        """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
+        server, unix_server = make_server(), make_server()
+        port = bind(server, host=self._host, port=self._config.port)
+        self._started_s = self._clock.monotonic_s()
+        self._address = f"{self._host}:{port}"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._build(tasks)
+                self._register(server, unix_server)
+                try:
+                    await self._work(tasks, server, unix_server)
+                finally:
+                    await self._take_down(server, unix_server)
+                raise _Stopped  # ends the group's keepers and watchers
+        except* _Stopped:
+            pass
+
+    def _build(self, tasks: asyncio.TaskGroup) -> None:
+        config, timeouts = self._config, self._timeouts
+        self._membership = Membership(
+            node_id=self._identity.node_id,
+            incarnation=self._identity.incarnation,
+            address=self._address,
+            limits=MembershipLimits(
+                refused_s=timeouts.refused_s,
+                dead_min_s=timeouts.dead_min_s,
+                dead_max_s=timeouts.dead_max_s,
+                forget_s=timeouts.forget_s,
+            ),
+        )
+        self._local = LocalNode(
+            identity=self._identity,
+            name=config.name,
+            address=self._address,
+            announce=lambda: self._heartbeats.announce(),
+        )
+        self._heartbeats = Heartbeats(
+            membership=self._membership,
+            hello=self._hello,
+            state=lambda: self._local.state,
+            clock=self._clock,
+            timeouts=timeouts,
+            on_change=self._on_member,
+            on_identity_taken=self._on_identity_taken,
+        )
+        self._peers = Peers(
+            own=lambda: self._local.state, membership=self._membership, hello=self._hello, timeouts=timeouts
+        )
+        self._build_parts(tasks)
+
+    def _build_parts(self, tasks: asyncio.TaskGroup) -> None:
+        config = self._config
+        self._models = Models(
+            models_dir=config.models_dir, peers=self._peers, timeouts=self._timeouts, on_change=self._local.refresh
+        )
+        self._device = DeviceHost(
+            node_name=config.name,
+            backend=choose_backend(config.backend),
+            children=self.children,
+            new_settings=lambda: self._child_settings("stage"),
+            memory_limit_bytes=config.memory_limit_bytes,
+            timeouts=self._timeouts,
+            tasks=tasks,
+            on_change=self._local.refresh,
+        )
+        self._engines = EngineHost(
+            children=self.children,
+            new_settings=lambda: self._child_settings("engine"),
+            peers=self._peers,
+            tasks=tasks,
+            on_change=lambda urgent: self._local.refresh(urgent=urgent),
+        )
+        self._gateway = GatewayKeeper(
+            children=self.children,
+            new_settings=lambda http_port: self._child_settings("gateway", http_port=http_port),
+            http_port=config.http_port,
+            view=self._view,
+            changes=self._local.changes.watch,
+            tasks=tasks,
+            on_change=self._local.refresh,
+        )
+        self._serving = Serving(
+            peers=self._peers,
+            models=self._models,
+            ids=self._ids,
+            changes=self._local.changes.watch,
+            gateway_knows=self._gateway.knows,
+            tasks=tasks,
+        )
+        self._local.add_part(self._fill_state)
+
+    def _fill_state(self, state: pb.NodeState) -> None:
+        state.devices.extend(self._device.state())
+        state.engines.extend(self._engines.states())
+        state.models.extend(self._models.on_disk())
+        state.transfers.extend(self._models.transfers())
+        state.http_port = self._gateway.http_port
+
+    def _register(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
+        admit = admit_to(self._config.cluster)
+        node = NodeService(
+            admit=admit,
+            heartbeats=self._heartbeats,
+            device=self._device,
+            engines=self._engines,
+            models=self._models,
+        )
+        self._logs = LogTail()
+        logging.getLogger().addHandler(self._logs)
+        admin = AdminService(
+            serving=self._serving,
+            status=self._status,
+            logs=self._logs,
+            shut_down=self.stopping.set,
+            refresh_models=self._models.rescan,
+        )
+        node_pb2_grpc.add_NodeServicer_to_server(node, server)
+        node_pb2_grpc.add_WeightsServicer_to_server(WeightsService(admit=admit, models=self._models), server)
+        node_pb2_grpc.add_ChildrenServicer_to_server(ChildrenService(self.children), unix_server)
+        node_pb2_grpc.add_AdminServicer_to_server(admin, unix_server)
+
+    async def _work(self, tasks: asyncio.TaskGroup, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
+        bind_unix(unix_server, str(self._data_dir.socket))
+        await unix_server.start()
+        self._data_dir.socket.chmod(0o600)
+        gateway = await self._gateway.start()
+        self._local.refresh()
+        await server.start()
+        tasks.create_task(self._gateway.keep(gateway), name="gateway")
+        tasks.create_task(self._device.keep_spare(), name="spare")
+        tasks.create_task(self._heartbeats.run(), name="heartbeats")
+        tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
+        for address in self._config.peers:
+            self._heartbeats.found(address, manual=True)
+        await self._start_discovery()
+        self._tell_ready()
+        await self.stopping.wait()
+
+    async def _start_discovery(self) -> None:
+        self._discovery: Discovery | None = None
+        if not self._config.discovery:
+            return
+        host, _, port = self._address.rpartition(":")
+        own = Announcement(
+            cluster_id=self._config.cluster,
+            node_id=self._identity.node_id,
+            node_name=self._config.name,
+            host=host,
+            port=int(port),
+            incarnation=self._identity.incarnation,
+        )
+        self._discovery = Discovery(own, lambda found: self._heartbeats.found(found.address, node_id=found.node_id))
+        await self._discovery.start()
+
+    def _tell_ready(self) -> None:
+        logger.info("node ready name=%s node=%s address=%s", self._config.name, self._identity.node_id, self._address)
+        if self._on_ready is not None:
+            self._on_ready(
+                NodeReady(
+                    node_id=self._identity.node_id,
+                    name=self._config.name,
+                    address=self._address,
+                    http_port=self._gateway.http_port,
+                    socket=self._data_dir.socket,
+                    cluster=self._config.cluster,
+                )
+            )
+
+    async def _take_down(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
+        """Leaving first, so that nobody waits for this node; then engines, stages, gateway, servers, the name."""
+        self.stopping.set()
+        logger.info("node stops node=%s", self._identity.node_id)
+        await self._heartbeats.leave()
+        await self._engines.stop_all()
+        await self._device.release_all()
+        await self.children.stop_all("gateway")
+        await asyncio.gather(server.stop(grace=0.2), unix_server.stop(grace=0.5))
+        await self._peers.close()
+        if (discovery := getattr(self, "_discovery", None)) is not None:
+            await discovery.stop()
+        logging.getLogger().removeHandler(self._logs)
+        self._data_dir.socket.unlink(missing_ok=True)
+
+    def _on_member(self, change: MemberChanged) -> None:
+        if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
+            logger.warning("node is %s node=%s", change.status, change.node_id)
+            self._device.release_of_engines_on(change.node_id)
+        self._local.changes.notify()
+
+    def _on_identity_taken(self, address: str) -> None:
+        logger.warning("another node has the id of this one: node=%s address=%s", self._identity.node_id, address)
+        self.identity_taken = True
+        self.stopping.set()
+
+    def _child_settings(self, kind: str, *, http_port: int = 0) -> ChildSettings:
+        config = self._config
+        return ChildSettings(
+            kind=kind,
+            child_id=self._ids.new("child"),
+            socket=str(self._data_dir.socket),
+            host=self._host,
+            ports=self._child_ports(),
+            http_port=http_port,
+            node_id=self._identity.node_id,
+            node_name=config.name,
+            cluster_id=config.cluster,
+            address=self._address,
+            log_level=config.log_level,
+            backend=choose_backend(config.backend),
+            device=config.device or "auto",
+            dtype=config.dtype,
+            threads=config.threads,
+            backend_options=dict(pair.split("=", 1) for pair in config.backend_options),
+        )
+
+    def _child_ports(self) -> tuple[int, ...]:
+        """Any free port when the daemon's is; else the fifteen above it, those of living children left out."""
+        if self._config.port == 0:
+            return (0,)
+        taken = {child.port for child in self.children.running()}
+        ports = range(self._config.port + 1, self._config.port + 1 + _CHILD_PORTS)
+        return tuple(port for port in ports if port not in taken)
+
+    def _view(self) -> pb.ClusterView:
+        view = pb.ClusterView(cluster_id=self._config.cluster)
+        view.members.extend(member_states(self._local, self._membership))
+        for _, engine in self._serving.engines():
+            if path := self._models.metadata_path(engine.model, engine.manifest_hash):
+                view.served.add(engine=engine, model_path=str(path))
+        return view
+
+    def _status(self) -> pb.ClusterStatus:
+        status = pb.ClusterStatus(
+            cluster_id=self._config.cluster,
+            cluster_name=self._config.cluster,
+            node_id=self._identity.node_id,
+            uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
+            data_dir=str(self._data_dir.path),
+        )
+        status.members.extend(member_states(self._local, self._membership))
+        status.engines.extend(engine for _, engine in self._serving.engines())
+        status.children.extend(_child_state(child) for child in self.children.running())
+        for peer, error in self._heartbeats.refusals.items():
+            status.refused.add(peer=peer, error=error_to_wire(error))
+        return status
+
+
+def _timeouts_for(host: str) -> Timeouts:
+    if host.startswith("127."):
+        return Timeouts.loopback()
+    return Timeouts.wifi() if is_wireless(host, interfaces()) else Timeouts.lan()
+
+
+def _child_state(child: Child) -> pb.ChildState:
+    return pb.ChildState(kind=child.kind, pid=child.pid, state=child.state)
+
+
+class _Stopped(Exception):
+    """The node was asked to stop; never leaves ``NodeDaemon.run``."""
