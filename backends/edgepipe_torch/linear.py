@@ -81,9 +81,10 @@ def tile_width(parts: Sequence[int]) -> int:
     """The tile width for merged parts of so many out features; it divides each of them, unless there is but one."""
     common = math.gcd(*parts)
     widths = [width for width in range(_MIN_WIDTH, _MAX_WIDTH + 1) if common % width == 0]
-    if widths:
-        return min(widths, key=lambda width: (width % 16 != 0, abs(width - _BEST_WIDTH)))
-    return _BEST_WIDTH if len(parts) == 1 and common > _MAX_WIDTH else common
+    aligned = [width for width in widths if width % 16 == 0]
+    if not aligned and len(parts) == 1 and common > _MAX_WIDTH:
+        return _BEST_WIDTH
+    return min(aligned or widths or [common], key=lambda width: abs(width - _BEST_WIDTH))
 
 
 class TiledLinear:

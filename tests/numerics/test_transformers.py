@@ -45,8 +45,12 @@ SIZES: dict[str, Any] = {
 PAIRS = 4  # rotary pairs of a head
 
 
+def sized(**changes: Any) -> dict[str, Any]:
+    return SIZES | changes
+
+
 def llama(**changes: Any) -> PretrainedConfig:
-    return LlamaConfig(**(SIZES | changes))
+    return LlamaConfig(**sized(**changes))
 
 
 def scaled(kind: str, **parameters: Any) -> PretrainedConfig:
@@ -90,7 +94,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral, no window": lambda: MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen2, tied, windows above layer 0": lambda: Qwen2Config(
-        **(SIZES | {"tie_word_embeddings": True}), use_sliding_window=True, sliding_window=9, max_window_layers=1
+        **sized(tie_word_embeddings=True, use_sliding_window=True, sliding_window=9, max_window_layers=1)
     ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "qwen3, wide heads": lambda: Qwen3Config(**SIZES, head_dim=26),

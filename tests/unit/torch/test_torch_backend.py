@@ -1,0 +1,209 @@
+"""What the contract suite cannot see: memory while loading, work per step, choices of device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.linear import Linear, Workspace  # noqa: E402
+from edgepipe_torch.loading import load_slices  # noqa: E402
+
+from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
+from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
+from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
+from edgepipe.testing.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def ignore(_progress: LoadProgress) -> None:
+    pass
+
+
+def whole(config: ModelConfig) -> tuple[Slice, ...]:
+    return make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+
+
+def loaded(config: ModelConfig, **options: Any) -> TorchBackend:
+    backend = TorchBackend(BackendOptions(**({"device": "cpu", "threads": 1} | options)))
+    backend.load(whole(config), TinyWeights(config), ignore)
+    backend.allocate_kv(num_blocks=8, block_size=16)
+    return backend
+
+
+class OneAtATime(TinyWeights):
+    """Weights that insist that a tensor is dropped before the next is read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.given: list[weakref.ref[np.ndarray]] = []
+
+    def read(self, name: str) -> RawTensor:
+        assert all(given() is None for given in self.given), f"{name} is read while another tensor is held"
+        raw = super().read(name)
+        self.given.append(weakref.ref(raw.data))
+        return raw
+
+
+class TestLoading:
+    def test_raw_tensors_are_dropped_before_the_next_is_read(self) -> None:
+        weights = OneAtATime(tiny_config(qkv_bias=True, qk_norm=True))
+        TorchBackend(BackendOptions(device="cpu", threads=1)).load(whole(weights.config), weights, ignore)
+        assert len(weights.given) == len(weights.tensors(whole(weights.config)[0]))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_weights_take_what_the_planner_counts(self, dtype: Any, tied: bool) -> None:
+        """Nothing is kept twice: no copy before merging, none before tiling, none of a tied head."""
+        config = tiny_config(tied_embeddings=tied, qkv_bias=True, qk_norm=True, vocab_size=96)
+        slices = make_slices([LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)], 4)
+        for part, weights in zip((*slices, *whole(config)), self._load(config, slices, dtype), strict=True):
+            assert held_bytes(weights) == dtype.itemsize * config.slice_parameters(part)
+
+    @staticmethod
+    def _load(config: ModelConfig, slices: tuple[Slice, ...], dtype: Any) -> list[SliceWeights]:
+        found: list[SliceWeights] = []
+        for parts in (slices, whole(config)):
+            found += load_slices(
+                parts, TinyWeights(config), ignore, dtype=dtype, device=CPU, workspace=Workspace(dtype, CPU)
+            )
+        return found
+
+    def test_a_tensor_of_another_shape_is_refused(self) -> None:
+        class Wrong(TinyWeights):
+            def read(self, name: str) -> RawTensor:
+                raw = super().read(name)
+                if "up_proj" not in name:
+                    return raw
+                info = TensorInfo(name=name, shape=raw.info.shape[::-1], scheme="BF16", num_bytes=raw.info.num_bytes)
+                return RawTensor(info=info, data=raw.data)
+
+        config = tiny_config()
+        with pytest.raises(ModelInvalid, match="up_proj"):
+            TorchBackend(BackendOptions(device="cpu", threads=1)).load(whole(config), Wrong(config), ignore)
+
+
+def held_bytes(weights: SliceWeights) -> int:
+    """Memory of all tensors of a slice, each counted once."""
+    held: dict[int, int] = {}
+
+    def add(item: object) -> None:
+        if item is not None:
+            held[id(item)] = getattr(item, "num_bytes", 0) or getattr(item, "nbytes", 0)
+
+    for name in ("embedding", "final_norm", "head"):
+        add(getattr(weights, name))
+    for layer in weights.layers:
+        for name in layer.__slots__:
+            value = getattr(layer, name)
+            add(None if isinstance(value, int) else value)
+    return sum(held.values())
+
+
+class CountingLinear:
+    """Passes everything on and counts the rows that are multiplied."""
+
+    def __init__(self, linear: Linear, counts: list[int]) -> None:
+        self._linear = linear
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._linear, name)
+
+        def counted(x: Any, *rest: Any) -> Any:
+            self._counts.append(x.shape[0])
+            return method(x, *rest)
+
+        return counted
+
+
+class TestWork:
+    def test_a_step_multiplies_its_new_tokens_only(self) -> None:
+        """Decoding costs the same at every length: what came before is read from the KV, never computed again."""
+        backend = loaded(tiny_config())
+        counts = count_rows(backend)
+        for position, count in ((0, 30), (30, 1), (31, 1), (32, 5), (37, 60), (97, 1)):
+            counts.clear()
+            step = make_step([step_row(position, count, (0, 8))], logit_rows=[count - 1])
+            run_step(backend, step, token_ids(range(count)))
+            assert set(counts) == {count}
+            assert len(counts) == 4 * 4  # qkv, output, gate and up, down of four layers
+
+    def test_nothing_is_allocated_for_kv_after_the_pool(self) -> None:
+        backend = loaded(tiny_config())
+        pool = backend._pools[0].pool
+        for position in range(40):
+            run_step(backend, make_step([step_row(position, 1, (0, 8))]), token_ids([position]))
+        assert backend._pools[0].pool.data_ptr() == pool.data_ptr()
+
+
+def count_rows(backend: TorchBackend) -> list[int]:
+    counts: list[int] = []
+    for layer in backend._decoders[0].layers:
+        for name in ("qkv", "output", "gate_up", "down"):
+            setattr(layer, name, CountingLinear(getattr(layer, name), counts))
+    return counts
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_masks(window: int | None) -> None:
+    masks = CausalMasks(torch.float32, CPU)
+    for num_rows, num_keys in ((1, 1), (4, 4), (3, 10), (64, 64), (64, 200), (2, 1000)):
+        found = masks.get(num_rows, num_keys, window) == 0
+        own = torch.arange(num_rows)[:, None] + num_keys - num_rows
+        key = torch.arange(num_keys)[None, :]
+        seen = (key <= own) & (key > own - (window or num_keys + 1))
+        assert torch.equal(found, seen)
+
+
+class TestDevices:
+    @pytest.mark.parametrize("device", ["tpu", "cpu:1", "cuda:x", "CUDA"])
+    def test_unknown_devices_are_refused(self, device: str) -> None:
+        with pytest.raises(ConfigInvalid):
+            TorchBackend(BackendOptions(device=device))
+
+    def test_unknown_dtypes_are_refused(self) -> None:
+        with pytest.raises(ConfigInvalid):
+            TorchBackend(BackendOptions(device="cpu", dtype="float8"))
+
+    def test_a_missing_gpu_is_named(self) -> None:
+        with pytest.raises(BackendUnavailable, match="cuda:77"):
+            TorchBackend(BackendOptions(device="cuda:77"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("block_size", [16, 256], ids=["gathered", "paged"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_cuda_gives_what_the_cpu_gives_with_two_steps_submitted(block_size: int, window: int | None) -> None:
+    config = tiny_config(head_dim=16, sliding_window=window)
+    expected, found = (both_decoded(config, device, block_size) for device in ("cpu", "cuda"))
+    assert float(np.abs(found - expected).max()) < 0.1 * float(np.abs(expected).max())
+
+
+def both_decoded(config: ModelConfig, device: str, block_size: int) -> np.ndarray:
+    """Logits of two sequences, a prompt and then single tokens, as many steps submitted at once as are allowed."""
+    backend = TorchBackend(BackendOptions(device=device))
+    backend.load(whole(config), TinyWeights(config), ignore)
+    backend.allocate_kv(num_blocks=16, block_size=block_size)
+    steps = [(0, 70), *((position, 1) for position in range(70, 78))]
+    found: list[np.ndarray] = []
+    waiting: list[Any] = []
+    for position, count in steps:
+        rows = [step_row(position, count, (0, 3), (5, 3)), step_row(position, count, (8, 8), sequence=2)]
+        ids = token_ids(range(count), range(1, count + 1))
+        waiting.append(backend.submit(backend.prepare(make_step(rows)), ids))
+        if len(waiting) == backend.max_submitted:
+            found.append(np.asarray(backend.collect(waiting.pop(0)).logits))
+    found += [np.asarray(backend.collect(ticket).logits) for ticket in waiting]
+    return np.concatenate(found)
