@@ -23,7 +23,7 @@ _PAGE_TOKENS = 256
 
 
 @cache
-def varlen_attention() -> Callable[..., Tensor] | None:
+def varlen_attention() -> Callable[..., Any] | None:
     """torch's function if this torch has one that takes a block table."""
     try:
         from torch.nn.attention.varlen import varlen_attn

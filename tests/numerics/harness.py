@@ -16,6 +16,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,7 +167,7 @@ class Pipeline:
         rows = tuple(sequence.row(len(tokens)) for sequence, tokens in work)
         ends = np.cumsum([row.num_tokens for row in rows])
         wanted = np.arange(ends[-1]) if all_logits else ends - 1
-        data = np.array([token for _sequence, tokens in work for token in tokens], np.int32)
+        data: npt.NDArray[Any] = np.array([token for _sequence, tokens in work for token in tokens], np.int32)
         self._steps += 1
         self.rows_seen.append(len(data))
         for backend, part in zip(self.backends, self.slices, strict=True):
