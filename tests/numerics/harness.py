@@ -179,8 +179,9 @@ class Pipeline:
                 copies=tuple(BlockCopy(source, target) for source, target in copies),
             )
             output = backend.collect(backend.submit(backend.prepare(step), data))
-            data = output.logits if output.logits is not None else output.activations
-            assert data is not None
+            result = output.logits if output.logits is not None else output.activations
+            assert result is not None
+            data = result
         for sequence, tokens in work:
             sequence.length += len(tokens)
         return data
