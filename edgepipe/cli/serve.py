@@ -25,7 +25,6 @@ def serve(
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens kept for all; 0: by memory.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
     activations: Annotated[str, typer.Option("--activations", help="bf16 or float32, between stages.")] = "bf16",
-    threads: Annotated[int, typer.Option("--threads", min=0, help="Compute threads per stage; 0: automatic.")] = 0,
     data_dir: DataDir = None,
 ) -> None:
     """Load a model over the nodes; returns when it answers."""
@@ -42,7 +41,6 @@ def serve(
         kv_tokens=kv_tokens,
         dtype=dtype,
         activations=activations,
-        threads=threads,
     )
 
     async def work(folder: Path) -> engine_pb2.EngineState:
@@ -63,7 +61,6 @@ def serve_request(
     kv_tokens: int = 0,
     dtype: str = "auto",
     activations: str = "bf16",
-    threads: int = 0,
 ) -> node_pb2.ServeRequest:
     """The request that the flags mean. Raises ConfigInvalid."""
     from edgepipe.wire.v1 import common_pb2, node_pb2
@@ -79,7 +76,6 @@ def serve_request(
         kv_tokens=kv_tokens,
         dtype="" if dtype == "auto" else dtype,
         activation_type=kinds[activations] if activations != "bf16" else common_pb2.ACTIVATION_TYPE_UNSPECIFIED,
-        threads=threads,
     )
     return node_pb2.ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
 

@@ -41,7 +41,6 @@ class ServeSpec:
     kv_tokens: int = 0  # wanted KV pool; 0: decided by free memory
     dtype: str = "auto"
     activation_type: ActivationType = ActivationType.BF16
-    threads: int = 0  # compute threads per stage; 0: the backend's choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,6 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
         kv_tokens=spec.kv_tokens,
         dtype=spec.dtype,
         activation_type=activation_type_to_wire(spec.activation_type),
-        threads=spec.threads,
     )
 
 
