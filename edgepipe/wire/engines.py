@@ -117,7 +117,6 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
         kv_tokens=message.kv_tokens,
         dtype=message.dtype or "auto",
         activation_type=ActivationType.BF16 if unspecified else activation_type_from_wire(message.activation_type),
-        threads=message.threads,
     )
 
 

@@ -78,7 +78,6 @@ def test_a_serve_spec_survives() -> None:
         kv_tokens=4096,
         dtype="float32",
         activation_type=ActivationType.FLOAT32,
-        threads=2,
     )
     assert serve_spec_from_wire(serve_spec_to_wire(spec)) == spec
 
