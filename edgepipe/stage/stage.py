@@ -222,8 +222,13 @@ class Stage:
             deadline_s=self._open_s,
         )
         stream = RingStream(await self.find_receiver(target), replies)
+        session = self._session
         try:
             await stream.serve(messages)
+        except RemoteProtocolError as exc:
+            if session is not None:
+                session.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
+            raise
         finally:
             self._counters.strays += stream.strays
 

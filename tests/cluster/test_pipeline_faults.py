@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from pipeline_engine import HeldBackend, SmallEngine, emulated, stages
+from pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import StepId
+from edgepipe.link.channels import make_channel
 from edgepipe.testing.pipeline import Driver, LocalStages, epoch
+from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_to_wire
+from edgepipe.wire.v1 import common_pb2, stage_pb2
+from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
 PROMPT = [1, 2, 3]
 Change = Callable[[StepPlan], StepPlan]
@@ -144,3 +149,36 @@ async def test_an_engine_that_hangs_up_ends_the_epoch_and_what_was_queued() -> N
         await assert_serves(local, 2)
         steps = [entry.step for entry in local.stages[0].trace()]
         assert steps == [1, 1, 2, 3], "the first epoch's second and third step were never computed"
+
+
+async def test_activations_that_do_not_fit_their_plan_are_a_fault_of_the_stage_before() -> None:
+    async with stages(2) as local:
+        async with local.open(epoch(1), step_deadline_ms=200) as driver:
+            engine = SmallEngine(driver)
+            plan = engine.plan(engine.new(PROMPT))
+            driver.send(plan, to=[0])
+            driver.send(_with_row(num_tokens=5)(plan), to=[1])
+            await driver.controls[1].reports.ended.wait()
+            assert isinstance(driver.controls[1].reports.fault, StepFailed | RemoteProtocolError)
+        await assert_serves(local, 2)
+
+
+async def test_a_ring_stream_that_breaks_the_rules_ends_the_epoch() -> None:
+    async with stages(2) as local:
+        async with local.open(epoch(1)) as driver, make_channel(local.addresses[1]) as channel:
+            call: Any = StageStub(channel).Ring()
+            opening = stage_pb2.OpenRing(
+                hello=make_hello(role="stage"),
+                pipeline_id="pipeline",
+                epoch=epoch_to_wire(epoch(1)),
+                slice=1,
+                hidden_size=CONFIG.hidden_size,
+                activation_type=common_pb2.ACTIVATION_TYPE_BF16,
+            )
+            await call.write(stage_pb2.RingMessage(open=opening))
+            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch(1)), step=1, slice=1, chunk=3, data=b"late")
+            await call.write(stage_pb2.RingMessage(frame=frame))
+            error = await fault_of(driver)
+            assert isinstance(error, RemoteProtocolError)
+            assert "begins with chunk 3" in error.what
+        await assert_serves(local, 2)

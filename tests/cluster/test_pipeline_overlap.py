@@ -31,8 +31,8 @@ async def test_stage_0_computes_step_2_while_stage_1_computes_step_1(over: str) 
         await happened(backends[0].collected[2])
         gate.set()
         assert [(await engine.retire()).step for _ in range(2)] == [1, 2]
-        on_first = {entry.step: entry for entry in local.stages[0].trace()}
-        on_second = {entry.step: entry for entry in local.stages[1].trace()}
+        on_first = {int(entry.step): entry for entry in local.stages[0].trace()}
+        on_second = {int(entry.step): entry for entry in local.stages[1].trace()}
         assert on_first[2].collected_s < on_second[1].collected_s
         assert on_first[1].collected_s <= on_second[1].submitted_s
 

@@ -80,6 +80,7 @@ class Hop:
             await stream.serve(messages)
         except EdgepipeError as exc:
             self.stream_errors.append(exc)
+            self._changed.set()
             raise
 
     def _arrive(self, step: StepId, data: StepBytes) -> None:
