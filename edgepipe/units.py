@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 
 from edgepipe.errors import ConfigInvalid
 
@@ -58,3 +60,44 @@ def parse_duration_s(text: str) -> float:
     if not match:
         raise ConfigInvalid(f"'{text}' is not a duration", next_step="write it like 0.3ms or 5s")
     return float(match.group(1)) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[match.group(2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkShape:
+    """What a network does to bytes: a server (its rate) and a delay, which is none."""
+
+    bytes_per_s: float = math.inf
+    one_way_s: float = 0.0
+    jitter_s: float = 0.0  # the delay spreads evenly over [one_way_s, one_way_s + jitter_s); nothing overtakes
+
+    @property
+    def ideal(self) -> bool:
+        """Whether it changes nothing."""
+        return math.isinf(self.bytes_per_s) and not self.one_way_s and not self.jitter_s
+
+    def upload_s(self, num_bytes: int) -> float:
+        """Seconds that the wire is occupied."""
+        return num_bytes / self.bytes_per_s
+
+
+def parse_link(text: str) -> LinkShape:
+    """``"1gbit,0.3ms"``, ``"100mbit,5ms,1ms"`` (with jitter), ``"1gbit"``, ``"ideal"``. Raises ConfigInvalid."""
+    parts = [part.strip() for part in text.lower().split(",")]
+    if parts == ["ideal"]:
+        return LinkShape()
+    try:
+        rate = parse_rate(parts[0])
+        times = [parse_duration_s(part) for part in parts[1:]]
+    except ConfigInvalid as exc:
+        raise _no_link(text, exc.what) from exc
+    if len(times) > 2 or rate <= 0:
+        raise _no_link(text, "the rate is zero" if rate <= 0 else f"it has {len(parts)} parts")
+    return LinkShape(bytes_per_s=rate, one_way_s=sum(times[:1]), jitter_s=sum(times[1:]))
+
+
+def _no_link(text: str, fact: str) -> ConfigInvalid:
+    return ConfigInvalid(
+        f"'{text}' is no link",
+        fact=fact,
+        next_step="write rate and one-way latency like 1gbit,0.3ms, or ideal",
+    )

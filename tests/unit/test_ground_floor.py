@@ -27,6 +27,22 @@ def test_rates_and_durations() -> None:
     assert units.format_duration_s(7260) == "2 h 1 min"
 
 
+def test_links() -> None:
+    link = units.parse_link("1gbit, 0.3ms")
+    assert link.upload_s(125_000) == pytest.approx(0.001)
+    assert (link.one_way_s, link.jitter_s) == (pytest.approx(0.0003), 0.0)
+    assert units.parse_link("100mbit,5ms,1ms").jitter_s == pytest.approx(0.001)
+    assert units.parse_link("ideal").ideal
+    assert not units.parse_link("10gbit").ideal
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0.3ms", "1gbit,fast", "0mbit,1ms", "1gbit,1ms,1ms,1ms", "1gbit,"])
+def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        units.parse_link(text)
+    assert "1gbit,0.3ms" in caught.value.next_step
+
+
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 XB", "1e9"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigInvalid):
