@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 
@@ -24,16 +24,13 @@ from edgepipe.sampling import sample
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.sampler import Sampler, SamplerPool
+from edgepipe.stage.service import add_service, first_message
 from edgepipe.stage.session import Counters, Dial, Session, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
 from edgepipe.wire.plans import PipelineSpec, spec_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
-from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 
-M = TypeVar("M")
-
-FIRST_MESSAGE_S = 10.0  # a peer that has connected says what it wants at once
 CLOSE_S = 2.0  # for the handlers of streams that the server has cut
 OPEN_S = 60.0  # for KV to be allocated and the next stage to do the same
 
@@ -137,7 +134,7 @@ class Stage:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Answer engines and predecessors on ``server``."""
-        add_StageServicer_to_server(_Service(self), server)  # pyright: ignore[reportArgumentType]
+        add_service(self, server)
 
     def progress(self) -> StageProgress:
         """Counters for the daemon, which ends a stage that hangs."""
@@ -194,7 +191,7 @@ class Stage:
             self._handlers.discard(task)
 
     async def _control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
-        message = await _first(messages)
+        message = await first_message(messages)
         if not message.HasField("open"):
             raise RemoteProtocolError("a Control stream begins with OpenPipeline")
         check_hello(message.open.hello)
@@ -205,7 +202,7 @@ class Stage:
             self._leave(session)
 
     async def _ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
-        message = await _first(messages)
+        message = await first_message(messages)
         if not message.HasField("open"):
             raise RemoteProtocolError("a Ring stream begins with OpenRing")
         opening = message.open
@@ -346,38 +343,6 @@ class Stage:
             kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
             hidden_size=config.hidden_size,
         )
-
-
-class _Service:
-    """gRPC's face of a stage. Both handlers write through the context: replies come from several places."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-
-    async def Control(
-        self, request_iterator: AsyncIterator[stage_pb2.ControlMessage], context: Replies
-    ) -> AsyncIterator[stage_pb2.StageReport]:
-        await self._stage.control(request_iterator, context)
-        for reply in ():
-            yield reply
-
-    async def Ring(
-        self, request_iterator: AsyncIterator[stage_pb2.RingMessage], context: Replies
-    ) -> AsyncIterator[stage_pb2.Credit]:
-        await self._stage.ring(request_iterator, context)
-        for reply in ():
-            yield reply
-
-
-async def _first(messages: AsyncIterator[M]) -> M:
-    """The message that says what a stream is for. Raises RemoteProtocolError if there is none."""
-    try:
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            async for message in messages:
-                return message
-    except TimeoutError as exc:
-        raise RemoteProtocolError("a stream was opened and nothing sent", fact=f"waited {FIRST_MESSAGE_S:g} s") from exc
-    raise RemoteProtocolError("a stream ended before its first message")
 
 
 def _stale(epoch: Epoch, promised: Epoch) -> StaleEpoch:
