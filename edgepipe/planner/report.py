@@ -1,0 +1,259 @@
+"""What a run showed: the same figures for a simulation and for a bench of the real runtime. PURE.
+
+``make_report`` turns records of requests and steps into a ``RunReport``; that turns into a plain dict and back.
+All times are seconds since the run began, on one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+_STEADY = (0.2, 0.8)  # shares of all output tokens between which a run is neither filling up nor draining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request as its client saw it."""
+
+    index: int
+    arrival_s: float
+    prompt_tokens: int
+    token_times_s: tuple[float, ...]  # when each output token came
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    error: str = ""  # why it has no more tokens; "" for one that ended as it should
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came."""
+        return len(self.token_times_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One micro-batch on its way."""
+
+    step: int
+    decode_rows: int  # sequences with one token each
+    prefill_tokens: int
+    micro_batches: int  # M when it was planned
+    planned_s: float
+    stages: tuple[tuple[float, float], ...]  # per stage: when its device began and ended
+    used_blocks: int = 0  # of the KV pool, when it was planned
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of its activations."""
+        return self.decode_rows + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """How a figure is spread; all zero if there is none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage of the run."""
+
+    name: str
+    busy: float  # fraction of the run's steps' span in which its device computed
+    step_s: float  # mean
+
+    @property
+    def bubble(self) -> float:
+        """Fraction in which it waited."""
+        return 1.0 - self.busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a run was, and what only its driver counted."""
+
+    label: str  # what tells it from the runs beside it: "policy=throttled"
+    settings: Mapping[str, str]  # devices, model, link, policy, workload, ...
+    stage_names: tuple[str, ...]
+    num_blocks: int  # of the KV pool
+    preemptions: int = 0
+    real_s: float = 0.0  # how long the run took to make: less than its own time where it was simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """Every figure of a run, and the records behind them."""
+
+    facts: RunFacts
+    num_requests: int
+    num_failed: int
+    prompt_tokens: int
+    output_tokens: int
+    duration_s: float  # from the first arrival to the last token
+    output_tokens_per_s: float  # over the duration
+    steady_tokens_per_s: float  # output, from when a fifth had come until four fifths had: ring full, all users there
+    requests_per_s: float
+    ttft_s: Percentiles  # request made until its first token
+    itl_s: Percentiles  # gaps between consecutive tokens, of all requests
+    tpot_s: Percentiles  # per request: mean gap after the first token
+    stages: tuple[StageReport, ...]
+    bubble: float  # mean over the stages
+    num_steps: int
+    step_tokens_mean: float  # tokens per micro-batch
+    step_tokens_deviation: float
+    micro_batches: tuple[tuple[float, int], ...]  # M over time: when it became what
+    kv_mean: float  # fraction of the pool in use
+    kv_peak: float
+    cached_tokens: int  # of prompts, found in the prefix cache
+    requests: tuple[RequestRecord, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+
+    @property
+    def prefix_hits(self) -> float:
+        """Fraction of all prompt tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def micro_batches_mean(self) -> float:
+        """M, averaged over the steps' span."""
+        if not self.micro_batches:
+            return 0.0
+        times = [moment for moment, _ in self.micro_batches] + [self.duration_s]
+        spans = [max(0.0, end - start) for start, end in pairwise(times)]
+        total = sum(spans)
+        if not total:
+            return float(self.micro_batches[-1][1])
+        return sum(span * count for span, (_, count) in zip(spans, self.micro_batches, strict=True)) / total
+
+    def to_dict(self, *, with_records: bool = False) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; ``with_records`` adds every request and step."""
+        shown = self if with_records else replace(self, requests=(), steps=())  # they are long
+        value = asdict(replace(shown, facts=replace(self.facts, settings=dict(self.facts.settings))))
+        value["prefix_hits"] = self.prefix_hits
+        if not with_records:
+            del value["requests"], value["steps"]
+        return value
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> RunReport:
+        """What ``to_dict`` made; also after a way through JSON."""
+        fields = {key: item for key, item in value.items() if key != "prefix_hits"}
+        facts = dict(fields["facts"])
+        facts["stage_names"] = tuple(facts["stage_names"])
+        fields["facts"] = RunFacts(**facts)
+        for key in ("ttft_s", "itl_s", "tpot_s"):
+            fields[key] = Percentiles(**fields[key])
+        fields["stages"] = tuple(StageReport(**item) for item in fields["stages"])
+        fields["micro_batches"] = tuple((float(moment), int(count)) for moment, count in fields["micro_batches"])
+        fields["requests"] = tuple(_request(item) for item in fields.get("requests", ()))
+        fields["steps"] = tuple(_step(item) for item in fields.get("steps", ()))
+        return cls(**fields)
+
+
+def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> RunReport:
+    """Work out every figure."""
+    duration_s = _duration_s(requests)
+    output_tokens = sum(record.output_tokens for record in requests)
+    ended = [record for record in requests if record.token_times_s]
+    step_tokens = np.array([record.num_tokens for record in steps] or [0], dtype=np.float64)
+    stages = _stages(facts.stage_names, steps)
+    used = np.array([record.used_blocks for record in steps] or [0], dtype=np.float64) / max(facts.num_blocks, 1)
+    return RunReport(
+        facts=facts,
+        num_requests=len(requests),
+        num_failed=sum(1 for record in requests if record.error),
+        prompt_tokens=sum(record.prompt_tokens for record in requests),
+        output_tokens=output_tokens,
+        duration_s=duration_s,
+        output_tokens_per_s=_per(output_tokens, duration_s),
+        steady_tokens_per_s=steady_rate(requests),
+        requests_per_s=_per(sum(1 for record in requests if not record.error), duration_s),
+        ttft_s=percentiles([record.token_times_s[0] - record.arrival_s for record in ended]),
+        itl_s=percentiles(np.concatenate([np.diff(record.token_times_s) for record in ended] or [np.zeros(0)])),
+        tpot_s=percentiles([_tpot_s(record) for record in ended if record.output_tokens > 1]),
+        stages=stages,
+        bubble=1.0 - _per(sum(stage.busy for stage in stages), len(stages)) if stages else 0.0,
+        num_steps=len(steps),
+        step_tokens_mean=float(step_tokens.mean()),
+        step_tokens_deviation=float(step_tokens.std()),
+        micro_batches=_changes(steps),
+        kv_mean=float(used.mean()),
+        kv_peak=float(used.max()),
+        cached_tokens=sum(record.cached_tokens for record in requests),
+        requests=tuple(requests),
+        steps=tuple(steps),
+    )
+
+
+def percentiles(values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> Percentiles:
+    """Of any number of values, none included."""
+    if not len(values):
+        return Percentiles(mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, max=0.0, count=0)
+    array = np.asarray(values, dtype=np.float64)
+    p50, p90, p95, p99 = (float(value) for value in np.percentile(array, (50, 90, 95, 99)))
+    return Percentiles(
+        mean=float(array.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=float(array.max()), count=len(array)
+    )
+
+
+def steady_rate(requests: Sequence[RequestRecord]) -> float:
+    """Output tokens per second while the run was neither filling up nor draining."""
+    times = np.sort(np.array([moment for record in requests for moment in record.token_times_s], dtype=np.float64))
+    if len(times) < 2:
+        return 0.0
+    first, last = (round(share * (len(times) - 1)) for share in _STEADY)
+    return _per(last - first, float(times[last] - times[first]))
+
+
+def _duration_s(requests: Sequence[RequestRecord]) -> float:
+    last = max((record.token_times_s[-1] for record in requests if record.token_times_s), default=0.0)
+    return max(0.0, last - min((record.arrival_s for record in requests), default=0.0))
+
+
+def _tpot_s(record: RequestRecord) -> float:
+    return (record.token_times_s[-1] - record.token_times_s[0]) / (record.output_tokens - 1)
+
+
+def _stages(names: Sequence[str], steps: Sequence[StepRecord]) -> tuple[StageReport, ...]:
+    timed = [record.stages for record in steps if len(record.stages) == len(names)]
+    if not timed or not names:
+        return tuple(StageReport(name=name, busy=0.0, step_s=0.0) for name in names)
+    spans = np.array(timed, dtype=np.float64)  # [steps, stages, 2]
+    whole_s = float(spans[:, :, 1].max() - spans[:, :, 0].min())
+    busy_s = (spans[:, :, 1] - spans[:, :, 0]).sum(axis=0)
+    return tuple(
+        StageReport(name=name, busy=min(1.0, _per(float(seconds), whole_s)), step_s=float(seconds) / len(timed))
+        for name, seconds in zip(names, busy_s, strict=True)
+    )
+
+
+def _changes(steps: Sequence[StepRecord]) -> tuple[tuple[float, int], ...]:
+    changes: list[tuple[float, int]] = []
+    for record in steps:
+        if not changes or changes[-1][1] != record.micro_batches:
+            changes.append((record.planned_s, record.micro_batches))
+    return tuple(changes)
+
+
+def _per(amount: float, whole: float) -> float:
+    return amount / whole if whole > 0 else 0.0
+
+
+def _request(value: Mapping[str, Any]) -> RequestRecord:
+    fields: dict[str, Any] = {**value, "token_times_s": tuple(value["token_times_s"])}
+    return RequestRecord(**fields)
+
+
+def _step(value: Mapping[str, Any]) -> StepRecord:
+    fields: dict[str, Any] = {**value, "stages": tuple((start, end) for start, end in value["stages"])}
+    return StepRecord(**fields)
