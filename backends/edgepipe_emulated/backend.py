@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe.backend.cost import CostModel, Jitter, StepWork
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
@@ -24,11 +25,10 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
-from edgepipe_emulated.cost import CostModel
 from edgepipe_emulated.device_queue import DeviceQueue
-from edgepipe_emulated.devices import read_settings
 from edgepipe_emulated.kv import KVPool
 from edgepipe_emulated.prepared import PreparedStep, prepare_step
+from edgepipe_emulated.settings import read_settings
 
 _SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
 
@@ -55,7 +55,7 @@ class EmulatedTicket:
 
 
 class EmulatedBackend:
-    """One emulated device; see the package's docstring for what it computes and ``devices`` for its settings."""
+    """One emulated device; see the package's docstring for what it computes and ``settings`` for what can be set."""
 
     max_submitted = 2
 
@@ -63,9 +63,7 @@ class EmulatedBackend:
         self._settings = read_settings(options.device, options.settings)
         self._device = options.device if options.device != "auto" else "rtx4090"
         self._kind = options.activation_type
-        self._queue = DeviceQueue(
-            time_factor=self._settings.time_factor, jitter=self._settings.device.jitter, seed=self._settings.seed
-        )
+        self._queue = self._make_queue(0)
         self._loaded: Loaded | None = None
         self._pool: KVPool | None = None
         self._kv_bytes = 0
@@ -97,11 +95,12 @@ class EmulatedBackend:
         config = weights.config
         if config.hidden_size < _SMALLEST_HIDDEN:
             raise ShardMismatch(f"the emulated backend needs a hidden size of {_SMALLEST_HIDDEN} or more")
-        cost = CostModel(config, self._settings)
+        cost = self._cost(config)
         num_bytes = cost.weight_bytes(slices)
         self._reserve(num_bytes, "the weights of these layers")
         layers = [len(part.layers) for part in slices]
         _tell(progress, num_layers=sum(layers), num_bytes=num_bytes)
+        self._queue = self._make_queue(slices[0].layers.start)
         self._loaded = Loaded(
             config=config,
             slices={part.index: part for part in slices},
@@ -114,7 +113,7 @@ class EmulatedBackend:
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Bytes of one block on the emulated device (in this process it takes 8 bytes per layer and slot)."""
-        return CostModel(config, self._settings).kv_bytes_per_token(slices) * block_size
+        return self._cost(config).kv_bytes_per_token(slices) * block_size
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
         """Allocate the pool. Raises DeviceOutOfMemory if it would not fit beside the weights."""
@@ -141,7 +140,7 @@ class EmulatedBackend:
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
         state = self._enter(part, loaded.config, prepared, inputs)
-        done_at_s = self._queue.enqueue(loaded.cost.step_s(part, prepared.step))
+        done_at_s = self._queue.enqueue(loaded.cost.step_s(part, _work(prepared.step)))
         pool.copy(prepared.step.copies)
         state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
         self._num_submitted += 1
@@ -178,6 +177,19 @@ class EmulatedBackend:
             return StepOutput(logits=arithmetic.make_logits(state[step.logit_rows], loaded.base_logits))
         return StepOutput(activations=arithmetic.encode(state, loaded.config.hidden_size, self._kind))
 
+    def _cost(self, config: ModelConfig) -> CostModel:
+        return CostModel(
+            config,
+            self._settings.device,
+            as_model_bytes=self._settings.as_model_bytes,
+            as_kv_bytes_per_token=self._settings.as_kv_bytes_per_token,
+        )
+
+    def _make_queue(self, first_layer: int) -> DeviceQueue:
+        """Stages with one seed vary each in its own way, because they begin at different layers."""
+        jitter = Jitter(variation=self._settings.device.jitter, entropy=(self._settings.seed, first_layer))
+        return DeviceQueue(time_factor=self._settings.time_factor, jitter=jitter)
+
     def _reserve(self, num_bytes: int, what: str) -> None:
         free = self.profile().memory_free_bytes
         if num_bytes > free:
@@ -195,6 +207,11 @@ class EmulatedBackend:
         if self._pool is None:
             raise RuntimeError("allocate_kv comes first")
         return self._pool
+
+
+def _work(step: Step) -> StepWork:
+    positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
+    return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows))
 
 
 def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: PreparedStep) -> Words:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
-from edgepipe_emulated.arithmetic import mix
-
-_MASK = 2**64 - 1
+from edgepipe.backend.cost import Jitter
 
 
 class DeviceQueue:
@@ -17,18 +13,15 @@ class DeviceQueue:
     A thread's sleep on Linux and macOS ends within about 0.1 ms of the asked time; a time factor of 0 never waits.
     """
 
-    def __init__(self, *, time_factor: float, jitter: float, seed: int) -> None:
+    def __init__(self, *, time_factor: float, jitter: Jitter) -> None:
         self._time_factor = time_factor
         self._jitter = jitter
-        self._seed = seed
-        self._num_steps = 0
         self._free_at_s = 0.0
 
     def enqueue(self, duration_s: float) -> float:
         """Put a step behind those before it; the moment (monotonic, s) at which it will be done."""
         start_s = max(time.monotonic(), self._free_at_s)
-        self._free_at_s = start_s + duration_s * self._time_factor * self._stretch()
-        self._num_steps += 1
+        self._free_at_s = start_s + duration_s * self._time_factor * self._jitter.factor()
         return self._free_at_s
 
     def wait_until(self, moment_s: float) -> None:
@@ -36,10 +29,3 @@ class DeviceQueue:
         rest_s = moment_s - time.monotonic()
         if self._time_factor > 0 and rest_s > 0:
             time.sleep(rest_s)
-
-    def _stretch(self) -> float:
-        """1 to 1 + jitter, drawn by (seed, number of the step): the same in every run."""
-        if not self._jitter:
-            return 1.0
-        draw = mix(np.array([(self._seed << 40) + self._num_steps + 1 & _MASK], dtype=np.uint64))
-        return 1.0 + self._jitter * float(draw[0] >> np.uint64(11)) * 2.0**-53

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
-
-T = TypeVar("T")
 
 _BANDWIDTH_EFFICIENCY = 0.85  # share of the data sheet's memory rate that streaming reads reach
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach
 
 # (tokens from which it holds, factor): step time jumps at tile edges; as measured on an L20.
 _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
+
+_ALIASES = {"auto": "rtx4090", "emulated": "rtx4090", "4090": "rtx4090", "5090": "rtx5090", "a100": "a100-40g"}
+_MOST_DEVICES = 256  # of one list: a slip of the finger shall not build a thousand stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class DeviceModel:
     layer_overhead_s: float  # per layer and step
     sequence_overhead_s: float = 0.0  # per sequence and step (attention that runs per sequence)
     tile_steps: tuple[tuple[int, float], ...] = ()
-    jitter: float = 0.0  # step times spread evenly over [1, 1 + jitter)
+    jitter: float = 0.0  # coefficient of variation of step times; their mean stays
 
 
 def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: float) -> DeviceModel:
@@ -71,81 +72,59 @@ def device_models() -> dict[str, DeviceModel]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulationSettings:
-    """A device, and how it is emulated."""
-
-    device: DeviceModel
-    time_factor: float  # 1: real time of the device, 0: as fast as the checksums go
-    as_model_bytes: int | None  # weights of the model whose times are wanted; None: bf16 of the config's shape
-    as_kv_bytes_per_token: int | None  # likewise its KV, all layers
-    seed: int  # of the jitter
-
-
-_KNOWN = (
-    "time_factor",
-    "memory",
-    "bandwidth",
-    "flops",
-    "step_overhead",
-    "layer_overhead",
-    "sequence_overhead",
-    "tile_steps",
-    "jitter",
-    "seed",
-    "as_model_bytes",
-    "as_kv_bytes_per_token",
-)
-
-
-def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
-    """The device of that name (``auto``: RTX 4090) with what the settings override. Raises ConfigInvalid.
-
-    Sizes are written ``24GB``, ``bandwidth`` as bytes per second (``800GB``), times ``50us``, ``tile_steps`` as
-    ``17:1.2,129:1.28``.
-    """
-    unknown = sorted(set(settings) - set(_KNOWN))
-    if unknown:
-        raise ConfigInvalid(f"the emulated backend has no setting '{unknown[0]}'", fact=f"it has {', '.join(_KNOWN)}")
-    changes = {
-        "memory_bytes": _maybe(settings, "memory", parse_bytes),
-        "bandwidth_bytes_per_s": _maybe(settings, "bandwidth", parse_bytes),
-        "flops": _maybe(settings, "flops", _number),
-        "step_overhead_s": _maybe(settings, "step_overhead", parse_duration_s),
-        "layer_overhead_s": _maybe(settings, "layer_overhead", parse_duration_s),
-        "sequence_overhead_s": _maybe(settings, "sequence_overhead", parse_duration_s),
-        "tile_steps": _maybe(settings, "tile_steps", _tile_steps),
-        "jitter": _maybe(settings, "jitter", _number),
-    }
-    named = replace(_named(device), **{key: value for key, value in changes.items() if value is not None})
-    if named.memory_bytes <= 0 or named.bandwidth_bytes_per_s <= 0 or named.flops <= 0:
-        raise ConfigInvalid("an emulated device needs memory, bandwidth and flops above zero")
-    return EmulationSettings(
-        device=named,
-        time_factor=_number(settings.get("time_factor", "1")),
-        as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
-        as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
-        seed=int(_number(settings.get("seed", "0"))),
-    )
-
-
-_ALIASES = {"auto": "rtx4090", "emulated": "rtx4090", "4090": "rtx4090", "5090": "rtx5090", "a100": "a100-40g"}
-
-
-def _named(device: str) -> DeviceModel:
+def device_key(text: str) -> str:
+    """The table's word for a device as people write it (``RTX 4090``, ``auto``). Raises ConfigInvalid."""
     models = device_models()
-    key = re.sub(r"[\s_]", "", device.lower())
+    key = re.sub(r"[\s_]", "", text.lower())
     key = _ALIASES.get(key, key)
     if key not in models:
-        raise ConfigInvalid(f"no emulated device is called '{device}'", fact=f"there are {', '.join(models)}")
-    return models[key]
+        raise ConfigInvalid(f"no device is called '{text.strip()}'", fact=f"there are {', '.join(models)}")
+    return key
 
 
-def _maybe(settings: dict[str, str], key: str, parse: Callable[[str], T]) -> T | None:
-    return parse(settings[key]) if key in settings else None
+def named_device(text: str) -> DeviceModel:
+    """The device of that name. Raises ConfigInvalid."""
+    return device_models()[device_key(text)]
 
 
-def _number(text: str) -> float:
+def parse_devices(text: str) -> tuple[str, ...]:
+    """``"4x rtx4090"``, ``"2x m4max, 1x rtx4090"``, ``"m4, m4"`` -> one key per device. Raises ConfigInvalid."""
+    keys: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(?:(\d{1,4})\s*x\s*)?(\S.*)", part.strip(), flags=re.IGNORECASE)
+        if match is None:
+            raise _no_devices(text, "a part is empty")
+        count = int(match[1] or 1)
+        if not 1 <= count <= _MOST_DEVICES:
+            raise _no_devices(text, f"a count is 1 to {_MOST_DEVICES}")
+        keys += [device_key(match[2])] * count
+    if len(keys) > _MOST_DEVICES:
+        raise _no_devices(text, f"at most {_MOST_DEVICES} devices")
+    return tuple(keys)
+
+
+def adjusted(device: DeviceModel, settings: Mapping[str, str]) -> DeviceModel:
+    """The device with what ``settings`` override; other settings are left alone. Raises ConfigInvalid.
+
+    ``memory`` is written ``24GB``, ``bandwidth`` as bytes per second (``800GB``), ``step_overhead`` and its kin
+    ``50us``, ``tile_steps`` as ``17:1.2,129:1.28``, ``jitter`` as ``0.05``.
+    """
+    found: dict[str, Any] = {
+        field: parse(settings[key]) for key, (field, parse) in _adjustments().items() if key in settings
+    }
+    changed = replace(device, **found)
+    if changed.memory_bytes <= 0 or changed.bandwidth_bytes_per_s <= 0 or changed.flops <= 0:
+        raise ConfigInvalid("an emulated device needs memory, bandwidth and flops above zero")
+    return changed
+
+
+def adjustable() -> tuple[str, ...]:
+    """The settings that ``adjusted`` knows."""
+    return tuple(_adjustments())
+
+
+def number_setting(text: str) -> float:
+    """A finite number of zero or more. Raises ConfigInvalid."""
     try:
         value = float(text)
     except ValueError:
@@ -155,8 +134,30 @@ def _number(text: str) -> float:
     return value
 
 
+def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
+    """By setting: the field that it overrides, and how it is read."""
+    return {
+        "memory": ("memory_bytes", parse_bytes),
+        "bandwidth": ("bandwidth_bytes_per_s", parse_bytes),
+        "flops": ("flops", number_setting),
+        "step_overhead": ("step_overhead_s", parse_duration_s),
+        "layer_overhead": ("layer_overhead_s", parse_duration_s),
+        "sequence_overhead": ("sequence_overhead_s", parse_duration_s),
+        "tile_steps": ("tile_steps", _tile_steps),
+        "jitter": ("jitter", number_setting),
+    }
+
+
 def _tile_steps(text: str) -> tuple[tuple[int, float], ...]:
     if not re.fullmatch(r"(\d+:\d+(\.\d+)?)?(,\d+:\d+(\.\d+)?)*", text):
         raise ConfigInvalid(f"'{text}' are no tile steps", next_step="write them like 17:1.2,129:1.28")
     pairs = (part.split(":") for part in text.split(",") if part)
     return tuple((int(tokens), float(factor)) for tokens, factor in pairs)
+
+
+def _no_devices(text: str, fact: str) -> ConfigInvalid:
+    return ConfigInvalid(
+        f"'{text}' is no list of devices",
+        fact=fact,
+        next_step='write it like "4x rtx4090" or "2x m4max, 1x rtx4090"',
+    )

@@ -1,0 +1,45 @@
+"""What can be set about the emulated backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
+from edgepipe.errors import ConfigInvalid
+from edgepipe.units import parse_bytes
+
+T = TypeVar("T")
+
+_OWN = ("time_factor", "seed", "as_model_bytes", "as_kv_bytes_per_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulationSettings:
+    """A device, and how it is emulated."""
+
+    device: DeviceModel
+    time_factor: float  # 1: real time of the device, 0: as fast as the checksums go
+    as_model_bytes: int | None  # weights of the model whose times are wanted; None: bf16 of the config's shape
+    as_kv_bytes_per_token: int | None  # likewise its KV, all layers
+    seed: int  # of the jitter
+
+
+def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
+    """The device of that name (``auto``: RTX 4090) with what the settings override. Raises ConfigInvalid."""
+    known = (*adjustable(), *_OWN)
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigInvalid(f"the emulated backend has no setting '{unknown[0]}'", fact=f"it has {', '.join(known)}")
+    return EmulationSettings(
+        device=adjusted(named_device(device), settings),
+        time_factor=number_setting(settings.get("time_factor", "1")),
+        as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
+        as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
+        seed=int(number_setting(settings.get("seed", "0"))),
+    )
+
+
+def _maybe(settings: dict[str, str], key: str, parse: Callable[[str], T]) -> T | None:
+    return parse(settings[key]) if key in settings else None

@@ -1,0 +1,115 @@
+"""How long a step takes on a named device, and how much memory things need there.
+
+The emulated backend waits as long as this says, the simulator counts with it: one model for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgepipe.backend.devices import DeviceModel
+from edgepipe.model.facts import ModelConfig, Slice
+
+_BYTES_PER_WEIGHT = 2  # bf16
+_BYTES_PER_KV_VALUE = 2
+_DRAWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step asks of a device."""
+
+    tokens: int
+    rows: int  # sequences
+    kv_tokens: int  # whose keys and values are read, of all rows
+    attention_pairs: float  # of a token and one that it attends to
+    logit_rows: int
+
+    @classmethod
+    def of_rows(cls, positions: Sequence[int], num_tokens: Sequence[int], *, logit_rows: int) -> StepWork:
+        """From two columns with one entry per row: the first token's position, and how many tokens."""
+        kv_tokens = sum(positions) + (tokens := sum(num_tokens))
+        pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
+        return cls(
+            tokens=tokens, rows=len(positions), kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows
+        )
+
+
+class CostModel:
+    """Roofline of one device for one model: the slower of reading and multiplying, plus KV reads and overheads.
+
+    Weights that a step reads are its layers', and the head's table where logits are wanted; embedding rows are few.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: DeviceModel,
+        *,
+        as_model_bytes: int | None = None,
+        as_kv_bytes_per_token: int | None = None,
+    ) -> None:
+        """``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): of the model whose times are wanted, if it is
+        another than the config's in bf16."""
+        self._config = config
+        self._device = device
+        table = config.vocab_size * config.hidden_size
+        whole = config.num_layers * config.layer_parameters() + table * (1 if config.tied_embeddings else 2)
+        wanted = as_model_bytes or whole * _BYTES_PER_WEIGHT
+        self._scale = wanted / (whole * _BYTES_PER_WEIGHT)  # how much larger the model is that is timed
+        own_kv = config.kv_bytes_per_token(num_layers=config.num_layers, bytes_per_value=_BYTES_PER_KV_VALUE)
+        self._layer_kv_bytes = (as_kv_bytes_per_token or own_kv) / config.num_layers  # per token
+
+    def weight_bytes(self, slices: Sequence[Slice]) -> int:
+        """Memory that the slices' weights take."""
+        return int(sum(self._config.slice_parameters(part) for part in slices) * _BYTES_PER_WEIGHT * self._scale)
+
+    def kv_bytes_per_token(self, slices: Sequence[Slice]) -> int:
+        """Memory that one token's KV takes in all layers of the slices."""
+        return int(self._layer_kv_bytes * sum(len(part.layers) for part in slices))
+
+    def step_s(self, part: Slice, work: StepWork) -> float:
+        """Seconds that the step takes on the device, without jitter."""
+        layers = len(part.layers)
+        busy = self._matrix_s(layers * self._config.layer_parameters() * self._scale, work.tokens)
+        if part.head and work.logit_rows:
+            head_weights = self._config.vocab_size * self._config.hidden_size * self._scale
+            busy += self._matrix_s(head_weights, work.logit_rows)
+        busy += self._attention_s(layers, work)
+        overhead = self._device.step_overhead_s + layers * self._device.layer_overhead_s
+        return busy + overhead + work.rows * self._device.sequence_overhead_s
+
+    def _matrix_s(self, num_weights: float, tokens: int) -> float:
+        read_s = num_weights * _BYTES_PER_WEIGHT / self._device.bandwidth_bytes_per_s
+        for first_tokens, factor in self._device.tile_steps:
+            if tokens >= first_tokens:
+                read_s *= factor
+        return max(read_s, 2 * num_weights * tokens / self._device.flops)
+
+    def _attention_s(self, layers: int, work: StepWork) -> float:
+        """Reading each sequence's KV once, or multiplying with it, whichever is slower."""
+        read_s = work.kv_tokens * layers * self._layer_kv_bytes / self._device.bandwidth_bytes_per_s
+        width = self._config.num_heads * self._config.head_dim
+        return max(read_s, 4 * work.attention_pairs * layers * width / self._device.flops)
+
+
+class Jitter:
+    """Factors around 1 by which step times vary: gamma-distributed, so never below zero and skewed as real ones are."""
+
+    def __init__(self, *, variation: float, entropy: Sequence[int]) -> None:
+        """``variation`` is the coefficient of variation; equal ``entropy`` gives equal factors, one after the other."""
+        self._variation = variation
+        self._generator = np.random.default_rng(tuple(entropy))
+        self._drawn: list[float] = []
+
+    def factor(self) -> float:
+        """The next one; 1 where nothing varies."""
+        if not self._variation:
+            return 1.0
+        if not self._drawn:
+            square = self._variation**2
+            self._drawn = self._generator.gamma(1 / square, square, _DRAWS_AT_ONCE).tolist()
+        return self._drawn.pop()

@@ -1,0 +1,82 @@
+import statistics
+
+import pytest
+
+from edgepipe.backend.cost import CostModel, Jitter, StepWork
+from edgepipe.backend.devices import adjusted, device_models, named_device, parse_devices
+from edgepipe.errors import ConfigInvalid, ModelUnknown
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.shapes import model_shapes, named_shape
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("4x rtx4090", ("rtx4090",) * 4),
+        ("2x m4max, 1x RTX 4090", ("m4max", "m4max", "rtx4090")),
+        ("m4,m4", ("m4", "m4")),
+        ("2x4090", ("rtx4090", "rtx4090")),
+    ],
+)
+def test_lists_of_devices(text: str, keys: tuple[str, ...]) -> None:
+    assert parse_devices(text) == keys
+
+
+@pytest.mark.parametrize("text", ["", "4x", "4x rtx4090,", "0x m4", "999x m4", "3x toaster", "200x m4, 200x m4"])
+def test_what_is_no_list_of_devices_says_what_was_expected(text: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        parse_devices(text)
+    assert "rtx4090" in caught.value.fact + caught.value.next_step
+
+
+def test_adjustments_are_checked() -> None:
+    device = adjusted(named_device("h100"), {"jitter": "0.05", "memory": "10GB", "other": "left alone"})
+    assert (device.jitter, device.memory_bytes) == (0.05, 10**10)
+    with pytest.raises(ConfigInvalid):
+        adjusted(named_device("h100"), {"jitter": "much"})
+
+
+def test_jitter_keeps_the_mean_and_has_the_variation_asked_for() -> None:
+    jitter = Jitter(variation=0.3, entropy=(1, 2))
+    factors = [jitter.factor() for _ in range(20_000)]
+    assert statistics.mean(factors) == pytest.approx(1.0, abs=0.01)
+    assert statistics.pstdev(factors) == pytest.approx(0.3, abs=0.01)
+    assert min(factors) > 0
+    again, other = Jitter(variation=0.3, entropy=(1, 2)), Jitter(variation=0.3, entropy=(1, 3))
+    assert again.factor() == factors[0] != other.factor()
+    assert Jitter(variation=0.0, entropy=(1,)).factor() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen2.5-32b", 32.8),
+        ("qwen2.5-7b", 7.6),
+        ("llama-3.3-70b", 70.6),
+        ("llama-3.1-8b", 8.0),
+        ("smollm2-135m", 0.135),
+    ],
+)
+def test_shapes_have_the_published_size(name: str, billions: float) -> None:
+    config = named_shape(name)
+    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)[0]
+    assert config.slice_parameters(whole) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelUnknown) as caught:
+        named_shape("gpt-9")
+    assert all(name in caught.value.fact for name in model_shapes())
+
+
+def test_a_quarter_of_a_32b_model_takes_a_quarter_of_its_weights_to_read_on_each_of_four_gpus() -> None:
+    config = named_shape("qwen2.5-32b")
+    parts = make_slices([LayerRange(start, start + 16) for start in range(0, 64, 16)], 64)
+    device = device_models()["rtx4090"]
+    cost = CostModel(config, device)
+    decode = StepWork.of_rows([500] * 16, [1] * 16, logit_rows=16)
+    middle_s = cost.step_s(parts[1], decode)
+    assert middle_s == pytest.approx(15.6e9 / device.bandwidth_bytes_per_s, rel=0.05)
+    assert cost.step_s(parts[3], decode) > middle_s  # the head
+    prefill = StepWork.of_rows([0], [2048], logit_rows=1)
+    assert cost.step_s(parts[1], prefill) > 5 * middle_s  # bound by multiplying
