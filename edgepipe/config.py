@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.units import parse_bytes
+from edgepipe.units import parse_bytes, parse_link
 
 ENV_PREFIX = "EDGEPIPE_"
 _FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
@@ -47,6 +47,7 @@ class Config:
     memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
     backend_options: tuple[str, ...] = ()  # KEY=VALUE settings of the backend's own
+    link: str = ""  # emulate this network for what the node sends, such as 1gbit,0.3ms; empty: the real one alone
     log_level: str = "info"
 
 
@@ -240,6 +241,11 @@ def _bytes(value: Any, name: str) -> int:
     return parse_bytes(str(value))
 
 
+def _link(value: Any, name: str) -> str:
+    text = _text(value, name)
+    return text if not text or not parse_link(text).ideal else ""
+
+
 def _words(value: Any, name: str) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)):
@@ -280,6 +286,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "memory_limit_bytes": _bytes,
     "threads": _number(0, 1024),
     "backend_options": _pairs,
+    "link": _link,
     "log_level": _one_of(_LOG_LEVELS),
 }
 assert set(_PARSERS) == {entry.name for entry in fields(Config)}

@@ -59,6 +59,9 @@ def start(
     backend_option: Annotated[
         list[str] | None, typer.Option("--backend-option", help="KEY=VALUE of the backend's own; repeatable.")
     ] = None,
+    link: Annotated[
+        str | None, typer.Option("--link", help="Emulate a slower network for what this node sends (1gbit,0.3ms).")
+    ] = None,
     log_level: Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
@@ -85,6 +88,7 @@ def start(
             "memory_limit_bytes": memory_limit,
             "threads": threads,
             "backend_options": backend_option or None,
+            "link": link,
             "log_level": log_level,
         }
     )

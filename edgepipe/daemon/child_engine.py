@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgepipe.clock import Clock
 from edgepipe.daemon.child_link import DaemonLink
 from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
@@ -9,6 +10,7 @@ from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.engine import Engine
 from edgepipe.ids import NodeId, PipelineId
 from edgepipe.link.channels import make_server
+from edgepipe.link.shaped import Network, make_network
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.wire.common import make_hello
@@ -19,12 +21,14 @@ from edgepipe.wire.v1 import node_pb2 as pb
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Wait for the task and serve it until cancelled. Raises why the engine ended."""
     server = make_server()
+    clock = SystemClock()
+    network = make_network(settings.link, clock)
     port = bind_one_of(server, settings)
     link.started(port=port)
     async for command in link.commands():
         if not command.HasField("run"):
             continue
-        engine = _engine(settings, link, command.run, address=f"{settings.host}:{port}")
+        engine = _engine(settings, link, command.run, address=f"{settings.host}:{port}", clock=clock, network=network)
         engine.add_to(server)
         await server.start()
         try:
@@ -32,10 +36,20 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             await engine.run()
         finally:
             await server.stop(grace=0.2)
+            if network is not None:
+                network.close()
         return
 
 
-def _engine(settings: ChildSettings, link: DaemonLink, task: pb.RunEngine, *, address: str) -> Engine:
+def _engine(
+    settings: ChildSettings,
+    link: DaemonLink,
+    task: pb.RunEngine,
+    *,
+    address: str,
+    clock: Clock,
+    network: Network | None,
+) -> Engine:
     def tell(state: EngineState) -> None:
         link.report(pb.ChildReport(engine=engine_state_to_wire(state)))
 
@@ -49,7 +63,8 @@ def _engine(settings: ChildSettings, link: DaemonLink, task: pb.RunEngine, *, ad
         node_names={NodeId(node.node_id): node.name for node in task.nodes if node.name},
         pipeline_id=PipelineId(task.pipeline_id),
         hello=hello,
-        clock=SystemClock(),
+        clock=clock,
+        network=network,
         ids=RandomIds(),
         on_state=tell,
         address=address,

@@ -13,6 +13,7 @@ from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import SystemClock
 from edgepipe.link.channels import make_server
+from edgepipe.link.shaped import make_network
 from edgepipe.model.weights import open_weights
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.stage import Stage
@@ -26,6 +27,7 @@ _LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Serve one stage until cancelled. Raises BackendUnavailable and what loading raises."""
     clock = SystemClock()
+    network = make_network(settings.link, clock)
     compute = ComputeThread(clock=clock)
     server = make_server()
     options = _options(settings)
@@ -47,7 +49,14 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 node_name=settings.node_name,
                 cluster_id=settings.cluster_id,
             )
-            stage = Stage(backend=backend, clock=clock, hello=hello, compute=compute, name=f"stage on {profile.name}")
+            stage = Stage(
+                backend=backend,
+                clock=clock,
+                hello=hello,
+                compute=compute,
+                network=network,
+                name=f"stage on {profile.name}",
+            )
             stage.add_to(server)
             await server.start()
             await _load(stage, link, command.load, profile, clock)
@@ -55,6 +64,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         await server.stop(grace=0.2)
         if stage is not None:
             await stage.close()
+        if network is not None:
+            network.close()
 
 
 async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: DeviceProfile, clock: Clock) -> None:

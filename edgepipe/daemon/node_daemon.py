@@ -283,6 +283,7 @@ class NodeDaemon:
             cluster_id=config.cluster,
             address=self._address,
             log_level=config.log_level,
+            link=config.link,
             backend=choose_backend(config.backend),
             device=config.device or "auto",
             dtype=config.dtype,

@@ -26,6 +26,7 @@ class ChildSettings:
     cluster_id: str
     address: str  # HOST:PORT of the daemon
     log_level: str
+    link: str = ""  # stages and engines: the network to emulate; empty: none
     backend: str = ""  # stages
     device: str = "auto"
     dtype: str = "auto"

@@ -12,6 +12,7 @@ import grpc.aio
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.model.facts import Slice
 from edgepipe.wire.common import error_from_wire
 from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
@@ -48,8 +49,11 @@ class StageControl:
         *,
         on_report: Callable[[StageSite, StepDone | StageTimings], None],
         max_queued: int,
+        network: Network | None = None,
     ) -> None:
+        """``network`` emulates one between the engine and the stage."""
         self.site = site
+        self._network = network
         self._on_report = on_report
         self._channel = make_channel(site.address)
         self._call: Any = None
@@ -86,8 +90,11 @@ class StageControl:
 
     async def run(self) -> None:
         """Carry plans and reports until cancelled. Raises the stage's fault, or StageLost if the stream breaks."""
+        line = self._network.line(self._call.write) if self._network is not None else None
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._write(), name=f"plans:{self.site.index}")
+            tasks.create_task(self._write(line), name=f"plans:{self.site.index}")
+            if line is not None:
+                tasks.create_task(line.run(), name=f"plans-line:{self.site.index}")
             await self._read()
 
     async def close(self) -> None:
@@ -96,10 +103,11 @@ class StageControl:
             self._call.cancel()
         await self._channel.close()
 
-    async def _write(self) -> None:
+    async def _write(self, line: ShapedLine | None) -> None:
+        write = self._call.write if line is None else line.write
         try:
             while True:
-                await self._call.write(await self._plans.get())
+                await write(await self._plans.get())
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             return  # the reader tells why
 

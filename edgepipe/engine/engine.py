@@ -20,6 +20,7 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import ClusterError, EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
+from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import EvenPolicy, Policy, Scheduler, SchedulerLimits
 from edgepipe.wire.engines import EngineState, ServeSpec, StageState
@@ -59,6 +60,7 @@ class Engine:
         policy: Policy | None = None,
         limits: EngineLimits | None = None,
         timeouts: EngineTimeouts | None = None,
+        network: Network | None = None,
     ) -> None:
         """Raises PlanInvalid if the spec places nothing.
 
@@ -67,12 +69,14 @@ class Engine:
         on_state       told at every change that people see, and a few times a second while numbers move
         address        HOST:PORT where gateways reach the server that ``add_to`` was given
         epoch_counter  1 + the highest that anybody has seen of this pipeline
+        network        emulates one to the stages of other nodes
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
         self._config = config
         self._spec = spec
         self._hello = hello
+        self._network = network
         self._clock = clock
         self._on_state = on_state
         self._limits = limits or EngineLimits()
@@ -201,7 +205,14 @@ class Engine:
         table = RequestTable(config=self._config, queue=pump, limits=self._limits, timeouts=self._timeouts)
         max_queued = limits.micro_batches + self._limits.max_queued_messages
         for site in sites:
-            self._controls.append(StageControl(site, on_report=pump.on_report, max_queued=max_queued))
+            self._controls.append(
+                StageControl(
+                    site,
+                    on_report=pump.on_report,
+                    max_queued=max_queued,
+                    network=self._network if site.node_id != self._hello.node_id else None,
+                )
+            )
         await self._open_stages(sites, limits)
         pump.connect(self._controls, registration=table.registration, on_events=table.note)
         self._base = replace(

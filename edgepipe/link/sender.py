@@ -18,6 +18,7 @@ from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.deadline import Deadline
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
+from edgepipe.link.shaped import Line, Network, PlainLine
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire
 from edgepipe.wire.plans import sample_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
@@ -43,13 +44,17 @@ class RingSender:
         clock: Clock,
         on_sample: OnSample,
         chunk_bytes: int = CHUNK_BYTES,
+        network: Network | None = None,
     ) -> None:
+        """``network`` emulates one; None sends as fast as the real one takes."""
         self.stats = SendStats()
         self._target = target
         self._hello = hello
         self._clock = clock
         self._on_sample = on_sample
         self._chunk_bytes = chunk_bytes
+        self._network = network
+        self._wire = network.wire() if network is not None else None
         self._epoch = epoch_to_wire(target.epoch)
         self._outbox = Outbox(max_queued=target.max_queued)
         self._wake = asyncio.Event()  # something may be written
@@ -105,9 +110,10 @@ class RingSender:
             credits = aiter(call)
             await self._open(call, credits)
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write(call), name=f"ring-write:{self._target.address}")
+                line = self._line(call)
+                tasks.create_task(self._write(line), name=f"ring-write:{self._target.address}")
+                tasks.create_task(line.run(), name=f"ring-line:{self._target.address}")
                 await self._read_credits(credits)
-                writer.cancel()
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, peer=f"the stage at {self._target.address}") from exc
         except asyncio.InvalidStateError as exc:
@@ -161,27 +167,34 @@ class RingSender:
         if credit.HasField("sample"):
             self._on_sample(sample_from_wire(credit.sample))
 
-    async def _write(self, call: RingCall) -> None:
+    def _line(self, call: RingCall) -> Line:
+        if self._network is None:
+            return PlainLine(call.write, self._clock)
+        return self._network.line(call.write, self._wire)
+
+    async def _write(self, line: Line) -> None:
         """Write what may be written; ends quietly when the stream does, whose reader knows why."""
         try:
             while True:
                 while (parcel := self._outbox.next()) is not None:
-                    await self._write_step(call, parcel)
+                    await self._write_step(line, parcel)
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    async def _write_step(self, call: RingCall, parcel: Parcel) -> None:
-        begun_s = self._clock.monotonic_s()
+    async def _write_step(self, line: Line, parcel: Parcel) -> None:
+        begun_s = ended_s = line.begins_s()
         self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
         for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
-            await call.write(self._frame(parcel.step, chunk, data))
+            ahead_s = line.begins_s() - self._clock.monotonic_s()
+            frame = self._frame(parcel.step, chunk, data, sent_s=self._clock.wall_s() + ahead_s)
+            ended_s = await line.write(frame, len(data))
         self._outbox.written(parcel)
         self.stats.steps += 1
-        self.stats.upload_us = int((self._clock.monotonic_s() - begun_s) * 1e6)
+        self.stats.upload_us = int((ended_s - begun_s) * 1e6)
 
-    def _frame(self, step: StepId, chunk: int, data: bytes) -> stage_pb2.RingMessage:
+    def _frame(self, step: StepId, chunk: int, data: bytes, *, sent_s: float) -> stage_pb2.RingMessage:
         message = stage_pb2.RingMessage()
         frame = message.frame  # filled in place: handing a Frame to RingMessage(frame=...) would copy it twice
         frame.epoch.CopyFrom(self._epoch)
@@ -189,7 +202,7 @@ class RingSender:
         frame.slice = self._target.slice_index
         frame.chunk = chunk
         frame.data = data
-        frame.sent_us = int(self._clock.wall_s() * 1e6)
+        frame.sent_us = int(sent_s * 1e6)
         return message
 
     async def _why_ended(self, call: RingCall) -> EdgepipeError:

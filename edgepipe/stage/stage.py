@@ -18,6 +18,7 @@ from edgepipe.ids import Epoch, PipelineId
 from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies, RingStream
+from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
@@ -61,7 +62,7 @@ class Stage:
     """What a stage process offers to its daemon; its engine and its predecessor reach it through ``add_to``.
 
     Without ``compute`` it makes a thread of its own. Hand one in where the backend must be made on its thread:
-    ``backend = await compute.call(lambda: create_backend(...))``.
+    ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates one for what leaves this node.
     """
 
     def __init__(
@@ -74,12 +75,15 @@ class Stage:
         sampler_threads: int = 2,
         compute: ComputeThread | None = None,
         dial: Dial | None = None,
+        network: Network | None = None,
         open_s: float = OPEN_S,
         name: str = "",
     ) -> None:
         self._compute = compute or ComputeThread(clock=clock)
         self._compute.use(backend)
         self._backend = backend
+        self._network = network
+        self._node_id = hello.node_id
         self._trace = new_trace()
         self._counters = Counters()
         self._tools = Tools(
@@ -88,7 +92,7 @@ class Stage:
             clock=clock,
             trace=self._trace,
             counters=self._counters,
-            dial=dial or grpc_dial(hello=hello, clock=clock),
+            dial=dial or grpc_dial(hello=hello, clock=clock, network=network),
             connect_s=open_s,
             node=hello.node_name,
             stage=name,
@@ -197,7 +201,8 @@ class Stage:
         check_hello(message.open.hello)
         session = await self._open(spec_from_wire(message.open))
         try:
-            await session.run(messages, replies)
+            async with delayed_replies(self._network_to(message.open.hello), replies) as delayed:
+                await session.run(messages, delayed)
         finally:
             self._leave(session)
 
@@ -218,16 +223,22 @@ class Stage:
             connect_s=self._open_s,
             deadline_s=self._open_s,
         )
-        stream = RingStream(await self.find_receiver(target), replies)
+        receiver = await self.find_receiver(target)
         session = self._session
-        try:
-            await stream.serve(messages)
-        except RemoteProtocolError as exc:
-            if session is not None:
-                session.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
-            raise
-        finally:
-            self._counters.strays += stream.strays
+        async with delayed_replies(self._network_to(opening.hello), replies) as delayed:
+            stream = RingStream(receiver, delayed)
+            try:
+                await stream.serve(messages)
+            except RemoteProtocolError as exc:
+                if session is not None:
+                    session.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
+                raise
+            finally:
+                self._counters.strays += stream.strays
+
+    def _network_to(self, peer: common_pb2.Hello) -> Network | None:
+        """The emulated network between this stage and a peer; there is none within a node."""
+        return self._network if peer.node_id != self._node_id else None
 
     async def find_receiver(self, target: RingTarget) -> RingReceiver:
         """Where the link that ``target`` describes ends, once its epoch stands here.

@@ -19,6 +19,8 @@ from edgepipe.link.protocol import Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.sender import RingSender
 from edgepipe.link.serving import RingStream
+from edgepipe.link.shaped import Network
+from edgepipe.units import parse_link
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import LinkSample
 from edgepipe.wire.v1 import stage_pb2
@@ -139,13 +141,16 @@ async def grpc_service(hop: Hop) -> AsyncGenerator[str]:
         await server.stop(None)
 
 
-def grpc_sender(hop: Hop, address: str, *, chunk_bytes: int = 16, **options: Any) -> RingSender:
+def grpc_sender(
+    hop: Hop, address: str, *, chunk_bytes: int = 16, network: Network | None = None, **options: Any
+) -> RingSender:
     return RingSender(
         target(address, **options),
         hello=make_hello(role="stage"),
         clock=SystemClock(),
         on_sample=hop.sample,
         chunk_bytes=chunk_bytes,
+        network=network,
     )
 
 
@@ -175,8 +180,13 @@ async def open_hop(over: str, *, window: int = 4) -> AsyncGenerator[Hop]:
         async with running(hop, sender):
             yield hop
         return
-    async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address)):
-        yield hop
+    network = Network(parse_link("1gbit,1ms,0.2ms"), SystemClock()) if over == "shaped" else None
+    try:
+        async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address, network=network)):
+            yield hop
+    finally:
+        if network is not None:
+            network.close()
 
 
 def memory_sender(hop: Hop) -> MemorySender:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from ring_ends import open_hop
 
-OVER = pytest.mark.parametrize("over", ["grpc", "memory"])
+OVER = pytest.mark.parametrize("over", ["grpc", "shaped", "memory"])
 
 
 @OVER

@@ -1,0 +1,69 @@
+"""Wakes coroutines at a moment, to about a tenth of a millisecond. An event loop's own timers round to whole ones."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+from itertools import count
+from typing import Protocol
+
+from edgepipe.clock import Clock
+
+
+class Alarm(Protocol):
+    """Something that can wait."""
+
+    async def until(self, moment_s: float) -> None:
+        """Return at ``moment_s`` (monotonic) or, if that has passed, at once."""
+        ...
+
+
+class ThreadAlarm:
+    """A thread that sleeps until the next moment and then tells the loop; it burns nothing and blocks nobody.
+
+    Make it on the loop that waits. ``close`` ends the thread.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
+        self._order = count()  # futures do not compare
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
+        self._thread.start()
+
+    async def until(self, moment_s: float) -> None:
+        """See ``Alarm.until``."""
+        if moment_s <= self._clock.monotonic_s():
+            return
+        future = self._loop.create_future()
+        with self._changed:
+            heapq.heappush(self._waiting, (moment_s, next(self._order), future))
+            if self._waiting[0][2] is future:
+                self._changed.notify()
+        await future
+
+    def close(self) -> None:
+        """End the thread. Nobody may wait any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                rest_s = self._waiting[0][0] - self._clock.monotonic_s() if self._waiting else None
+                if rest_s is None or rest_s > 0:
+                    self._changed.wait(rest_s)
+                    continue
+                _, _, future = heapq.heappop(self._waiting)
+                self._loop.call_soon_threadsafe(_ring, future)
+
+
+def _ring(future: asyncio.Future[None]) -> None:
+    if not future.done():  # its waiter may have been cancelled
+        future.set_result(None)

@@ -1,0 +1,198 @@
+"""A network emulated inside the transport: what a node sends leaves at a rate and arrives after a delay. Needs no root.
+
+Rate and delay are apart, as on a wire: the rate is a server that messages queue for, the delay is none, so any number
+of messages may be under way. Activations take the rate's turn; small messages (plans, reports, credits) only the delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+import grpc.aio
+
+from edgepipe.clock import Clock
+from edgepipe.link.alarm import Alarm, ThreadAlarm
+from edgepipe.link.serving import Replies
+from edgepipe.units import LinkShape, parse_link
+
+Write = Callable[[Any], Awaitable[None]]
+
+_JITTER_SEED = 1
+
+
+class Passage(NamedTuple):
+    """One message's way over the wire; monotonic seconds."""
+
+    begins_s: float  # its first byte leaves
+    departs_s: float  # its last byte has left
+    arrives_s: float  # its last byte is there
+
+
+class Wire:
+    """The outgoing half of an emulated cable: a server with a delay behind it. Nothing overtakes. Knows no clock."""
+
+    def __init__(self, shape: LinkShape) -> None:
+        self._shape = shape
+        self._free_s = self._last_arrival_s = 0.0
+        self._draws = random.Random(_JITTER_SEED)
+
+    def begins_s(self, now_s: float) -> float:
+        """When a message that is given now would begin to leave."""
+        return max(now_s, self._free_s)
+
+    def carry(self, now_s: float, num_bytes: int) -> Passage:
+        """Take a message."""
+        shape = self._shape
+        begins_s = self.begins_s(now_s)
+        departs_s = self._free_s = begins_s + shape.upload_s(num_bytes)
+        delay_s = shape.one_way_s + (shape.jitter_s * self._draws.random() if shape.jitter_s else 0.0)
+        self._last_arrival_s = max(self._last_arrival_s, departs_s + delay_s)
+        return Passage(begins_s, departs_s, self._last_arrival_s)
+
+
+class Line(Protocol):
+    """What a writer writes to."""
+
+    def begins_s(self) -> float:
+        """When what is written now begins to leave (monotonic)."""
+        ...
+
+    async def write(self, message: Any, num_bytes: int = 0, /) -> float:
+        """Send a message; tells when its last byte leaves (monotonic)."""
+        ...
+
+    async def run(self) -> None:
+        """Carry what was written until all is delivered after ``finish``."""
+        ...
+
+    def finish(self) -> None:
+        """Nothing more will be written."""
+        ...
+
+
+class PlainLine:
+    """No emulation: the stream itself."""
+
+    def __init__(self, write: Write, clock: Clock) -> None:
+        self._write = write
+        self._clock = clock
+
+    def begins_s(self) -> float:
+        """See ``Line.begins_s``."""
+        return self._clock.monotonic_s()
+
+    async def write(self, message: Any, num_bytes: int = 0, /) -> float:
+        """See ``Line.write``: taken by the stream."""
+        await self._write(message)
+        return self._clock.monotonic_s()
+
+    async def run(self) -> None:
+        """See ``Line.run``: nothing is to be done."""
+
+    def finish(self) -> None:
+        """See ``Line.finish``."""
+
+
+class ShapedLine:
+    """A stream behind an emulated wire. What is under way is bounded by its writer: credits, or steps in flight."""
+
+    def __init__(self, write: Write, *, wire: Wire, alarm: Alarm, clock: Clock) -> None:
+        self._write = write
+        self._wire = wire
+        self._alarm = alarm
+        self._clock = clock
+        self._under_way: deque[tuple[float, Any]] = deque()
+        self._changed = asyncio.Event()
+        self._finished = False
+        self._broken = False
+
+    def begins_s(self) -> float:
+        """See ``Line.begins_s``."""
+        return self._wire.begins_s(self._clock.monotonic_s())
+
+    async def write(self, message: Any, num_bytes: int = 0, /) -> float:
+        """See ``Line.write``. Returns at once; a broken stream swallows messages, its reader knows why."""
+        passage = self._wire.carry(self._clock.monotonic_s(), num_bytes)
+        if not self._broken:
+            self._under_way.append((passage.arrives_s, message))
+            self._changed.set()
+        return passage.departs_s
+
+    async def run(self) -> None:
+        """See ``Line.run``. Ends early when the stream breaks."""
+        try:
+            while self._under_way or not self._finished:
+                while self._under_way:
+                    arrives_s, message = self._under_way.popleft()
+                    await self._alarm.until(arrives_s)
+                    await self._write(message)
+                if not self._finished:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            self._broken = True
+            self._under_way.clear()
+
+    def finish(self) -> None:
+        """See ``Line.finish``."""
+        self._finished = True
+        self._changed.set()
+
+
+class Network:
+    """What one process sends through. ``close`` it when nothing is sent any more."""
+
+    def __init__(self, shape: LinkShape, clock: Clock) -> None:
+        self._shape = shape
+        self._clock = clock
+        self._alarm = ThreadAlarm(clock)
+
+    def wire(self) -> Wire:
+        """A cable of its own, for activations; it may outlive the streams over it."""
+        return Wire(self._shape)
+
+    def line(self, write: Write, wire: Wire | None = None) -> ShapedLine:
+        """A stream over ``wire``; without one its messages are small, so that only the delay counts."""
+        wire = wire or Wire(replace(self._shape, bytes_per_s=inf))
+        return ShapedLine(write, wire=wire, alarm=self._alarm, clock=self._clock)
+
+    def close(self) -> None:
+        """End the thread that waits."""
+        self._alarm.close()
+
+
+def make_network(link: str, clock: Clock) -> Network | None:
+    """The network that a node's ``link`` setting asks for; None for none. Raises ConfigInvalid."""
+    shape = parse_link(link) if link else LinkShape()
+    return None if shape.ideal else Network(shape, clock)
+
+
+class _DelayedReplies:
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    async def write(self, message: Any, /) -> None:
+        await self._line.write(message)
+
+
+@asynccontextmanager
+async def delayed_replies(network: Network | None, replies: Replies) -> AsyncGenerator[Replies]:
+    """A handler's replies, all small, over ``network`` (None: as they are); leaving delivers what is under way."""
+    if network is None:
+        yield replies
+        return
+    line = network.line(replies.write)
+    carrier = asyncio.ensure_future(line.run())
+    try:
+        yield _DelayedReplies(line)
+        line.finish()
+        await carrier
+    finally:
+        carrier.cancel()
