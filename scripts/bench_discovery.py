@@ -71,7 +71,7 @@ async def _measure(rounds: int) -> tuple[list[float], list[float], list[float]]:
 
 async def _start(host: LanHost, data_dir: Path) -> asyncio.subprocess.Process:
     """Start a node on a host and wait until it says that it is ready."""
-    command = [sys.executable, "-m", "edgepipe.cli", "node", "start", "--name", host.name, "--cluster", "bench"]
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--name", host.name, "--cluster", "bench"]
     command += ["--backend", "none", "--insecure-lan", "--data-dir", str(data_dir), "--json", "--log-level", "warning"]
     process = await host.spawn(command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None

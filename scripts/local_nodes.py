@@ -40,7 +40,7 @@ class Node:
 
     def edgepipe(self, *arguments: str) -> str:
         """Run a command against this node and give its output."""
-        command = [sys.executable, "-m", "edgepipe.cli", *arguments, "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-P", "-m", "edgepipe.cli", *arguments, "--data-dir", str(self.data_dir)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr}")
@@ -79,7 +79,7 @@ def running_nodes(
 
 def _start(folder: Path, cluster: str, index: int, models_dir: Path, threads: int, backend: str) -> Node:
     name, data_dir = f"n{index}", folder / str(index)
-    command = [sys.executable, "-m", "edgepipe.cli", "node", "start", "--name", name, "--cluster", cluster]
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--name", name, "--cluster", cluster]
     command += ["--backend", backend, "--port", "0", "--http-port", "0", "--data-dir", str(data_dir), "--json"]
     command += ["--models-dir", str(models_dir), "--threads", str(threads), "--log-level", "warning"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
