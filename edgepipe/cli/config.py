@@ -10,7 +10,7 @@ import typer
 from edgepipe.cli.options import DataDir, Json
 from edgepipe.cli.output import make_console, make_table, print_json
 
-app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+app = typer.Typer(help="Settings and where they come from.")
 
 
 @app.callback()

@@ -23,6 +23,7 @@ from edgepipe.cli import (
     version,
 )
 from edgepipe.cli.output import print_bug, print_error
+from edgepipe.cli.usage import bad_usage
 from edgepipe.errors import EdgepipeError
 
 
@@ -65,17 +66,19 @@ def main(args: list[str] | None = None) -> NoReturn:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors say better
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
+    args = [arg for arg in given if arg != "--debug"]
     try:
-        make_app()(args=[arg for arg in given if arg != "--debug"], prog_name="edgepipe")
+        status = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
         if debug:
             raise
         sys.exit(_show(_innermost(error)))
-    sys.exit(0)
+    sys.exit(status or 0)
 
 
 def _show(error: Exception) -> int:
     """Print the error; the exit code that it means."""
+    error = bad_usage(error) or error
     if isinstance(error, EdgepipeError):
         print_error(error)
         return error.exit_code

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from edgepipe.model.pull import PullResult
     from edgepipe.model.store import StoredModel
 
-app = typer.Typer(help="Models on this machine's disk.", no_args_is_help=True)
+app = typer.Typer(help="Models on this machine's disk.")
 
 
 @app.callback()

@@ -20,7 +20,7 @@ from edgepipe.errors import EdgepipeError, NodeUnreachable
 if TYPE_CHECKING:
     from edgepipe.daemon.node import NodeReady
 
-app = typer.Typer(help="This machine's node.", no_args_is_help=True)
+app = typer.Typer(help="This machine's node.")
 
 _STOP_S = 15.0  # children get 5 s, then they are killed
 _LOOK_S = 0.05

@@ -1,0 +1,29 @@
+"""A command line that typer refuses, told in three lines as every other error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgepipe.errors import UserError
+
+
+def bad_usage(error: Exception) -> UserError | None:
+    """What typer says of a wrong verb, flag or value, as an error of ours; None for any other error.
+
+    Typer has moved these classes from one module to another, so they are known by what they offer.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    refusal: Any = error
+    what = str(refusal.format_message()).rstrip(".")
+    context: Any = getattr(error, "ctx", None)
+    path = "edgepipe" if context is None else context.command_path
+    fact = "" if context is None else _possible(context)
+    return UserError(what[:1].lower() + what[1:], fact=fact, next_step=f"{path} --help")
+
+
+def _possible(context: Any) -> str:
+    """The verbs of a group, the pattern of a verb."""
+    if verbs := getattr(context.command, "commands", None):
+        return f"commands: {', '.join(verbs)}"
+    return "usage: " + " ".join(context.get_usage().split()).removeprefix("Usage: ")
