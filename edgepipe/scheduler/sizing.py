@@ -1,0 +1,411 @@
+"""How many micro-batches: the throughput that measured stages and links allow, and the M that makes the most of it.
+
+Stage i takes ``d_i(b)`` for a decode step of b rows, its outgoing link ``u_i(b)`` for that step's activations. Devices
+and links are servers; latency L (all one-way delays, sampling, the token's return) is none, so it lengthens a token's
+turn and never the cycle. With S sequences in M micro-batches, b = S / M::
+
+    T(M) = max(d_i, u_i)    turn(M) = sum(d_i + u_i) + L    X(M) = min(b / T, S / turn)
+
+No rule such as "one per stage" is used: each further micro-batch reads the weights again, each one too few leaves the
+slowest server idle. Curves are measured while the ring runs, so M follows load and network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf, log2
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_BUCKETS_PER_OCTAVE = 8  # 9 % wide: tile edges of kernels stay visible
+_SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
+_KEPT = 4096  # samples after which a size that was not seen again is forgotten: a minute or two of decoding
+_HALF_LIFE = 256  # samples after which a size counts half where sizes contradict each other
+_ENOUGH = 3  # steps until a curve is believed
+_SPREAD = 1.25  # sizes that differ less say nothing of the slope
+_MIN_SIZE_DIFFERENCE = 64 << 10  # bytes; below it, what a busy host adds to a transit drowns what the wire does
+_FASTEST_OF = 64  # samples of a size class: the window in which the fastest counts
+
+EQUAL = 0.01  # what forecasts may differ by and still be called equal
+GAIN = 0.03  # predicted, for M to move: less is noise
+TURNS_BETWEEN = 2  # one that fills with the new M and one to measure
+SLACK = 2.0  # standard deviations of a step's time, where b cannot grow
+
+
+def most_micro_batches(num_stages: int) -> int:
+    """The largest M that is ever tried: beyond it, latency is so long that fewer devices would do better."""
+    return 4 * num_stages + 8
+
+
+@dataclass(slots=True)
+class _Point:
+    size: float
+    seconds: float
+    count: int
+    newest: int  # number of the curve's sample that it took last
+
+
+class Curve:
+    """Seconds against a size (rows, bytes), from live samples: a smoothed mean per bucket of sizes.
+
+    More never takes less: where samples contradict that, newer ones win. Between measured sizes it is linear. Beyond
+    them it goes on with the slope of the whole; a single size says nothing of it, then ``proportional`` decides (bytes
+    over a link take their time each; a device reads its weights whatever the rows).
+    """
+
+    def __init__(self, *, proportional: bool = False) -> None:
+        self._proportional = proportional
+        self._points: dict[int, _Point] = {}
+        self._samples = 0
+        self._variance = 0.0
+
+    @property
+    def samples(self) -> int:
+        """Taken so far."""
+        return self._samples
+
+    @property
+    def known(self) -> bool:
+        """Whether it has been measured often enough to be believed."""
+        return self._samples >= _ENOUGH
+
+    @property
+    def jitter(self) -> float:
+        """Coefficient of variation of samples of the same size."""
+        return self._variance**0.5
+
+    def note(self, size: float, seconds: float) -> None:
+        """One measurement."""
+        if size <= 0 or seconds < 0:
+            return
+        self._samples += 1
+        bucket = round(_BUCKETS_PER_OCTAVE * log2(size))
+        point = self._points.get(bucket)
+        if point is None:
+            self._points[bucket] = _Point(size, seconds, 1, self._samples)
+            self._forget()
+            return
+        point.count += 1
+        point.newest = self._samples
+        weight = max(_SMOOTHING, 1 / point.count)
+        if point.seconds:
+            deviation = (seconds - point.seconds) / point.seconds
+            self._variance += _SMOOTHING * (deviation * deviation - self._variance)
+        point.size += weight * (size - point.size)
+        point.seconds += weight * (seconds - point.seconds)
+
+    def at(self, sizes: Floats) -> Floats:
+        """Seconds at each size; zeros while nothing has been measured."""
+        xs, ys = self._fit()
+        if not len(xs):
+            return np.zeros_like(sizes)
+        if len(xs) > 1 and xs[-1] >= _SPREAD * xs[0]:
+            slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
+        else:
+            slope = ys[0] / xs[0] if self._proportional else 0.0
+        below = ys[0] - min(slope, ys[0] / xs[0]) * np.maximum(xs[0] - sizes, 0.0)
+        beyond = min(slope, ys[-1] / xs[-1]) * np.maximum(sizes - xs[-1], 0.0)
+        inside = np.interp(sizes, xs, ys)
+        found: Floats = np.where(sizes < xs[0], below, inside + beyond)
+        return found
+
+    def _forget(self) -> None:
+        """Drop sizes that have not been seen for long; there is a point for every size within a factor of 1.09."""
+        oldest = self._samples - _KEPT
+        for bucket in [bucket for bucket, point in self._points.items() if point.newest < oldest]:
+            del self._points[bucket]
+
+    def _fit(self) -> tuple[Floats, Floats]:
+        """Sizes and seconds, both ascending: isotonic regression by pooling adjacent violators."""
+        self._forget()
+        pooled: list[tuple[float, float, int]] = []  # seconds, weight, points
+        points = sorted(self._points.values(), key=lambda point: point.size)
+        for point in points:
+            seconds, count = point.seconds, 1
+            weight = 0.5 ** ((self._samples - point.newest) / _HALF_LIFE)
+            while pooled and pooled[-1][0] > seconds:
+                before, before_weight, before_count = pooled.pop()
+                total = before_weight + weight
+                seconds = (before * before_weight + seconds * weight) / total
+                weight, count = total, count + before_count
+            pooled.append((seconds, weight, count))
+        ys = [seconds for seconds, _, count in pooled for _ in range(count)]
+        return np.array([point.size for point in points]), np.array(ys)
+
+
+class StageCurve:
+    """One slice's time for a decode step, against rows. Steps that hold prompt tokens are kept apart: they count only
+    until a step without any has been seen (under a steady stream of prompts there may be none for long)."""
+
+    def __init__(self) -> None:
+        self._decode = Curve()
+        self._mixed = Curve()
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be believed."""
+        return self._decode.known or self._mixed.known
+
+    @property
+    def jitter(self) -> float:
+        """Coefficient of variation of a step's time."""
+        return self._chosen.jitter
+
+    def note(self, *, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """One step on the device."""
+        (self._decode if num_tokens == num_rows else self._mixed).note(num_tokens, seconds)
+
+    def at(self, rows: Floats) -> Floats:
+        """Seconds of a decode step of so many rows."""
+        return self._chosen.at(rows)
+
+    @property
+    def _chosen(self) -> Curve:
+        return self._decode if self._decode.known else self._mixed
+
+
+class LinkCurve:
+    """One link's time for a step's bytes. Several witnesses, since none is right everywhere:
+
+    * how long the sender's stream took them: exact where sending blocks, too short where a socket's buffer hides it;
+    * how far apart the first and the last piece of a large step arrived: the wire's own rate, on the receiver's clock;
+    * how much longer large steps are on their way than small ones, by the fastest of each: needs no common clock.
+    """
+
+    def __init__(self) -> None:
+        self._uploads = Curve(proportional=True)
+        self._spread_s_per_byte = 0.0
+        self._fastest: dict[int, _Fastest] = {}
+
+    def note_upload(self, *, num_bytes: int, seconds: float) -> None:
+        """The sender's stream took a step."""
+        self._uploads.note(num_bytes, seconds)
+
+    def note_arrival(self, *, num_bytes: int, transit_s: float, spread_bytes: int, spread_s: float) -> None:
+        """The receiver got a step.
+
+        transit_s     from leaving to its last byte's arrival; two machines' clocks, so a constant may be in it
+        spread_bytes  what came after its first piece, and ``spread_s`` how long that took
+        """
+        if spread_bytes > 0 and spread_s > 0:
+            slope = spread_s / spread_bytes
+            self._spread_s_per_byte += (slope - self._spread_s_per_byte) * (
+                _SMOOTHING if self._spread_s_per_byte else 1.0
+            )
+        if num_bytes > 0:
+            self._fastest.setdefault(num_bytes.bit_length(), _Fastest()).note(num_bytes, transit_s)
+
+    def at(self, num_bytes: Floats) -> Floats:
+        """Seconds that the link is busy with so many bytes."""
+        slope = self._spread_s_per_byte or self._envelope_slope()
+        return np.maximum(self._uploads.at(num_bytes), num_bytes * slope)
+
+    def seconds(self, num_bytes: int) -> float:
+        """``at`` of one size."""
+        return float(self.at(np.array([float(num_bytes)]))[0])
+
+    def _envelope_slope(self) -> float:
+        """Seconds per byte between the fastest small and the fastest large steps; 0 while sizes are too alike."""
+        known = [fastest for fastest in self._fastest.values() if fastest.known]
+        if len(known) < 2:
+            return 0.0
+        low = min(known, key=lambda fastest: fastest.num_bytes)
+        high = max(known, key=lambda fastest: fastest.num_bytes)
+        more = high.num_bytes - low.num_bytes
+        if more < _MIN_SIZE_DIFFERENCE:
+            return 0.0
+        return max(0.0, high.transit_s - low.transit_s) / more
+
+
+class _Fastest:
+    """The fastest transit among the last ``_FASTEST_OF`` to twice as many samples of a size class."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._now = self._before = (inf, 0)
+
+    @property
+    def known(self) -> bool:
+        return self._count >= _ENOUGH
+
+    @property
+    def transit_s(self) -> float:
+        return min(self._now, self._before)[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return min(self._now, self._before)[1]
+
+    def note(self, num_bytes: int, transit_s: float) -> None:
+        if self._count and self._count % _FASTEST_OF == 0:
+            self._now, self._before = (inf, 0), self._now
+        self._count += 1
+        self._now = min(self._now, (transit_s, num_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """What has been measured of a pipeline."""
+
+    stages: Sequence[Sequence[StageCurve]]  # of the slices of each stage, in the order of a token's way
+    links: Sequence[LinkCurve]  # stage i to stage i + 1
+    row_bytes: int  # of one row's activations on a link
+    latency_s: float  # L: all one-way delays, sampling, the token's return to stage 0
+
+    @property
+    def known(self) -> bool:
+        """Whether every slice has been measured."""
+        return all(curve.known for curves in self.stages for curve in curves)
+
+    @property
+    def jitter(self) -> float:
+        """Coefficient of variation of the least steady slice's step time."""
+        return max(curve.jitter for curves in self.stages for curve in curves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What one M would give."""
+
+    micro_batches: int
+    tokens_per_s: float  # X
+    server_s: float  # T
+    turn_s: float
+    bottleneck: str  # the slowest server: "stage 1" or "link 1-2", counted from 0 at the embedding
+
+    @property
+    def filled(self) -> bool:
+        """Whether the slowest server never waits."""
+        return self.micro_batches * self.server_s >= self.turn_s
+
+
+class Forecasts:
+    """``X(M)`` of a ring for 1 to ``limit`` micro-batches of S sequences.
+
+    ``max_rows`` caps b. Where b cannot grow, micro-batches are added to ride out jitter instead; elsewhere that would
+    cost more than it gains, because each reads the weights again.
+    """
+
+    def __init__(self, ring: Ring, *, sequences: int, max_rows: int = 0) -> None:
+        if sequences < 1:
+            raise ValueError("a ring without sequences makes no tokens")
+        self._ring = ring
+        self._limit = min(sequences, most_micro_batches(len(ring.stages)))
+        counts = np.arange(1, self._limit + 1, dtype=np.float64)
+        self._max_rows = max_rows or inf
+        rows = np.minimum(sequences / counts, self._max_rows)
+        devices = [np.sum([curve.at(rows) for curve in curves], axis=0) for curves in ring.stages]
+        uploads = [link.at(rows * ring.row_bytes) for link in ring.links]
+        self._servers: Floats = np.stack([*devices, *uploads])
+        self._server_s: Floats = np.maximum(self._servers.max(axis=0), 1e-9)
+        self._turn_s: Floats = np.maximum(self._servers.sum(axis=0) + ring.latency_s, 1e-9)
+        self._rows = rows
+        self._tokens_per_s: Floats = np.minimum(rows / self._server_s, counts * rows / self._turn_s)
+
+    @property
+    def limit(self) -> int:
+        """The largest M that is considered."""
+        return self._limit
+
+    def of(self, micro_batches: int) -> Forecast:
+        """What an M gives; more than there are sequences is as many as there are."""
+        index = min(micro_batches, self._limit) - 1
+        slowest = int(self._servers[:, index].argmax())
+        num_stages = len(self._ring.stages)
+        link = slowest - num_stages
+        return Forecast(
+            micro_batches=index + 1,
+            tokens_per_s=float(self._tokens_per_s[index]),
+            server_s=float(self._server_s[index]),
+            turn_s=float(self._turn_s[index]),
+            bottleneck=f"stage {slowest}" if link < 0 else f"link {link}-{link + 1}",
+        )
+
+    def best(self) -> Forecast:
+        """The M with the most tokens per second; of equals the smallest, whose tokens come soonest and which jitter
+        hurts least."""
+        most = self._tokens_per_s.max()
+        index = int(np.flatnonzero(self._tokens_per_s >= most * (1 - EQUAL))[0])
+        if self._rows[index] >= self._max_rows:
+            turns = self._turn_s[index] / self._server_s[index]
+            index = max(index, min(ceil((1 + SLACK * self._ring.jitter) * turns), self._limit) - 1)
+        return self.of(index + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The M in use and the reason, for people."""
+
+    micro_batches: int
+    why: str
+    bottleneck: str = ""  # "stage 1", "link 1-2"; empty while not known
+    tokens_per_s: float = 0.0  # predicted at this M; 0 while not known
+
+
+class Sizer:
+    """Moves M towards the best one: by one at a time, at most once in ``TURNS_BETWEEN`` turns, and only for a
+    predicted gain of ``GAIN``. Counts retired steps; knows no clock."""
+
+    def __init__(self, *, num_stages: int, max_rows: int = 0) -> None:
+        self._max_rows = max_rows
+        self._retired = 0  # steps since the last look
+        why = "one per stage until every stage has been measured"
+        self.sizing = Sizing(micro_batches=num_stages, why=why)
+
+    def due(self) -> bool:
+        """Count a retired step; True when it is time to ``decide``."""
+        self._retired += 1
+        return self._retired >= TURNS_BETWEEN * self.sizing.micro_batches
+
+    def decide(self, ring: Ring, *, sequences: int) -> Sizing:
+        """Look at the ring and at how many sequences share it."""
+        self._retired = 0
+        if sequences < 1 or not ring.known:
+            return self.sizing
+        forecasts = Forecasts(ring, sequences=sequences, max_rows=self._max_rows)
+        now, best = forecasts.of(self.sizing.micro_batches), forecasts.best()
+        wanted = self._towards(now, best, forecasts.limit)
+        forecast = forecasts.of(wanted)
+        self.sizing = Sizing(
+            micro_batches=wanted,
+            why=_reason(forecast, ring.latency_s, sequences),
+            bottleneck=forecast.bottleneck,
+            tokens_per_s=forecast.tokens_per_s,
+        )
+        return self.sizing
+
+    def _towards(self, now: Forecast, best: Forecast, limit: int) -> int:
+        current = self.sizing.micro_batches
+        if current > limit:
+            return current - 1
+        capped = self._max_rows and best.micro_batches > current and best.tokens_per_s >= now.tokens_per_s
+        if best.tokens_per_s > now.tokens_per_s * (1 + GAIN) or capped:
+            return current + (1 if best.micro_batches > current else -1)
+        return current
+
+
+def fixed(micro_batches: int, ring: Ring | None = None, *, sequences: int = 0) -> Sizing:
+    """An M that somebody has asked for, with what the ring makes of it once it is known."""
+    sizing = Sizing(micro_batches=micro_batches, why=f"fixed with --micro-batches {micro_batches}")
+    if ring is None or not ring.known or sequences < 1:
+        return sizing
+    forecast = Forecasts(ring, sequences=sequences).of(micro_batches)
+    return replace(sizing, bottleneck=forecast.bottleneck, tokens_per_s=forecast.tokens_per_s)
+
+
+def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
+    turn = f"a token's turn takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it latency"
+    slowest = f"{forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
+    if forecast.filled:
+        return f"{slowest} and is never idle; {turn}"
+    if forecast.micro_batches >= sequences:
+        return f"each of {sequences} sequences goes alone; {turn}" if sequences > 1 else f"one sequence; {turn}"
+    return f"{slowest}; {turn}; one more would cost more than it fills"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
