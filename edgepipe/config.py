@@ -6,6 +6,7 @@ note of which it was. An unknown name is an error everywhere.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -117,7 +118,7 @@ def load_config(
     raw.update(_from_file(named or default_config_file(), required=named is not None))
     raw.update(_from_environ(variables))
     raw.update({_known(key, "flag"): (value, "flag") for key, value in (flags or {}).items() if value is not None})
-    values = {name: _PARSERS[name](value, name) for name, (value, _) in raw.items()}
+    values = {name: _parsed(name, value, origin) for name, (value, origin) in raw.items()}
     origins = {name: raw[name][1] if name in raw else "default" for name in _PARSERS}
     return LoadedConfig(values=_completed(values), origins=origins)
 
@@ -175,12 +176,27 @@ def _known(key: str, origin: str) -> str:
     name = key.replace("-", "_")
     name = "memory_limit_bytes" if name == "memory_limit" else name
     if name not in _PARSERS:
+        close = difflib.get_close_matches(name, _PARSERS, n=1)
         raise ConfigInvalid(
             f"'{key}' is no setting ({origin})",
             fact=f"settings: {', '.join(sorted(_PARSERS))}",
-            next_step="see 'edgepipe config show --origin'",
+            next_step=f"did you mean '{close[0]}'?" if close else "remove it",
         )
     return name
+
+
+def _parsed(name: str, value: object, origin: str) -> object:
+    try:
+        return _PARSERS[name](value, name)
+    except ConfigInvalid as error:
+        if origin != "flag":  # a flag stands in what was typed; the others must be looked for
+            error.fact = f"it comes from {_where(origin, name)}"
+        raise
+
+
+def _where(origin: str, name: str) -> str:
+    """``env EDGEPIPE_PORT`` as it stands, ``port in file PATH``."""
+    return origin if origin.startswith("env ") else f"'{name}' in {origin}"
 
 
 def _wrong(name: str, value: object, wanted: str) -> ConfigInvalid:

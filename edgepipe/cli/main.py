@@ -68,7 +68,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
     try:
-        status = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
+        status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
         if debug:
             raise

@@ -14,6 +14,7 @@ import uvloop
 
 from edgepipe.cluster.interfaces import choose_address, interfaces, routed_address
 from edgepipe.config import Config
+from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
 from edgepipe.daemon.system import RandomIds, SystemClock
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 def run(config: Config, on_ready: OnReady | None = None) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``; a second signal ends it at once.
 
-    Raises ConfigInvalid (settings, or a second node on the data directory) and PortInUse.
+    Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
+    choose_backend(config.backend)  # before anything is made: a wrong one leaves nothing behind
     host = choose_address(
         interface=config.interface,
         insecure_lan=config.insecure_lan,
