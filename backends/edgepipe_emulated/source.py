@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.model.facts import ModelConfig, Rope, Slice
 from edgepipe.model.tensors import RawTensor, TensorInfo
-
-NUM_BYTE_TOKENS = 256
-SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
-BOS_TOKEN_ID = NUM_BYTE_TOKENS
-EOS_TOKEN_ID = NUM_BYTE_TOKENS + 2
-SMALLEST_VOCAB = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS)
 
 
 def emulated_model_config(

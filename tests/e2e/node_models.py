@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 from edgepipe_emulated import emulated_model_config
-from edgepipe_emulated.model_folder import MARKER, write_model_folder
 from safetensors.numpy import save_file
 
+from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layout import model_tensors
 from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.model.weights import EMULATED_KEY
 
 CONFIG = emulated_model_config(num_layers=6, tied_embeddings=False)
 
@@ -28,7 +29,7 @@ def pull_with_weights(models_dir: Path, source: Path) -> StoredModel:
     """A model with random tensors in the store, so that there is something to fetch."""
     write_model_folder(source, CONFIG)
     config = json.loads((source / "config.json").read_text())
-    del config[MARKER]
+    del config[EMULATED_KEY]
     (source / "config.json").write_text(json.dumps(config))
     draw = np.random.default_rng(7)
     tensors = {name: draw.random(shape, np.float32) for name, shape in model_tensors(CONFIG).items()}

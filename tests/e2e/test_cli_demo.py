@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 from edgepipe_emulated import emulated_model_config
-from edgepipe_emulated.model_folder import write_model_folder
 from edgepipe_emulated.oracle import Oracle
 
+from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 
 LAYERS, CONTEXT = 6, 256

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from edgepipe_emulated import emulated_model_config
-from edgepipe_emulated.model_folder import write_model_folder
 
+from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.lan import LanLab
 from edgepipe.testing.nodes import Node, Nodes, idle

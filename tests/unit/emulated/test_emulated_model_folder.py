@@ -8,19 +8,20 @@ from pathlib import Path
 import jinja2.sandbox
 import pytest
 from edgepipe_emulated import EmulatedBackend, emulated_model_config
-from edgepipe_emulated.model_folder import MARKER, byte_level_tokenizer, write_model_folder
 from tokenizers import Tokenizer
 
 from edgepipe.backend.types import BackendOptions
+from edgepipe.model.emulated_folder import byte_level_tokenizer, write_model_folder
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.store import ModelStore
+from edgepipe.model.weights import EMULATED_KEY
 
 
 def test_the_folder_holds_config_tokenizer_and_template(tmp_path: Path) -> None:
     config = emulated_model_config(num_layers=5, vocab_size=300)
     write_model_folder(tmp_path / "model", config)
     found = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert found[MARKER] is True
+    assert found[EMULATED_KEY] is True
     assert (found["model_type"], found["num_hidden_layers"], found["vocab_size"]) == ("llama", 5, 300)
     tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 300

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgepipe.model.facts import ModelConfig
-from edgepipe_emulated.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_BYTE_TOKENS, SMALLEST_VOCAB, SPECIAL_TOKENS
+from edgepipe.model.weights import EMULATED_KEY
 
-MARKER = "edgepipe_emulated"
-"""Key of ``config.json`` that says: this model has no weights and is for the emulated backend."""
+NUM_BYTE_TOKENS = 256
+SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
+BOS_TOKEN_ID = NUM_BYTE_TOKENS
+EOS_TOKEN_ID = NUM_BYTE_TOKENS + 2
+SMALLEST_VOCAB = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -36,7 +39,7 @@ def write_model_folder(folder: Path, config: ModelConfig) -> None:
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """The config in Hugging Face's words, with the marker."""
     return {
-        MARKER: True,
+        EMULATED_KEY: True,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": config.num_layers,
@@ -77,7 +80,8 @@ def byte_level_tokenizer(vocab_size: int = SMALLEST_VOCAB) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    cast("Any", tokenizer).add_special_tokens(special)  # its stub leaves the list's type open
     return tokenizer
 
 
