@@ -9,7 +9,14 @@ from typing import Any
 
 import httpx
 
-from edgepipe.errors import EdgepipeError, NodeUnreachable, PeerClosed, RemoteProtocolError, error_class
+from edgepipe.errors import (
+    EdgepipeError,
+    NodeUnreachable,
+    PeerClosed,
+    RemoteProtocolError,
+    RequestInvalid,
+    error_class,
+)
 
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # the first word of a long prompt on a slow machine
@@ -99,6 +106,8 @@ def error_from_body(data: bytes, *, status: int) -> EdgepipeError:
     try:
         error = json.loads(data)["error"]
         kind = error_class(str(error["code"]))
+        if kind is EdgepipeError and 400 <= status < 500:
+            kind = RequestInvalid  # a field's value: the gateway has codes of OpenAI's for these
         parts = error.get("edgepipe")
         return kind(**{name: str(text) for name, text in parts.items()}) if parts else kind(str(error["message"]))
     except (ValueError, KeyError, TypeError):

@@ -47,7 +47,8 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
 def _headline(status: pb.ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
-    healthy = alive == total and all(engine.state != "failed" for engine in status.engines)
+    devices = [device for member in status.members for device in member.node.devices]
+    healthy = alive == total and all(one.state != "failed" for one in (*status.engines, *devices))
     line = Text()
     line.append(printable(status.cluster_name or status.cluster_id), style="bold")
     line.append(" · ")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.settings import ChildSettings
@@ -102,9 +102,11 @@ class Child:
         """Why it ended, as far as is known."""
         if self.fault is not None:
             return self.fault
-        last = next((line for line in reversed(self.last_lines) if line.strip()), "it wrote nothing")
         return StageLost(
-            f"the {self.kind} process ended", fact=f"exit status {self.process.returncode}: {last}", stage=self.kind
+            f"the {self.kind} process ended",
+            fact=_how_it_ended(self.process.returncode, self.last_lines),
+            next_step="see 'edgepipe logs'",
+            stage=self.kind,
         )
 
 
@@ -219,3 +221,12 @@ async def _next_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readline()
     except ValueError:
         return b"(a line too long to show)\n"
+
+
+def _how_it_ended(status: int | None, last_lines: Iterable[str]) -> str:
+    """A signal's name, else the exit status and the last thing it wrote."""
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL, as the system does when memory runs out"
+    how = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exit status {status}"
+    last = next((line for line in reversed(list(last_lines)) if line.strip()), "it wrote nothing")
+    return f"{how}: {last}"

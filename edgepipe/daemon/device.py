@@ -228,8 +228,7 @@ class DeviceHost:
         await child.exited.wait()
         hold.reports.put_nowait(None)
         if not child.stopping:
-            self._error = self._named(child.error())
-            logger.error("stage lost pipeline=%s: %s", pipeline_id, self._error)
+            logger.error("stage lost pipeline=%s: %s", pipeline_id, self._named(child.error()))
         if self._holds.get(pipeline_id) is hold:
             await self._end(pipeline_id, hold)
 

@@ -11,7 +11,7 @@ from edgepipe.backend.types import ActivationType
 from edgepipe.daemon.memory import modest_kv_bytes, uses_host_memory
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
-from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable
+from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import IdSource, NodeId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
@@ -61,7 +61,9 @@ class Serving:
         yield pb.ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
         if running := self._running(model.name):
-            async for event in self._follow(*running):
+            node, engine = running
+            _check_served_as_asked(request, engine)
+            async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
         if waited_for := self._starting():
@@ -93,10 +95,10 @@ class Serving:
             await self._peers.stop_engine(node.node_id, engine.pipeline_id)
         return [engine.model for _, engine in chosen]
 
-    def _running(self, model: str) -> tuple[str, str] | None:
+    def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
         for node, engine in self.engines():
             if engine.model == model and engine.state in ("starting", "loading", "ready"):
-                return node.node_id, engine.pipeline_id
+                return node, engine
         return None
 
     def _has_failed(self, pipeline_id: str) -> bool:
@@ -105,6 +107,15 @@ class Serving:
     def _starting(self) -> list[str]:
         """Names of nodes whose device is still being measured, at their start or after a model was stopped."""
         return [node.name for node in self._peers.nodes() if any(one.state == "starting" for one in node.devices)]
+
+    def _failed_devices(self) -> list[str]:
+        """Nodes whose device cannot be used, and why."""
+        return [
+            f"{node.name} cannot: {device.error.what}"
+            for node in self._peers.nodes()
+            for device in node.devices
+            if device.state == "failed"
+        ]
 
     async def _devices_started(self) -> None:
         """Wait until every device is known, so that a placement leaves none out; not for ever."""
@@ -120,10 +131,14 @@ class Serving:
         need = Need(config=model.config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context))
         nodes = self._peers.nodes()
         rooms = [room for node in nodes for room in _rooms(node, options.dtype)]
-        if request.plan:
-            placed = place_by_plan(need, rooms, request.plan)
-        else:
-            placed = place(need, rooms, num_nodes=request.num_nodes)
+        try:
+            if request.plan:
+                placed = place_by_plan(need, rooms, request.plan)
+            else:
+                placed = place(need, rooms, num_nodes=request.num_nodes)
+        except NoFeasiblePlacement as error:
+            error.fact = "; ".join([error.fact, *self._failed_devices()])
+            raise
         spec = pb.ServeSpec()
         spec.CopyFrom(options)
         spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
@@ -196,6 +211,27 @@ def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed
 def model_matches(wanted: str, name: str) -> bool:
     """Whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
     return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
+
+
+def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineState) -> None:
+    """Raise PlanInvalid if the model is served over other nodes or layers than this caller wants."""
+    parts = sorted(
+        (part.layers.start, f"{part.layers.start}-{part.layers.end - 1}", stage.node_name, stage.node_id)
+        for stage in engine.stages
+        for part in stage.slices
+    )
+    if request.plan:
+        wanted = [text.strip() for text in request.plan.split(",")]
+        allowed = [(f"{name}:{layers}", f"{node_id}:{layers}") for _, layers, name, node_id in parts]
+        same = len(wanted) == len(allowed) and all(one in both for one, both in zip(wanted, allowed, strict=True))
+    else:
+        same = request.num_nodes in (0, len(engine.stages))
+    if parts and not same:
+        raise PlanInvalid(
+            f"{engine.model} is served already, but not as asked",
+            fact=f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}",
+            next_step=f"edgepipe stop {engine.model}, then serve it again",
+        )
 
 
 def _rooms(node: pb.NodeState, dtype: str) -> Sequence[NodeRoom]:

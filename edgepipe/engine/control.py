@@ -132,8 +132,8 @@ class StageControl:
         cause = from_rpc_error(exc, peer=self.site.label) if exc else None
         if cause is not None and not isinstance(cause, LinkError):
             return self._named(cause)
-        fact = (cause.fact or str(cause)) if cause else "it closed the stream"
-        next_step = "see 'edgepipe status'; serve the model again once the node is back"
+        fact = f"its connection broke ({(cause.fact or str(cause)) if cause else 'it closed the stream'})"
+        next_step = "serve the model again; 'edgepipe logs' on that node says more"
         return self._named(
             StageLost(f"{self.site.label} on {self.site.node_name} was lost", fact=fact, next_step=next_step)
         )

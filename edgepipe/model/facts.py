@@ -21,7 +21,9 @@ class LayerRange:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise PlanInvalid(
-                f"layers {self.start}-{self.end - 1} are no range", fact="a range holds at least one layer"
+                f"layers {self.start}-{self.end - 1} are no range",
+                fact="a range holds at least one layer",
+                next_step="write first and last layer, as in 0-14",
             )
 
     def __len__(self) -> int:
@@ -53,13 +55,13 @@ def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
     for layers in ranges:
         if layers.start > expected:
             raise PlanInvalid(
-                f"the plan leaves out layers {expected}-{layers.start - 1}",
+                f"the plan leaves out {_layers(expected, layers.start - 1)}",
                 fact=f"the model has layers 0-{num_layers - 1}",
                 next_step="let each part begin where the one before ends",
             )
         if layers.start < expected:
             raise PlanInvalid(
-                f"the plan has layers {layers.start}-{min(expected, layers.end) - 1} twice",
+                f"the plan has {_layers(layers.start, min(expected, layers.end) - 1)} twice",
                 fact=f"the part before ends at layer {expected - 1}",
                 next_step="let each part begin where the one before ends",
             )
@@ -72,6 +74,10 @@ def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
         )
     last = len(ranges) - 1
     return tuple(Slice(index=i, layers=layers, embedding=i == 0, head=i == last) for i, layers in enumerate(ranges))
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layers {first}-{last}" if first != last else f"layer {first}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def place(need: Need, nodes: Sequence[NodeRoom], *, num_nodes: int = 0) -> tuple
         )
     if num_nodes > len(able) or not able:
         raise NoFeasiblePlacement(
-            f"{max(num_nodes, 1)} nodes are wanted, {len(able)} can compute",
+            f"{num_nodes} nodes are wanted, {len(able)} can compute" if num_nodes else "no node can compute",
             fact=f"nodes with a backend: {', '.join(node.name for node in able) or 'none'}",
             next_step="start another node, or ask for fewer with --nodes",
         )
@@ -163,7 +163,11 @@ def _lacks(node: NodeRoom, wanted: int) -> NoFeasiblePlacement:
 def _read_part(text: str, nodes: Sequence[NodeRoom]) -> tuple[NodeRoom, LayerRange]:
     match = _PLAN_PART.fullmatch(text)
     if match is None:
-        raise PlanInvalid(f"'{text}' is no part of a plan", next_step='write it like "a:0-14,b:15-29"')
+        raise PlanInvalid(
+            f"'{text}' is no part of a plan",
+            fact="a part is NODE:FIRST-LAST",
+            next_step='write it like "a:0-14,b:15-29"',
+        )
     found = [node for node in nodes if match["node"] in (node.name, node.node_id)]
     if len(found) != 1:
         problem = "is the name of several nodes" if found else "is no node that can compute"

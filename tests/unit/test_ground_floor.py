@@ -69,7 +69,7 @@ def test_any_partition_gives_every_layer_exactly_once(sizes: list[int]) -> None:
         ([(0, 10), (12, 30)], "leaves out layers 10-11"),
         ([(0, 10), (8, 30)], "layers 8-9 twice"),
         ([(0, 10), (10, 29)], "covers 29 layers, the model has 30"),
-        ([(1, 30)], "leaves out layers 0-0"),
+        ([(1, 30)], "leaves out layer 0"),
     ],
 )
 def test_gaps_and_overlaps_are_named(ranges: list[tuple[int, int]], words: str) -> None:

@@ -87,7 +87,7 @@ def test_a_plan_is_followed():
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("a:0-14,b:16-29", "leaves out layers 15-15"),
+        ("a:0-14,b:16-29", "leaves out layer 15"),
         ("a:0-14,b:14-29", "twice"),
         ("a:0-14", "15 layers"),
         ("a:0-14,b:15-30", "31 layers"),
