@@ -1,6 +1,6 @@
-"""The torch backend on the CPU against ``transformers`` with the same float32 weights, in turns in one process.
+"""The torch backend against ``transformers`` with the same weights on the same device, in turns in one process.
 
-``backend_rows(weights)`` gives rows for a table; as a program it takes the model's file or folder.
+float32 on the CPU, bf16 on a GPU. As a program it takes the model's file or folder.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ THREADS = 2
 ROUNDS = 3
 PROMPT_TOKENS = 32
 NEW_TOKENS = 24
-BLOCKS_PER_SEQUENCE = 33  # of 16 tokens: room for the 512-token prompt
+TOKENS_PER_SEQUENCE = 528  # room for the 512-token prompt
 
 
-def backend_rows(weights: WeightSource, *, threads: int = THREADS) -> list[Row]:
+def backend_rows(weights: WeightSource, *, device: str = "cpu", threads: int = THREADS) -> list[Row]:
     """Decode of one and of sixteen sequences, and prefill of 512 tokens."""
-    ours, theirs = Ours(weights, threads=threads), Transformers(weights)
+    ours, theirs = Ours(weights, device=device, threads=threads), Transformers(weights, device=device)
+    where = f"torch on {device}"
     return [
-        _compare("decode, 1 sequence", NEW_TOKENS, ours.decode(1), theirs.decode(1), 1.5),
-        _compare("decode, 16 sequences", 16 * NEW_TOKENS, ours.decode(16), theirs.decode(16), 1.1),
-        _compare("prefill, 512 tokens", 512, ours.prefill(512), theirs.prefill(512), 1.0),
+        _compare(f"decode, 1 sequence, {where}", NEW_TOKENS, ours.decode(1), theirs.decode(1), 1.5),
+        _compare(f"decode, 16 sequences, {where}", 16 * NEW_TOKENS, ours.decode(16), theirs.decode(16), 1.1),
+        _compare(f"prefill, 512 tokens, {where}", 512, ours.prefill(512), theirs.prefill(512), 1.0),
     ]
 
 
@@ -48,18 +49,20 @@ def _compare(what: str, num_tokens: int, ours: Callable[[], float], theirs: Call
     """Rates from the median of the seconds that each takes, in turns after one round to warm up."""
     taken = [(ours(), theirs()) for _ in range(ROUNDS + 1)][1:]
     own_s, their_s = (statistics.median(times) for times in zip(*taken, strict=True))
-    return at_least(f"{what}, torch on CPU", num_tokens / own_s, "tok/s", num_tokens / their_s, "transformers", target)
+    return at_least(what, num_tokens / own_s, "tok/s", num_tokens / their_s, "transformers", target)
 
 
 class Ours:
     """One stage with the whole model."""
 
-    def __init__(self, weights: WeightSource, *, threads: int) -> None:
+    def __init__(self, weights: WeightSource, *, device: str, threads: int) -> None:
         layers = weights.config.num_layers
         self._vocab_size = weights.config.vocab_size
-        self._backend = TorchBackend(BackendOptions(device="cpu", dtype="float32", threads=threads))
+        self._backend = TorchBackend(BackendOptions(device=device, threads=threads))
+        block_size = max(self._backend.profile().block_sizes)
+        self._blocks = -(-TOKENS_PER_SEQUENCE // block_size)  # of one sequence
         self._backend.load(make_slices([LayerRange(0, layers)], layers), weights, lambda _progress: None)
-        self._backend.allocate_kv(num_blocks=16 * BLOCKS_PER_SEQUENCE, block_size=16)
+        self._backend.allocate_kv(num_blocks=16 * self._blocks, block_size=block_size)
 
     def decode(self, count: int) -> Callable[[], float]:
         """Seconds for NEW_TOKENS greedy steps of so many sequences, their prompts being computed."""
@@ -91,7 +94,7 @@ class Ours:
                 sequence=SequenceId(index),
                 position=position,
                 num_tokens=ids.shape[1],
-                runs=(BlockRun(index * BLOCKS_PER_SEQUENCE, BLOCKS_PER_SEQUENCE),),
+                runs=(BlockRun(index * self._blocks, self._blocks),),
             )
             for index in range(count)
         )
@@ -105,8 +108,10 @@ class Ours:
 class Transformers:
     """``generate`` and the bare model of ``transformers``."""
 
-    def __init__(self, weights: WeightSource) -> None:
-        self._model = reference_model(weights)
+    def __init__(self, weights: WeightSource, *, device: str) -> None:
+        model: Any = reference_model(weights)
+        self._model = model if device == "cpu" else model.to(device=device, dtype=torch.bfloat16)
+        self._device = device
         self._vocab_size = weights.config.vocab_size
 
     def decode(self, count: int) -> Callable[[], float]:
@@ -121,16 +126,16 @@ class Transformers:
         """Seconds for one prompt, logits of its last token only."""
 
         def run() -> float:
-            ids = torch.from_numpy(prompts(1, num_tokens, self._vocab_size))
+            ids = torch.from_numpy(prompts(1, num_tokens, self._vocab_size)).to(self._device)
             with torch.inference_mode():
                 start = time.perf_counter()
-                self._model(ids, logits_to_keep=1, use_cache=True)
+                self._model(ids, logits_to_keep=1, use_cache=True).logits.argmax(-1).tolist()  # waits for the device
                 return time.perf_counter() - start
 
         return run
 
     def _generate(self, count: int, num_tokens: int) -> float:
-        ids = torch.from_numpy(prompts(count, PROMPT_TOKENS, self._vocab_size))
+        ids = torch.from_numpy(prompts(count, PROMPT_TOKENS, self._vocab_size)).to(self._device)
         wanted: dict[str, Any] = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
         start = time.perf_counter()
         self._model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **wanted)
