@@ -22,7 +22,7 @@ from edgepipe.errors import ClusterError, EdgepipeError, NoFeasiblePlacement, Pl
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
-from edgepipe.scheduler import EvenPolicy, Policy, Scheduler, SchedulerLimits
+from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits, ThrottledPolicy
 from edgepipe.wire.engines import EngineState, ServeSpec, StageState
 from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
@@ -81,7 +81,7 @@ class Engine:
         self._on_state = on_state
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
-        self._policy = policy or EvenPolicy(max_prefill_tokens=self._limits.max_prefill_tokens)
+        self._policy = policy or ThrottledPolicy(max_prefill_tokens=self._limits.max_prefill_tokens)
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._pipeline_id = pipeline_id
         self._pipeline: _Pipeline | None = None

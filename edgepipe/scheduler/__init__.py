@@ -5,17 +5,38 @@ imagined ones.
 """
 
 from edgepipe.scheduler.blocks import BlockAllocator
-from edgepipe.scheduler.policy import EvenPolicy, Load, Policy, StepBudget
-from edgepipe.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerStats
-from edgepipe.scheduler.types import EndReason, Event, ScheduledStep, SequenceEnded, SequenceSpec, TokenSampled
+from edgepipe.scheduler.kv import KVPool
+from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
+from edgepipe.scheduler.policy import (
+    POLICIES,
+    Load,
+    Policy,
+    SarathiPolicy,
+    StepBudget,
+    ThrottledPolicy,
+    make_policy,
+)
+from edgepipe.scheduler.scheduler import Scheduler
+from edgepipe.scheduler.types import (
+    EndReason,
+    Event,
+    Priority,
+    ScheduledStep,
+    SequenceEnded,
+    SequenceSpec,
+    TokenSampled,
+)
 
 __all__ = [
+    "POLICIES",
     "BlockAllocator",
     "EndReason",
-    "EvenPolicy",
     "Event",
+    "KVPool",
     "Load",
     "Policy",
+    "Priority",
+    "SarathiPolicy",
     "ScheduledStep",
     "Scheduler",
     "SchedulerLimits",
@@ -23,5 +44,7 @@ __all__ = [
     "SequenceEnded",
     "SequenceSpec",
     "StepBudget",
+    "ThrottledPolicy",
     "TokenSampled",
+    "make_policy",
 ]

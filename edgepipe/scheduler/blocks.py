@@ -35,6 +35,15 @@ class BlockAllocator:
         """Blocks that nobody refers to."""
         return self._free_blocks
 
+    @property
+    def longest_run(self) -> int:
+        """The most blocks that one run could have."""
+        return max(self._lengths.values(), default=0)
+
+    def references(self, block: int) -> int:
+        """How many refer to the block."""
+        return int(self._references[block])
+
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
         """``count`` blocks for a new table, in one run where a free extent is long enough.
 
@@ -76,7 +85,11 @@ class BlockAllocator:
         """One reference less to each block of a table, and the end of the table's claim."""
         if table:
             self._claims.pop(table[-1].start + table[-1].count, None)
-        for run in table:
+        self.drop(table)
+
+    def drop(self, runs: Sequence[BlockRun]) -> None:
+        """One reference less to each block; no table ends with them."""
+        for run in runs:
             references = self._references[run.start : run.start + run.count]
             if not references.all():
                 raise RuntimeError(f"a block was given back twice: {run}")

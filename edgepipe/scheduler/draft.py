@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgepipe.backend.types import BlockCopy
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.sequence import Sequence
 from edgepipe.scheduler.types import ScheduledStep
@@ -11,7 +12,8 @@ class Draft:
     """Columns under construction, and the sequences behind the rows."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Sequence, bool]] = []  # in row order, with whether the row samples
+        self.rows: list[tuple[Sequence, int, bool]] = []  # in order, with the tokens then computed, and if it samples
+        self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
         self._num_tokens: list[int] = []
         self._token_ids: list[int] = []
@@ -30,8 +32,9 @@ class Draft:
             self._block_rows.append(len(self.rows))
             self._block_starts.append(run.start)
             self._block_counts.append(run.count)
-        sequence.new_runs = ()
-        self.rows.append((sequence, end == len(sequence.tokens)))
+        self.copies += sequence.new_copies
+        sequence.new_runs, sequence.new_copies = (), ()
+        self.rows.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)
         self._num_tokens.append(num_tokens)
         self._token_ids += sequence.tokens[start:end]
@@ -42,14 +45,15 @@ class Draft:
         """The step as it goes out."""
         return ScheduledStep(
             step=step,
-            sequences=tuple(sequence.sequence for sequence, _ in self.rows),
+            sequences=tuple(sequence.sequence for sequence, _, _ in self.rows),
             positions=tuple(self._positions),
             num_tokens=tuple(self._num_tokens),
-            samples=tuple(samples for _, samples in self.rows),
+            samples=tuple(samples for _, _, samples in self.rows),
             token_ids=tuple(self._token_ids),
             block_rows=tuple(self._block_rows),
             block_starts=tuple(self._block_starts),
             block_counts=tuple(self._block_counts),
             registers=tuple(self._registers),
             frees=tuple(frees),
+            copies=tuple(self.copies),
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Protocol
+
+from edgepipe.errors import ConfigInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,9 @@ class Load:
     num_blocks: int
     free_blocks: int
     block_size: int  # tokens
+    reserved_tokens: int = 0  # of WP, those of admitted sequences: their blocks are taken already
+    link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
+    tile_edges: tuple[int, ...] = ()  # tokens of a step above which it takes clearly longer, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +42,93 @@ class Policy(Protocol):
         ...
 
 
-class EvenPolicy:
-    """Decodes spread evenly over the micro-batches, prefill in chunks of a fixed size beside them.
+def even_share(load: Load) -> int:
+    """``ceil(RD / M)`` or ``floor(RD / M)`` decodes.
 
     Of RD decodes in M micro-batches, ``RD mod M`` hold one more than the others; those in flight with that size are
     counted, so that batches that drifted apart (because sequences ended) are even again within a turn or two.
     """
+    smaller, num_larger = divmod(load.running_decodes, load.micro_batches)
+    larger_in_flight = sum(1 for rows in load.sampling_rows_in_flight if rows > smaller)
+    return smaller + (larger_in_flight < num_larger)
 
-    def __init__(self, *, max_prefill_tokens: int = 512) -> None:
-        if max_prefill_tokens < 1:
-            raise ValueError("a chunk holds at least one token")
-        self._max_prefill_tokens = max_prefill_tokens  # per step: longer chunks make every decode behind them wait
+
+class ThrottledPolicy:
+    """Token throttling (gLLM, section 3): decodes even over the micro-batches, prefill spread over the next steps.
+
+    The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
+    prefill fades to nothing as the KV cache fills. Where nobody decodes, nobody is held up: then a prompt is spread
+    over the micro-batches only.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_prefill_tokens: int = 2048,
+        min_prefill_tokens: int = 32,
+        spread_steps: int = 8,
+        kv_threshold: float = 0.05,
+        trim_to_tiles: bool = False,
+    ) -> None:
+        if max_prefill_tokens < 1 or min_prefill_tokens < 1 or spread_steps < 1 or not 0 <= kv_threshold < 1:
+            raise ValueError("a chunk holds at least one token, and some of the KV cache is of use")
+        self._max = max_prefill_tokens  # MaxP
+        self._min = min(min_prefill_tokens, max_prefill_tokens)  # MinP: smaller chunks cost as much as these
+        self._spread_steps = spread_steps  # T
+        self._kv_threshold = kv_threshold  # of the blocks: kept for running decodes
+        self._trim_to_tiles = trim_to_tiles
 
     def budget(self, load: Load) -> StepBudget:
-        """``ceil(RD / M)`` or ``floor(RD / M)`` decodes, and one chunk's worth of prefill."""
-        smaller, num_larger = divmod(load.running_decodes, load.micro_batches)
-        larger_in_flight = sum(1 for rows in load.sampling_rows_in_flight if rows > smaller)
-        decode_rows = smaller + (larger_in_flight < num_larger)
-        return StepBudget(decode_rows=decode_rows, prefill_tokens=self._max_prefill_tokens)
+        """An even share of the decodes, and what may be computed of prompts beside it."""
+        decode_rows = even_share(load)
+        prefill_tokens = self._prefill(load, beside=min(decode_rows, load.ready_decodes))
+        return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
+
+    def _prefill(self, load: Load, *, beside: int) -> int:
+        free_tokens = load.free_blocks * load.block_size + load.reserved_tokens
+        free = free_tokens / (load.num_blocks * load.block_size)
+        ramp = (free - self._kv_threshold) / (1 - self._kv_threshold)
+        fading = int(self._max * max(ramp, 0.0))
+        if not load.running_decodes:
+            fading = max(fading, self._min)  # nobody would free a block before this prefill is done
+        steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
+        tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
+        if load.link_cap_tokens is not None:
+            tokens = min(tokens, max(1, load.link_cap_tokens - beside))
+        return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
+
+    def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:
+        """Fewer tokens, up to the last edge that the step reaches, if that leaves any."""
+        reached = bisect_right(edges, beside + tokens)
+        return edges[reached - 1] - beside if reached and edges[reached - 1] > beside else tokens
+
+
+class SarathiPolicy:
+    """One fixed number of tokens per step, decodes first (Sarathi-Serve): all that are ready, however many they are."""
+
+    def __init__(self, *, max_tokens: int = 2048) -> None:
+        if max_tokens < 1:
+            raise ValueError("a step holds at least one token")
+        self._max_tokens = max_tokens
+
+    def budget(self, load: Load) -> StepBudget:
+        """All ready decodes as far as they fit; prefill fills the rest."""
+        decode_rows = min(load.ready_decodes, self._max_tokens)
+        return StepBudget(decode_rows=decode_rows, prefill_tokens=self._max_tokens - decode_rows)
+
+
+POLICIES = ("throttled", "sarathi")
+"""Names that ``make_policy`` knows, the default first."""
+
+
+def make_policy(name: str, *, max_tokens: int = 2048, trim_to_tiles: bool = False) -> Policy:
+    """The policy of that name. Raises ConfigInvalid if there is none.
+
+    ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``); ``trim_to_tiles`` is an
+    experiment of ``throttled``: prefill ends at a tile edge of the measured step times.
+    """
+    if name == "throttled":
+        return ThrottledPolicy(max_prefill_tokens=max_tokens, trim_to_tiles=trim_to_tiles)
+    if name == "sarathi":
+        return SarathiPolicy(max_tokens=max_tokens)
+    raise ConfigInvalid(f"no scheduling policy is called '{name}'", fact=f"there are {', '.join(POLICIES)}")

@@ -7,55 +7,39 @@ none, and again after every ``submit``, ``cancel`` and ``retire``.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.scheduler.blocks import BlockAllocator
 from edgepipe.scheduler.draft import Draft
+from edgepipe.scheduler.kv import KVPool, as_runs
+from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy
+from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import Phase, Sequence
-from edgepipe.scheduler.types import EndReason, Event, ScheduledStep, SequenceEnded, SequenceSpec, TokenSampled
+from edgepipe.scheduler.types import (
+    EndReason,
+    Event,
+    Priority,
+    ScheduledStep,
+    SequenceEnded,
+    SequenceSpec,
+    TokenSampled,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the pipeline can hold."""
-
-    num_blocks: int
-    block_size: int  # tokens
-    context_length: int  # tokens of one sequence, prompt and output
-    micro_batches: int  # M, the most steps in flight
-    max_running: int = 256  # sequences: bounds the rows of a step
-    max_waiting: int = 1024  # sequences not admitted yet: some minutes of work for the fastest cluster
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest that one sequence can become."""
-        return min(self.context_length, self.num_blocks * self.block_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Counts at this moment."""
-
-    micro_batches: int  # M
-    in_flight: int  # steps
-    running: int  # sequences admitted
-    waiting: int  # sequences to be admitted, the preempted ones among them
-    num_blocks: int
-    free_blocks: int
-    preemptions: int  # since the start
+_MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as interactive
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     step: StepId
-    rows: list[tuple[Sequence, bool]]
+    rows: list[tuple[Sequence, int, bool]]
     num_samples: int
+    num_tokens: int
+    sources: list[int]  # blocks that the step copies from
 
 
 class Scheduler:
@@ -64,21 +48,25 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self._limits = limits
         self._policy = policy
-        self._blocks = BlockAllocator(limits.num_blocks)
+        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
         self._sequences: dict[SequenceId, Sequence] = {}  # those that have not ended
-        self._waiting: list[tuple[int, Sequence]] = []  # heap by arrival; ended ones are dropped when they come up
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
         self._prefilling: deque[Sequence] = deque()  # admitted with unscheduled tokens, by admission
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
         self._num_decodes = 0
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
-        self._draining_blocks = 0  # of preempted and ended sequences, free once their steps have retired
+        self._draining_blocks = 0  # of preempted and ended sequences, and copied from: free when their steps retired
         self._in_flight: deque[_InFlight] = deque()
         self._frees: list[SequenceId] = []  # to be told with the next step
+        self._link_cap_tokens: int | None = None
+        self._tile_edges: tuple[int, ...] = ()
         self._last_step = 0
         self._arrivals = 0
         self._preemptions = 0
+        self._admitted_tokens = 0
+        self._cached_tokens = 0
+        self._computed_tokens = 0
 
     # What comes in
 
@@ -89,9 +77,9 @@ class Scheduler:
         """
         for spec in specs:
             self._check_length(len(spec.prompt))
-        if self._num_waiting + len(specs) > self._limits.max_waiting:
+        if len(self._waiting) + len(specs) > self._limits.max_waiting:
             raise QueueFull(
-                fact=f"{self._num_waiting} sequences wait, at most {self._limits.max_waiting} may",
+                fact=f"{len(self._waiting)} sequences wait, at most {self._limits.max_waiting} may",
                 next_step="try again in some seconds",
             )
         events: list[Event] = []
@@ -101,7 +89,7 @@ class Scheduler:
             if reason is None:
                 self._sequences[spec.sequence] = sequence
                 self._unscheduled_prefill += sequence.unscheduled
-                self._wait(sequence)
+                self._waiting.push(sequence)
             else:
                 events.append(SequenceEnded(spec.sequence, reason, sequence.num_output))
         return events
@@ -125,23 +113,34 @@ class Scheduler:
             raise ValueError("at least one step is in flight")
         self._limits = replace(self._limits, micro_batches=micro_batches)
 
+    def set_link_cap(self, tokens: int | None) -> None:
+        """What the slowest link uploads while a step is computed; None: not known."""
+        self._link_cap_tokens = tokens
+
+    def set_tiles(self, edges: Seq[int]) -> None:
+        """Token counts of a step, ascending, above which it takes clearly longer, as measured."""
+        self._tile_edges = tuple(edges)
+
     # What goes out
 
     def next_step(self) -> ScheduledStep | None:
         """The next step to send, or None if M are in flight or nothing is ready."""
         if len(self._in_flight) >= self._limits.micro_batches:
             return None
-        budget = self._policy.budget(self._load())
-        draft = Draft()
-        self._add_decodes(draft, budget.decode_rows)
-        self._add_prefills(draft, budget.prefill_tokens)
+        preemptions = self._preemptions
+        draft = self._fill()
+        while not draft.rows and self._preemptions > preemptions:  # the budget was for those who are gone
+            preemptions = self._preemptions
+            draft = self._fill()
         if not draft.rows:
             return None
         self._last_step += 1
         step = StepId(self._last_step)
         frees, self._frees = self._frees, []
         scheduled = draft.finish(step, frees)
-        self._in_flight.append(_InFlight(step, draft.rows, scheduled.num_samples))
+        sources = [copy.source for copy in draft.copies]
+        num_tokens = len(scheduled.token_ids)
+        self._in_flight.append(_InFlight(step, draft.rows, scheduled.num_samples, num_tokens, sources))
         return scheduled
 
     def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
@@ -150,10 +149,14 @@ class Scheduler:
         if record.step != step or record.num_samples != len(ids):
             raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
         self._in_flight.popleft()
+        self._computed_tokens += record.num_tokens
+        self._draining_blocks -= len(record.sources)
+        self._kv.let_go(record.sources)
         events: list[Event] = []
         tokens = iter(ids)
-        for sequence, samples in record.rows:
+        for sequence, end, samples in record.rows:
             sequence.in_flight -= 1
+            self._note_computed(sequence, end)
             if samples:
                 self._append(sequence, next(tokens), events)
             if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
@@ -170,13 +173,24 @@ class Scheduler:
             micro_batches=self._limits.micro_batches,
             in_flight=len(self._in_flight),
             running=len(self._running),
-            waiting=self._num_waiting,
-            num_blocks=self._blocks.num_blocks,
-            free_blocks=self._blocks.free_blocks,
+            waiting=len(self._waiting),
+            num_blocks=self._kv.num_blocks,
+            free_blocks=self._kv.free_blocks,
+            cached_blocks=self._kv.cached_blocks,
             preemptions=self._preemptions,
+            admitted_tokens=self._admitted_tokens,
+            cached_tokens=self._cached_tokens,
+            computed_tokens=self._computed_tokens,
         )
 
     # Filling a step
+
+    def _fill(self) -> Draft:
+        budget = self._policy.budget(self._load())
+        draft = Draft()
+        self._add_decodes(draft, budget.decode_rows)
+        self._add_prefills(draft, budget.prefill_tokens)
+        return draft
 
     def _load(self) -> Load:
         return Load(
@@ -185,9 +199,12 @@ class Scheduler:
             running_decodes=self._num_decodes,
             ready_decodes=len(self._ready),
             waiting_prefill_tokens=self._unscheduled_prefill,
-            num_blocks=self._blocks.num_blocks,
-            free_blocks=self._blocks.free_blocks,
+            num_blocks=self._kv.num_blocks,
+            free_blocks=self._kv.free_blocks,
             block_size=self._limits.block_size,
+            reserved_tokens=sum(sequence.unscheduled for sequence in self._prefilling),
+            link_cap_tokens=self._link_cap_tokens,
+            tile_edges=self._tile_edges,
         )
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:
@@ -207,22 +224,19 @@ class Scheduler:
 
         ``promised`` of the blocks that are free or drain belong to sequences that wait already.
         """
-        while self._blocks.free_blocks + self._draining_blocks <= promised:
-            victim = max(self._running.values(), key=lambda candidate: candidate.arrival)
+        while self._kv.free_blocks + self._draining_blocks <= promised:
+            victim = max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if not self._blocks.free_blocks:
+        if not self._kv.free_blocks:
             return False
         room = self._room(sequence) - sequence.num_blocks
-        sequence.grow(self._blocks.extend(sequence.table, 1, room=room))
+        sequence.grow(self._kv.extend(sequence.table, room=room))
         return True
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
-        while budget > 0:
-            if not self._prefilling and not self._admit():
-                return
-            sequence = self._prefilling[0]
+        while budget > 0 and (sequence := self._next_prefill()) is not None:
             count = min(sequence.unscheduled, budget)
             draft.add(sequence, count)
             budget -= count
@@ -232,26 +246,36 @@ class Scheduler:
                 sequence.phase = Phase.DECODE
                 self._num_decodes += 1
 
-    def _admit(self) -> bool:
+    def _next_prefill(self) -> Sequence | None:
+        """Whose prompt goes on: the first in admission, but an interactive one passes batch prompts."""
+        first = self._waiting.first()
+        if first is not None and (not self._prefilling or first.priority < self._prefilling[0].priority):
+            self._admit(first)
+        return self._prefilling[0] if self._prefilling else None
+
+    def _admit(self, sequence: Sequence) -> None:
         """Admit the first in the queue with blocks for all its known tokens, so that its prefill cannot get stuck.
 
         One block per running sequence is left to those: admitting somebody only to preempt him is work done twice.
         """
-        while self._waiting and self._waiting[0][1].phase is Phase.ENDED:
-            heapq.heappop(self._waiting)
-        if not self._waiting or len(self._running) >= self._limits.max_running:
-            return False
-        sequence = self._waiting[0][1]
         count = self._blocks_for(sequence)
-        if sequence.in_flight or count + len(self._running) > self._blocks.free_blocks:
-            return False  # while in flight (preempted), its last token is not known yet
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        sequence.grow(self._blocks.allocate(count, room=self._room(sequence)))
+        left = self._kv.free_blocks - len(self._running)
+        if sequence.in_flight or len(self._running) >= self._limits.max_running or left < 1:
+            return  # while in flight (preempted), its last token is not known yet
+        known = self._known_prefix(sequence)
+        if known is None:
+            return
+        if self._limits.contiguous_kv:
+            known = self._affordable(known, left - count)
+        else:
+            left += len(known) - self._kv.num_idle(known)
+        if count > left:
+            return
+        self._waiting.pop()
+        self._take_blocks(sequence, known, count)
         sequence.phase = Phase.PREFILL
         self._running[sequence.sequence] = sequence
-        self._prefilling.append(sequence)
-        return True
+        self._prefilling.appendleft(sequence)
 
     # A sequence's life
 
@@ -267,6 +291,7 @@ class Scheduler:
             prompt_tokens=len(spec.prompt),
             stop_ids=spec.stop_ids,
             limit=limit,
+            priority=Priority(spec.priority),
         )
 
     def _check_length(self, prompt_tokens: int) -> None:
@@ -284,53 +309,48 @@ class Scheduler:
             return  # cancelled meanwhile: dropped
         events.append(TokenSampled(sequence.sequence, sequence.num_output, token_id))
         sequence.tokens.append(token_id)
+        if sequence.phase is Phase.WAITING:
+            self._unscheduled_prefill += 1  # preempted meanwhile: logged, computed again with the rest
         reason = self._end_reason(sequence)
         if reason is not None:
             self._end(sequence, reason, events)
         elif sequence.phase is Phase.DECODE:
             self._ready.append(sequence)
-        else:
-            self._unscheduled_prefill += 1  # preempted meanwhile: logged, computed again with the rest
 
     def _end_reason(self, sequence: Sequence) -> EndReason | None:
         if sequence.num_output and sequence.tokens[-1] in sequence.stop_ids:
             return EndReason.STOP
         return sequence.limit_reason if len(sequence.tokens) >= sequence.limit else None
 
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.phase = Phase.WAITING
-        heapq.heappush(self._waiting, (sequence.arrival, sequence))
-        self._num_waiting += 1
-
-    def _tidy_queue(self) -> None:
-        """Drop ended sequences before those who submit and cancel all day make the queue grow."""
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
-            heapq.heapify(self._waiting)
-
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, its blocks to others; all its tokens are computed again later."""
+        """Back to the queue, its blocks to others; what the cache loses of its tokens is computed again later."""
         self._preemptions += 1
+        sequence.preemptions += 1
+        if sequence.preemptions >= _MAX_PREEMPTED:
+            sequence.priority = Priority.INTERACTIVE
         self._leave_running(sequence)
         sequence.scheduled = 0
         self._unscheduled_prefill += len(sequence.tokens)
-        self._wait(sequence)
+        self._waiting.push(sequence)
         self._release(sequence)
 
     def _end(self, sequence: Sequence, reason: EndReason, events: list[Event]) -> None:
-        if sequence.phase is Phase.WAITING:
-            self._num_waiting -= 1
+        waits = sequence.phase is Phase.WAITING
+        if waits:
             self._unscheduled_prefill -= sequence.unscheduled
         else:
             self._leave_running(sequence)
         sequence.phase = Phase.ENDED
-        self._tidy_queue()
+        if waits:
+            self._waiting.note_ended()
         del self._sequences[sequence.sequence]
-        events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output))
+        cached = sequence.cached_prompt_tokens
+        events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output, cached_prompt_tokens=cached))
         self._release(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
         del self._running[sequence.sequence]
+        self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
         if sequence.phase is Phase.PREFILL:
             self._prefilling.remove(sequence)
             self._unscheduled_prefill -= sequence.unscheduled
@@ -338,6 +358,57 @@ class Scheduler:
             self._num_decodes -= 1
             if sequence in self._ready:
                 self._ready.remove(sequence)
+
+    # Blocks
+
+    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
+        """Blocks that hold the sequence's first tokens already, never the last token, whose logits are wanted.
+
+        None while somebody computes the next of them: waiting for it is quicker than computing it twice.
+        """
+        if not self._limits.prefix_cache:
+            return []
+        size = self._limits.block_size
+        keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
+        known = self._kv.find(keys)
+        return None if len(known) < len(keys) and self._kv.is_coming(keys[len(known)]) else known
+
+    def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
+        """As many of them as can stay while they are copied."""
+        while known and self._kv.num_idle(known) > max(spare_blocks, 0):
+            known = known[: -max(1, self._kv.num_idle(known) - max(spare_blocks, 0))]
+        return known
+
+    def _take_blocks(self, sequence: Sequence, known: list[int], count: int) -> None:
+        """A table for the known tokens: known blocks shared or copied, the others new."""
+        size, room = self._limits.block_size, self._room(sequence)
+        self._kv.hold(known)
+        if self._limits.contiguous_kv:
+            sequence.grow(self._kv.allocate(count, room=room))
+            self._draining_blocks += len(known)
+            sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
+        else:
+            own = self._kv.allocate(count - len(known), room=room - len(known))
+            sequence.grow((*as_runs(known), *own))
+        sequence.scheduled = len(known) * size
+        sequence.known_blocks = len(known)
+        if not sequence.preemptions:
+            sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
+        if self._limits.prefix_cache:
+            keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
+            self._kv.expect(keys[len(known) :], sequence.sequence)
+        self._unscheduled_prefill -= sequence.scheduled
+        self._admitted_tokens += len(sequence.tokens)
+        self._cached_tokens += sequence.scheduled
+
+    def _note_computed(self, sequence: Sequence, end: int) -> None:
+        """Tokens ``[0, end)`` of its table are computed: blocks that are full now may serve others."""
+        full = end // self._limits.block_size if self._limits.prefix_cache else 0
+        if full > sequence.known_blocks:
+            keys = sequence.keys_of(full, block_size=self._limits.block_size)
+            for index in range(sequence.known_blocks, full):
+                self._kv.enter(keys[index], sequence.blocks[index])
+            sequence.known_blocks = full
 
     def _release(self, sequence: Sequence) -> None:
         """Free the blocks; while steps in flight touch them only count them, until the last of those retires."""
@@ -349,9 +420,7 @@ class Scheduler:
         sequence.draining = False
         if sequence.registered:
             self._frees.append(sequence.sequence)
-        self._blocks.release(sequence.forget_blocks())
-
-    # Blocks
+        self._kv.release(sequence.forget_blocks())
 
     def _blocks_for(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self._limits.block_size)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from edgepipe.backend.types import BlockRun
+from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.types import EndReason
+from edgepipe.scheduler.kv import Key, next_key
+from edgepipe.scheduler.types import EndReason, Priority
 
 
 class Phase(Enum):
@@ -29,20 +30,31 @@ class Sequence:
     prompt_tokens: int
     stop_ids: frozenset[int]
     limit: int  # tokens, prompt and output, at which it ends
+    priority: Priority  # changes with age
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
     scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones
     in_flight: int = 0  # steps that touch its blocks
+    preemptions: int = 0
+    cached_prompt_tokens: int = 0  # found computed when it was first admitted
     draining: bool = False  # left, but steps in flight still touch its blocks
     table: list[BlockRun] = field(default_factory=list[BlockRun])
-    num_blocks: int = 0  # in the table
+    blocks: list[int] = field(default_factory=list[int])  # of the table, one by one
+    known_blocks: int = 0  # of them: full, computed and told to the cache
+    keys: list[Key] = field(default_factory=list[Key])  # of full blocks, as far as they were asked for
     new_runs: tuple[BlockRun, ...] = ()  # of the table, not yet told
+    new_copies: tuple[BlockCopy, ...] = ()  # into its blocks, not yet told
     registered: bool = False  # told since its table was last empty
 
     @property
     def num_output(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the table."""
+        return len(self.blocks)
 
     @property
     def unscheduled(self) -> int:
@@ -53,15 +65,22 @@ class Sequence:
         """Append blocks to the table; adjoining runs become one."""
         self.new_runs += runs
         for run in runs:
-            self.num_blocks += run.count
+            self.blocks.extend(range(run.start, run.start + run.count))
             last = self.table[-1] if self.table else None
             if last is not None and last.start + last.count == run.start:
                 self.table[-1] = BlockRun(last.start, last.count + run.count)
             else:
                 self.table.append(run)
 
+    def keys_of(self, num_blocks: int, *, block_size: int) -> list[Key]:
+        """The keys of the first ``num_blocks`` blocks, all of whose tokens are known."""
+        for index in range(len(self.keys), num_blocks):
+            before = self.keys[-1] if self.keys else b""
+            self.keys.append(next_key(before, self.tokens[index * block_size : (index + 1) * block_size]))
+        return self.keys[:num_blocks]
+
     def forget_blocks(self) -> list[BlockRun]:
         """Empty the table and return what it held."""
         table, self.table = self.table, []
-        self.num_blocks, self.new_runs, self.registered = 0, (), False
+        self.blocks, self.known_blocks, self.new_runs, self.registered = [], 0, (), False
         return table

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
+from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId, StepId
 
@@ -17,21 +18,31 @@ class EndReason(Enum):
     CANCELLED = "cancelled"
 
 
+class Priority(IntEnum):
+    """Who goes first when not all can. Batch sequences get older while others pass, so that they go some time."""
+
+    INTERACTIVE = 0  # somebody waits for every token
+    BATCH = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """One token stream that is wanted. Raises RequestInvalid if the prompt is empty or no output is wanted."""
+    """One token stream that is wanted. Raises RequestInvalid for an empty prompt, no output, an unknown priority."""
 
     sequence: SequenceId  # never used before
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()  # output known from before: computed again, never sampled again
     max_tokens: int | None = None  # output tokens, those in ``generated`` included; None: what the context takes
     stop_ids: frozenset[int] = frozenset()  # EOS ids among them, unless they are to be ignored
+    priority: int = Priority.INTERACTIVE
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise RequestInvalid("the prompt is empty", next_step="give at least one token")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestInvalid("no output is wanted", fact="max_tokens is 0", next_step="ask for at least one token")
+        if self.priority not in tuple(Priority):
+            raise RequestInvalid(f"there is no priority {self.priority}", fact="0 is interactive, 1 is batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,7 @@ class SequenceEnded:
     sequence: SequenceId
     reason: EndReason
     num_tokens: int  # output tokens
+    cached_prompt_tokens: int = 0  # of the prompt, found computed already
 
 
 Event = TokenSampled | SequenceEnded
@@ -59,7 +71,7 @@ Event = TokenSampled | SequenceEnded
 class ScheduledStep:
     """One micro-batch, as columns: the same index in the first four is one row. Holds only what changed.
 
-    Order of meaning: ``frees``, then ``registers``, then the rows.
+    Order of meaning: ``frees``, ``registers``, new blocks, ``copies`` one after another, then the rows.
     """
 
     step: StepId  # counts from 1
@@ -73,6 +85,7 @@ class ScheduledStep:
     block_counts: tuple[int, ...]
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
     frees: tuple[SequenceId, ...]  # sequences that are forgotten
+    copies: tuple[BlockCopy, ...] = ()  # blocks computed for one sequence, into the table of another
 
     @property
     def num_rows(self) -> int:

@@ -33,5 +33,6 @@ def step_to_wire(
             token_ids=step.token_ids if with_token_ids else (),
             registers=[registration_to_wire(registration) for registration in registrations],
             frees=step.frees,
+            copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )
     )

@@ -14,7 +14,7 @@ from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import StageLost, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, SequenceId, StepId
 from edgepipe.sampling import SamplingParams
-from edgepipe.scheduler import EvenPolicy, Scheduler, SchedulerLimits, SequenceSpec
+from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import LinkSample, Registration, StepTiming
@@ -26,7 +26,7 @@ EPOCH = Epoch(1, EngineId("engine-0123456789abcdef"))
 
 def test_a_steady_plan_is_small() -> None:
     scheduler = Scheduler(
-        SchedulerLimits(num_blocks=60_000, block_size=16, context_length=32_768, micro_batches=1), EvenPolicy()
+        SchedulerLimits(num_blocks=60_000, block_size=16, context_length=32_768, micro_batches=1), ThrottledPolicy()
     )
     prompt = tuple(range(100_000, 100_500))
     scheduler.submit([SequenceSpec(sequence=SequenceId(70_000 + i), prompt=prompt) for i in range(64)])
@@ -45,7 +45,7 @@ def test_a_steady_plan_is_small() -> None:
 
 
 def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -> None:
-    scheduler = Scheduler(SchedulerLimits(num_blocks=8, block_size=4, context_length=32, micro_batches=1), EvenPolicy())
+    scheduler = Scheduler(SchedulerLimits(num_blocks=8, block_size=4, context_length=32, micro_batches=1), ThrottledPolicy())
     scheduler.submit([SequenceSpec(sequence=SequenceId(5), prompt=(7, 8, 9))])
     step = scheduler.next_step()
     assert step is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import (
     EndReason,
-    EvenPolicy,
     Event,
     Policy,
     ScheduledStep,
@@ -17,17 +17,23 @@ from edgepipe.scheduler import (
     SchedulerLimits,
     SequenceEnded,
     SequenceSpec,
+    ThrottledPolicy,
     TokenSampled,
 )
 
 VOCAB = 97
 
 
+def fold(value: int, token: int) -> int:
+    """What a token's KV holds, given that of the token before it."""
+    return (value * 31 + token + 1) % 1_000_003
+
+
 def next_token(tokens: Sequence[int]) -> int:
     """The oracle: depends on every token and on their order."""
     value = 7
     for token in tokens:
-        value = (value * 31 + token + 1) % 1_000_003
+        value = fold(value, token)
     return value % VOCAB
 
 
@@ -47,7 +53,7 @@ class World:
     """Drives a scheduler and computes its steps the way stages would: in order, from tables and slots."""
 
     limits: SchedulerLimits
-    policy: Policy = field(default_factory=EvenPolicy)
+    policy: Policy = field(default_factory=ThrottledPolicy)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.policy)
@@ -56,7 +62,7 @@ class World:
         self.ended: dict[SequenceId, SequenceEnded] = {}
         self.in_flight: deque[ScheduledStep] = deque()
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
-        self.slots: dict[int, int] = {}  # block * block_size + offset -> token
+        self.slots: dict[int, tuple[int, int]] = {}  # block * block_size + offset -> token, and all up to it folded
         self.steps: list[ScheduledStep] = []
 
     def submit(self, *specs: SequenceSpec) -> None:
@@ -125,47 +131,70 @@ class World:
         assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
 
     def _check_new(self, step: ScheduledStep) -> None:
-        """No block is given away while somebody's table or a step in flight holds it. Tables advance as at a stage."""
-        held = {block for sent in self.in_flight for block in self._touched[sent.step]}
+        """No block is written while somebody else's table or step in flight holds it. Tables advance as at a stage."""
+        size = self.limits.block_size
         for sequence in step.frees:
             del self.tables[sequence]
         for sequence in step.registers:
             assert sequence not in self.tables
             self.tables[sequence] = []
-        held |= {block for table in self.tables.values() for block in table}
+        new: set[int] = set()
         for row, start, count in zip(step.block_rows, step.block_starts, step.block_counts, strict=True):
-            blocks = range(start, start + count)
-            assert not held & set(blocks), "a block is owned twice"
-            assert 0 <= start
-            assert start + count <= self.limits.num_blocks
-            held |= set(blocks)
-            self.tables[step.sequences[row]] += blocks
+            assert 0 <= start < start + count <= self.limits.num_blocks
+            self.tables[step.sequences[row]] += range(start, start + count)
+            new |= set(range(start, start + count))
+        assert {copy.target for copy in step.copies} <= new, "a copy goes into a table that has been told"
+        in_flight = set().union(*self._reads.values()) | {
+            copy.source for sent in self.in_flight for copy in sent.copies
+        }
+        written = {copy.target for copy in step.copies}
+        assert not written & in_flight, "a copy goes over a block in use"
+        for sequence, position in zip(step.sequences, step.positions, strict=True):
+            others = {block for other, table in self.tables.items() if other != sequence for block in table}
+            begun = {block for sent in self.in_flight if sequence in sent.sequences for block in self.tables[sequence]}
+            mine = set(self.tables[sequence][position // size :])
+            written |= mine
+            assert not mine & others, "a block is written that somebody else holds"
+            assert not (mine - begun) & in_flight, "a block is written that a step in flight uses"
+        assert not written & {copy.source for copy in step.copies}, "a copy reads what its step writes"
         assert len(set(step.sequences)) == step.num_rows
         sampling = {
             s for sent in self.in_flight for s, samples in zip(sent.sequences, sent.samples, strict=True) if samples
         }
         assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
-        self._touched[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
+        self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
         self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
 
     def _compute(self, step: ScheduledStep) -> list[int]:
         ids: list[int] = []
         tokens = iter(step.token_ids)
-        tables = self._snapshot.pop(step.step)
-        del self._touched[step.step]
+        tables, size = self._snapshot.pop(step.step), self.limits.block_size
+        del self._reads[step.step]
+        for copy in step.copies:
+            for offset in range(size):
+                self.slots[copy.target * size + offset] = self.slots[copy.source * size + offset]
         rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
         for sequence, position, num_tokens, samples in rows:
-            table, size = tables[sequence], self.limits.block_size
+            table = tables[sequence]
             assert position + num_tokens <= len(table) * size
             slot = [table[p // size] * size + p % size for p in range(position + num_tokens)]
             for p in range(position, position + num_tokens):
-                self.slots[slot[p]] = next(tokens)
-            if samples:
-                ids.append(next_token([self.slots[s] for s in slot]))
+                token = next(tokens)
+                self.slots[slot[p]] = (token, fold(self.slots[slot[p - 1]][1] if p else 7, token))
+            ids += [self._read(sequence, slot)] if samples else []
         assert next(tokens, None) is None
         return ids
 
-    _touched: dict[int, set[int]] = field(default_factory=dict)
+    def _read(self, sequence: SequenceId, slot: list[int]) -> int:
+        """The next token from the KV, every slot of which must hold what belongs there."""
+        spec, value = self.specs[sequence], 7
+        known = [*spec.prompt, *self.output[sequence]]
+        for place, token in zip(slot, known[: len(slot)], strict=True):
+            value = fold(value, token)
+            assert self.slots[place] == (token, value), "a slot holds somebody else's token"
+        return value % VOCAB
+
+    _reads: dict[int, set[int]] = field(default_factory=dict)
     _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
 
 
@@ -175,7 +204,7 @@ def spec(sequence: int, prompt: int | Sequence[int] = 4, **more: object) -> Sequ
     return SequenceSpec(sequence=SequenceId(sequence), prompt=tokens, **more)  # type: ignore[arg-type]
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: Any) -> SchedulerLimits:
     """A small pipeline."""
-    defaults = {"num_blocks": 64, "block_size": 4, "context_length": 200, "micro_batches": 2}
+    defaults: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "context_length": 200, "micro_batches": 2}
     return SchedulerLimits(**{**defaults, **changes})

@@ -6,7 +6,7 @@ import pytest
 from scheduler_world import World, limits, next_token, reference, spec
 
 from edgepipe.errors import PromptTooLong, QueueFull, RequestInvalid
-from edgepipe.scheduler import EndReason, EvenPolicy
+from edgepipe.scheduler import EndReason, SarathiPolicy
 
 
 def test_one_sequence_gets_the_oracles_tokens() -> None:
@@ -77,7 +77,7 @@ def test_what_was_complete_before_ends_without_a_step(generated: tuple[int, ...]
 
 
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
-    world = World(limits(micro_batches=3), EvenPolicy(max_prefill_tokens=8))
+    world = World(limits(micro_batches=3), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 20, max_tokens=3))
     assert world.fill() == 3
     assert [step.num_tokens for step in world.steps] == [(8,), (8,), (4,)]
@@ -88,14 +88,14 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
 
 
 def test_decodes_and_a_chunk_share_a_step() -> None:
-    world = World(limits(micro_batches=1), EvenPolicy(max_prefill_tokens=8))
+    world = World(limits(micro_batches=1), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 4, max_tokens=10))
     world.fill()
     world.submit(spec(2, 20, max_tokens=2))
     world.retire()
     world.fill()
     assert world.steps[-1].sequences == (1, 2)
-    assert world.steps[-1].num_tokens == (1, 8)
+    assert world.steps[-1].num_tokens == (1, 7)
     world.run()
     world.check_outputs()
 
@@ -169,7 +169,7 @@ def test_a_token_in_flight_survives_its_sequences_preemption() -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 def test_cancel_at_any_moment_frees_everything(turns: int) -> None:
-    world = World(limits(micro_batches=2), EvenPolicy(max_prefill_tokens=6))
+    world = World(limits(micro_batches=2), SarathiPolicy(max_tokens=6))
     world.submit(spec(1, 16, max_tokens=30), spec(2, 4, max_tokens=5))
     world.fill()
     for _ in range(turns):
@@ -239,7 +239,7 @@ def test_submitting_and_cancelling_all_day_keeps_the_queue_short() -> None:
     for index in range(3, 1000):
         world.submit(spec(index))
         world.cancel(index)
-    assert len(world.scheduler._waiting) < 100  # pyright: ignore[reportPrivateUsage]
+    assert world.scheduler._waiting.num_entries < 100  # pyright: ignore[reportPrivateUsage]
     world.run()
     world.assert_invariants()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_world import VOCAB, World, limits, spec
 
 from edgepipe.errors import PromptTooLong, QueueFull
-from edgepipe.scheduler import EvenPolicy, SchedulerLimits
+from edgepipe.scheduler import POLICIES, Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy, make_policy
 
 Action = tuple[str, int, int, int]
 
@@ -19,27 +20,58 @@ pipelines = st.builds(
     micro_batches=st.integers(1, 6),
     max_running=st.integers(1, 8),
     max_waiting=st.integers(1, 12),
+    contiguous_kv=st.booleans(),
+    prefix_cache=st.sampled_from([True, True, False]),
+)
+policies = st.one_of(
+    st.builds(SarathiPolicy, max_tokens=st.integers(1, 40)),
+    st.builds(
+        ThrottledPolicy,
+        max_prefill_tokens=st.integers(1, 60),
+        min_prefill_tokens=st.integers(1, 20),
+        spread_steps=st.integers(1, 8),
+        kv_threshold=st.sampled_from([0.0, 0.05, 0.5]),
+        trim_to_tiles=st.booleans(),
+    ),
 )
 actions = st.lists(
-    st.tuples(st.sampled_from("ssrrrrrc"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
+    st.tuples(st.sampled_from("sssrrrrrcm"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pipeline=pipelines, chunk=st.integers(1, 40), actions=actions)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pipeline=pipelines, policy=policies, actions=actions)
 def test_every_sequence_gets_its_tokens_whatever_happens(
-    pipeline: SchedulerLimits, chunk: int, actions: list[Action]
+    pipeline: SchedulerLimits, policy: Policy, actions: list[Action]
 ) -> None:
-    world = World(pipeline, EvenPolicy(max_prefill_tokens=chunk))
+    play(pipeline, policy, actions)
+
+
+@pytest.mark.long
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pipeline=pipelines, policy=policies, actions=actions)
+def test_every_sequence_gets_its_tokens_in_many_more_worlds(
+    pipeline: SchedulerLimits, policy: Policy, actions: list[Action]
+) -> None:
+    play(pipeline, policy, actions)
+
+
+def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> None:
+    """Do all this, then let the rest run."""
+    world = World(pipeline, policy)
     next_id = 0
     for kind, a, b, c in actions:
         if kind == "s":
             next_id += 1
-            _try_submit(world, next_id, prompt=a, max_tokens=b, stop=c)
+            _try_submit(world, next_id, prompt=a, max_tokens=b, fate=c)
         elif kind == "r" and world.in_flight:
             world.retire()
         elif kind == "c" and next_id:
             world.cancel(a % next_id + 1, at_position=c)
+        elif kind == "m":
+            world.scheduler.set_micro_batches(a % 6 + 1)
+            world.scheduler.set_link_cap(b if c % 2 else None)
+            world.scheduler.set_tiles((c + 1, c + b))
         world.fill()
     world.run()
     world.check_outputs()
@@ -51,9 +83,12 @@ def test_every_sequence_gets_its_tokens_whatever_happens(
     prompts=st.lists(st.integers(1, 30), min_size=2, max_size=12),
     num_blocks=st.integers(10, 30),
     micro_batches=st.integers(1, 4),
+    policy=st.sampled_from(POLICIES),
 )
-def test_nobody_starves_and_no_token_is_sampled_twice(prompts: list[int], num_blocks: int, micro_batches: int) -> None:
-    world = World(limits(num_blocks=num_blocks, micro_batches=micro_batches))
+def test_nobody_starves_and_no_token_is_sampled_twice(
+    prompts: list[int], num_blocks: int, micro_batches: int, policy: str
+) -> None:
+    world = World(limits(num_blocks=num_blocks, micro_batches=micro_batches), make_policy(policy))
     world.submit(*(spec(index, length, max_tokens=10) for index, length in enumerate(prompts, start=1)))
     world.run()
     world.check_outputs()
@@ -68,7 +103,7 @@ def test_nobody_starves_and_no_token_is_sampled_twice(prompts: list[int], num_bl
 def test_decodes_become_and_stay_even(num_sequences: int, micro_batches: int, prompt: int) -> None:
     world = World(limits(num_blocks=2048, micro_batches=micro_batches))
     world.submit(*(spec(index, prompt, max_tokens=100) for index in range(1, num_sequences + 1)))
-    for _ in range(8 * micro_batches):
+    for _ in range(8 * micro_batches + 32):
         world.fill()
         world.retire()
     for _ in range(micro_batches):
@@ -79,10 +114,14 @@ def test_decodes_become_and_stay_even(num_sequences: int, micro_batches: int, pr
         world.retire()
 
 
-def _try_submit(world: World, sequence: int, *, prompt: int, max_tokens: int, stop: int) -> None:
-    stops = frozenset(range(0, VOCAB, 9)) if stop % 3 == 0 else frozenset[int]()
-    generated = tuple((sequence + i) % VOCAB for i in range(stop % 4))
+def _try_submit(world: World, sequence: int, *, prompt: int, max_tokens: int, fate: int) -> None:
+    """``fate`` chooses stop ids, an earlier attempt's tokens, the priority, and whose prompt its own resembles."""
+    stops = frozenset(range(0, VOCAB, 9)) if fate % 3 == 0 else frozenset[int]()
+    generated = tuple((sequence + i) % VOCAB for i in range(fate % 4))
+    more = {"max_tokens": max_tokens, "stop_ids": stops, "generated": generated, "priority": fate % 5 // 3}
+    alike = prompt * (fate % 7) // 7 if fate % 2 else prompt
+    tokens = [(i * 7 if i < alike else sequence * 13 + i) % VOCAB for i in range(prompt)]
     try:
-        world.submit(spec(sequence, prompt, max_tokens=max_tokens, stop_ids=stops, generated=generated))
+        world.submit(spec(sequence, tokens, **more))
     except (PromptTooLong, QueueFull):
         return
