@@ -1,5 +1,20 @@
-"""``python -m edgepipe.cli``: the same as ``edgepipe``."""
+"""``python -m edgepipe.cli``: the same as ``edgepipe``. Imports late, so that ^C during imports is quiet too."""
 
-from edgepipe.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+from typing import NoReturn
+
+
+def start() -> NoReturn:
+    """Run the command line of this process."""
+    try:
+        from edgepipe.cli.main import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    start()

