@@ -21,6 +21,7 @@ def serve(
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as few as hold it.")] = 0,
     plan: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
     micro_batches: Annotated[str, typer.Option("--micro-batches", help="Micro-batches in flight: auto or K.")] = "auto",
+    policy: Annotated[str, typer.Option("--policy", help="Of the scheduler: throttled or sarathi.")] = "throttled",
     context: Annotated[int, typer.Option("--context", min=0, help="Tokens per conversation; 0: the model's.")] = 0,
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens kept for all; 0: by memory.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
@@ -37,6 +38,7 @@ def serve(
         nodes=nodes,
         plan=plan,
         micro_batches=micro_batches,
+        policy=policy,
         context=context,
         kv_tokens=kv_tokens,
         dtype=dtype,
@@ -57,12 +59,14 @@ def serve_request(
     nodes: int = 0,
     plan: str = "",
     micro_batches: str = "auto",
+    policy: str = "throttled",
     context: int = 0,
     kv_tokens: int = 0,
     dtype: str = "auto",
     activations: str = "bf16",
 ) -> node_pb2.ServeRequest:
     """The request that the flags mean. Raises ConfigInvalid."""
+    from edgepipe.scheduler.policy import make_policy
     from edgepipe.wire.v1 import common_pb2, node_pb2
 
     kinds = {"bf16": common_pb2.ACTIVATION_TYPE_BF16, "float32": common_pb2.ACTIVATION_TYPE_FLOAT32}
@@ -70,8 +74,10 @@ def serve_request(
         raise ConfigInvalid(f"--activations cannot be '{activations}'", next_step="give bf16 or float32")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
+    make_policy(policy)
     options = node_pb2.ServeSpec(
         micro_batches=_micro_batches(micro_batches),
+        policy=policy if policy != "throttled" else "",
         context_length=context,
         kv_tokens=kv_tokens,
         dtype="" if dtype == "auto" else dtype,

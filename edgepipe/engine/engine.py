@@ -22,8 +22,8 @@ from edgepipe.errors import ClusterError, EdgepipeError, NoFeasiblePlacement, Pl
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
-from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits, ThrottledPolicy
-from edgepipe.wire.engines import EngineState, ServeSpec, StageState
+from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits, ThrottledPolicy, make_policy
+from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec, StageState
 from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
@@ -62,7 +62,7 @@ class Engine:
         timeouts: EngineTimeouts | None = None,
         network: Network | None = None,
     ) -> None:
-        """Raises PlanInvalid if the spec places nothing.
+        """Raises PlanInvalid if the spec places nothing, ConfigInvalid if it names a policy that does not exist.
 
         nodes          HOST:PORT of every node that the spec names
         hello          this process, as it introduces itself to nodes, stages and gateways
@@ -81,7 +81,7 @@ class Engine:
         self._on_state = on_state
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
-        self._policy = policy or ThrottledPolicy(max_prefill_tokens=self._limits.max_prefill_tokens)
+        self._policy = policy or _policy(spec.policy, self._limits)
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._pipeline_id = pipeline_id
         self._pipeline: _Pipeline | None = None
@@ -117,8 +117,11 @@ class Engine:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve gateways there."""
-        service = EngineService(hello=self._hello, door=lambda: self._door, state=self.state)
+        service = EngineService(hello=self._hello, door=lambda: self._door, state=self.state, trace=self._trace)
         engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+
+    def _trace(self, after_step: int) -> EngineTrace | None:
+        return self._pipeline.pump.trace(after_step=after_step) if self._pipeline is not None else None
 
     def state(self) -> EngineState:
         """What it is and does at this moment."""
@@ -334,6 +337,10 @@ class Engine:
         if state != self._told:
             self._told = state
             self._on_state(state)
+
+
+def _policy(name: str, limits: EngineLimits) -> Policy:
+    return make_policy(name) if name else ThrottledPolicy(max_prefill_tokens=limits.max_prefill_tokens)
 
 
 def _stage_state(site: StageSite) -> StageState:

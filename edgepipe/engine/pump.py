@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.meter import StageMeter, WindowSum
+from edgepipe.engine.recorder import StepRecorder
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
 from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
 from edgepipe.wire.steps import step_to_wire
 
@@ -53,6 +55,7 @@ class Pump:
         self._registration: Callable[[SequenceId], Registration] = _unknown
         self._on_events: Callable[[list[Event]], None] = _ignored
         self.stale_reports = 0  # of other epochs, dropped
+        self._recorder = StepRecorder(clock, num_stages=0)  # made anew when the stages are known
         self.meters: list[StageMeter] = []
         self.tokens = WindowSum(clock)
 
@@ -68,6 +71,7 @@ class Pump:
         self._registration = registration
         self._on_events = on_events
         self.meters = [StageMeter(self._clock) for _ in stages]
+        self._recorder = StepRecorder(self._clock, num_stages=len(stages))
 
     async def run(self) -> None:
         """Send steps whenever there are any, until cancelled. Raises what ends the epoch."""
@@ -105,6 +109,7 @@ class Pump:
         meter = self.meters[site.index]
         for timing in report.timings:
             meter.note_timing(timing)
+            self._recorder.timed(site.index, timing)
         if isinstance(report, StageTimings):
             for sample in report.links:
                 meter.note_link(sample)
@@ -117,6 +122,14 @@ class Pump:
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""
         return self._scheduler.stats()
+
+    def trace(self, *, after_step: int) -> EngineTrace:
+        """What ran lately, step by step."""
+        return EngineTrace(
+            steps=tuple(self._recorder.steps(after=after_step)),
+            now_us=self._recorder.now_us(),
+            preemptions=self._scheduler.stats().preemptions,
+        )
 
     def _retire(self, site: StageSite, done: StepDone) -> None:
         self._check(site, done)
@@ -146,6 +159,7 @@ class Pump:
     def _fill(self) -> None:
         while self._error is None and (step := self._scheduler.next_step()) is not None:
             self._send(step)
+            self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
         if self._in_flight:
             oldest = self._in_flight[0]

@@ -14,7 +14,7 @@ from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
 from edgepipe.wire.common import check_hello
-from edgepipe.wire.engines import EngineState, engine_state_to_wire
+from edgepipe.wire.engines import EngineState, EngineTrace, engine_state_to_wire, trace_to_wire
 from edgepipe.wire.requests import (
     cancellation_from_wire,
     hello_from_wire,
@@ -98,11 +98,18 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     """Translates calls; what they mean is the table's business."""
 
     def __init__(
-        self, *, hello: common_pb2.Hello, door: Callable[[], Door | None], state: Callable[[], EngineState]
+        self,
+        *,
+        hello: common_pb2.Hello,
+        door: Callable[[], Door | None],
+        state: Callable[[], EngineState],
+        trace: Callable[[int], EngineTrace | None],
     ) -> None:
+        """``trace`` is given a step and tells what ran after it; None while no pipeline stands."""
         self._hello = hello
         self._door = door
         self._state = state
+        self._trace = trace
 
     async def Generate(
         self, request_iterator: AsyncIterator[engine_pb2.GatewayMessage], context: Context
@@ -127,6 +134,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Describe(self, request: engine_pb2.DescribeEngine, context: Context) -> engine_pb2.EngineState:
         """The engine's state."""
         return engine_state_to_wire(self._state())
+
+    async def Trace(self, request: engine_pb2.TraceEngine, context: Context) -> engine_pb2.EngineTrace:
+        """What ran lately. Raises PeerClosed while there is no pipeline."""
+        trace = self._trace(request.after_step)
+        if trace is None:
+            raise self._not_ready()
+        return trace_to_wire(trace)
 
     def _not_ready(self) -> EdgepipeError:
         state = self._state()

@@ -41,6 +41,7 @@ class ServeSpec:
     kv_tokens: int = 0  # wanted KV pool; 0: decided by free memory
     dtype: str = "auto"
     activation_type: ActivationType = ActivationType.BF16
+    policy: str = ""  # of the scheduler; empty: the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,28 @@ class EngineState:
     progress: float = 0.0  # 0..1 while loading
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One step as the engine remembers it. Each machine has a monotonic clock of its own."""
+
+    step: int
+    decode_rows: int
+    prefill_tokens: int
+    micro_batches: int  # M when it was planned
+    planned_us: int  # engine's clock
+    used_blocks: int  # of the KV pool, when it was planned
+    spans: tuple[tuple[int, int], ...]  # per stage: when its device began and ended, stage's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTrace:
+    """What ran lately."""
+
+    steps: tuple[StepTrace, ...]
+    now_us: int  # engine's clock
+    preemptions: int  # since the epoch began
+
+
 def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
     """What is to be served, for the wire."""
     return node_pb2.ServeSpec(
@@ -99,6 +122,7 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
         kv_tokens=spec.kv_tokens,
         dtype=spec.dtype,
         activation_type=activation_type_to_wire(spec.activation_type),
+        policy=spec.policy,
     )
 
 
@@ -117,6 +141,7 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
         kv_tokens=message.kv_tokens,
         dtype=message.dtype or "auto",
         activation_type=ActivationType.BF16 if unspecified else activation_type_from_wire(message.activation_type),
+        policy=message.policy,
     )
 
 
@@ -202,3 +227,36 @@ def _stage_from_wire(message: engine_pb2.StageState) -> StageState:
         upload_ms=message.upload_ms,
         one_way_ms=message.one_way_ms,
     )
+
+
+def trace_to_wire(trace: EngineTrace) -> engine_pb2.EngineTrace:
+    """What ran lately, for the wire."""
+    message = engine_pb2.EngineTrace(now_us=trace.now_us, preemptions=trace.preemptions)
+    for step in trace.steps:
+        message.steps.add(
+            step=step.step,
+            decode_rows=step.decode_rows,
+            prefill_tokens=step.prefill_tokens,
+            micro_batches=step.micro_batches,
+            planned_us=step.planned_us,
+            used_blocks=step.used_blocks,
+            spans=[engine_pb2.DeviceSpan(begin_us=begin_us, end_us=end_us) for begin_us, end_us in step.spans],
+        )
+    return message
+
+
+def trace_from_wire(message: engine_pb2.EngineTrace) -> EngineTrace:
+    """What ran lately."""
+    steps = tuple(
+        StepTrace(
+            step=step.step,
+            decode_rows=step.decode_rows,
+            prefill_tokens=step.prefill_tokens,
+            micro_batches=step.micro_batches,
+            planned_us=step.planned_us,
+            used_blocks=step.used_blocks,
+            spans=tuple((span.begin_us, span.end_us) for span in step.spans),
+        )
+        for step in message.steps
+    )
+    return EngineTrace(steps=steps, now_us=message.now_us, preemptions=message.preemptions)

@@ -338,6 +338,123 @@ class DescribeEngine(_message.Message):
 Global___DescribeEngine: _TypeAlias = DescribeEngine  # noqa: Y015
 
 @_typing.final
+class TraceEngine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
+    after_step: _builtins.int
+    """only steps beyond it"""
+    def __init__(
+        self,
+        *,
+        after_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceEngine: _TypeAlias = TraceEngine  # noqa: Y015
+
+@_typing.final
+class EngineTrace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    NOW_US_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    now_us: _builtins.int
+    """engine's monotonic clock"""
+    preemptions: _builtins.int
+    """since the epoch began"""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTrace]:
+        """oldest first, as far back as the engine remembers"""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepTrace] | None = ...,
+        now_us: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_us", b"now_us", "preemptions", b"preemptions", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTrace: _TypeAlias = EngineTrace  # noqa: Y015
+
+@_typing.final
+class StepTrace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    DECODE_ROWS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    PLANNED_US_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    decode_rows: _builtins.int
+    prefill_tokens: _builtins.int
+    micro_batches: _builtins.int
+    """M when it was planned"""
+    planned_us: _builtins.int
+    """engine's monotonic clock"""
+    used_blocks: _builtins.int
+    """of the KV pool, when it was planned"""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceSpan]:
+        """one per stage, in the order of a token's way; fewer while some have not told"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        decode_rows: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        micro_batches: _builtins.int = ...,
+        planned_us: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        spans: _abc.Iterable[Global___DeviceSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_rows", b"decode_rows", "micro_batches", b"micro_batches", "planned_us", b"planned_us", "prefill_tokens", b"prefill_tokens", "spans", b"spans", "step", b"step", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTrace: _TypeAlias = StepTrace  # noqa: Y015
+
+@_typing.final
+class DeviceSpan(_message.Message):
+    """When a stage's device worked on a step; the stage's monotonic clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_US_FIELD_NUMBER: _builtins.int
+    END_US_FIELD_NUMBER: _builtins.int
+    begin_us: _builtins.int
+    end_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        begin_us: _builtins.int = ...,
+        end_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_us", b"begin_us", "end_us", b"end_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceSpan: _TypeAlias = DeviceSpan  # noqa: Y015
+
+@_typing.final
 class EngineState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

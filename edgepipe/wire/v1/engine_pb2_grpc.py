@@ -44,6 +44,11 @@ class EngineStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.DescribeEngine.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineState.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/edgepipe.wire.v1.Engine/Trace',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.TraceEngine.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineTrace.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -62,6 +67,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """What ran lately, step by step: for benches and for people who look into a running pipeline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.DescribeEngine.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineState.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.TraceEngine.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineTrace.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class Engine:
             '/edgepipe.wire.v1.Engine/Describe',
             edgepipe_dot_wire_dot_v1_dot_engine__pb2.DescribeEngine.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Engine/Trace',
+            edgepipe_dot_wire_dot_v1_dot_engine__pb2.TraceEngine.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_engine__pb2.EngineTrace.FromString,
             options,
             channel_credentials,
             insecure,

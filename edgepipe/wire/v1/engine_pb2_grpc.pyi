@@ -34,6 +34,8 @@ class EngineStub:
     Generate: _grpc.StreamStreamMultiCallable[_engine_pb2.GatewayMessage, _engine_pb2.EngineEvent]
     """One stream per gateway; carries all its requests."""
     Describe: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DescribeEngine, _engine_pb2.EngineState]
+    Trace: _grpc.UnaryUnaryMultiCallable[_engine_pb2.TraceEngine, _engine_pb2.EngineTrace]
+    """What ran lately, step by step: for benches and for people who look into a running pipeline."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -41,6 +43,8 @@ class EngineAsyncStub(EngineStub):
     Generate: _aio.StreamStreamMultiCallable[_engine_pb2.GatewayMessage, _engine_pb2.EngineEvent]  # type: ignore[assignment]
     """One stream per gateway; carries all its requests."""
     Describe: _aio.UnaryUnaryMultiCallable[_engine_pb2.DescribeEngine, _engine_pb2.EngineState]  # type: ignore[assignment]
+    Trace: _aio.UnaryUnaryMultiCallable[_engine_pb2.TraceEngine, _engine_pb2.EngineTrace]  # type: ignore[assignment]
+    """What ran lately, step by step: for benches and for people who look into a running pipeline."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +61,13 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.DescribeEngine,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.EngineState, _abc.Awaitable[_engine_pb2.EngineState]]: ...
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _engine_pb2.TraceEngine,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.EngineTrace, _abc.Awaitable[_engine_pb2.EngineTrace]]:
+        """What ran lately, step by step: for benches and for people who look into a running pipeline."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -473,6 +473,7 @@ class ServeSpec(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -483,6 +484,8 @@ class ServeSpec(_message.Message):
     """wanted KV pool; 0: decided by free memory"""
     dtype: _builtins.str
     activation_type: _common_pb2.ActivationType.ValueType
+    policy: _builtins.str
+    """of the scheduler; empty: the default"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     def __init__(
@@ -496,10 +499,11 @@ class ServeSpec(_message.Message):
         kv_tokens: _builtins.int = ...,
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "context_length", b"context_length", "dtype", b"dtype", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "context_length", b"context_length", "dtype", b"dtype", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "policy", b"policy", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

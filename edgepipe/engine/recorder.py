@@ -1,0 +1,79 @@
+"""Remembers the newest steps: what was planned, and when each stage's device worked on it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgepipe.clock import Clock
+from edgepipe.scheduler import ScheduledStep, SchedulerStats
+from edgepipe.wire.engines import StepTrace
+from edgepipe.wire.plans import StepTiming
+
+_STEPS_KEPT = 4096  # a minute of a fast pipeline; about 3 MB
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorded:
+    decode_rows: int
+    prefill_tokens: int
+    micro_batches: int
+    planned_us: int
+    used_blocks: int
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by stage
+
+
+class StepRecorder:
+    """Bounded; the oldest step is forgotten first."""
+
+    def __init__(self, clock: Clock, *, num_stages: int, kept: int = _STEPS_KEPT) -> None:
+        self._clock = clock
+        self._kept = kept
+        self._steps: OrderedDict[int, _Recorded] = OrderedDict()
+        self._busy_until_us = [0] * num_stages
+
+    def planned(self, step: ScheduledStep, stats: SchedulerStats) -> None:
+        """A step goes to the stages."""
+        decode = sum(1 for count, samples in zip(step.num_tokens, step.samples, strict=True) if samples and count == 1)
+        self._steps[step.step] = _Recorded(
+            decode_rows=decode,
+            prefill_tokens=len(step.token_ids) - decode,
+            micro_batches=stats.micro_batches,
+            planned_us=int(self._clock.monotonic_s() * 1e6),
+            used_blocks=stats.num_blocks - stats.free_blocks,
+        )
+        if len(self._steps) > self._kept:
+            self._steps.popitem(last=False)
+
+    def timed(self, stage: int, timing: StepTiming) -> None:
+        """A stage told of one of its slices; of several slices the whole span counts.
+
+        A device is given the next step before it is done with the last one, so it begins when that one ends.
+        """
+        end_us = timing.started_us + timing.compute_us
+        begin_us = max(timing.started_us, min(self._busy_until_us[stage], end_us))
+        self._busy_until_us[stage] = max(self._busy_until_us[stage], end_us)
+        if recorded := self._steps.get(timing.step):
+            known = recorded.spans.get(stage, (begin_us, end_us))
+            recorded.spans[stage] = (min(known[0], begin_us), max(known[1], end_us))
+
+    def steps(self, *, after: int) -> Sequence[StepTrace]:
+        """What is remembered of the steps beyond ``after``, oldest first."""
+        return [
+            StepTrace(
+                step=number,
+                decode_rows=step.decode_rows,
+                prefill_tokens=step.prefill_tokens,
+                micro_batches=step.micro_batches,
+                planned_us=step.planned_us,
+                used_blocks=step.used_blocks,
+                spans=tuple(step.spans[stage] for stage in sorted(step.spans)),
+            )
+            for number, step in self._steps.items()
+            if number > after
+        ]
+
+    def now_us(self) -> int:
+        """The clock of ``planned_us``."""
+        return int(self._clock.monotonic_s() * 1e6)
