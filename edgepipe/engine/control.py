@@ -33,6 +33,7 @@ class StageSite:
     weight_bytes: int
     kv_block_bytes: int
     max_blocks: int
+    contiguous_kv: bool = False  # attends over runs of blocks as views
 
     @property
     def label(self) -> str:

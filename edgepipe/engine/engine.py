@@ -259,6 +259,7 @@ class Engine:
             micro_batches=self._base.micro_batches,
             max_running=self._limits.max_running,
             max_waiting=self._limits.max_waiting,
+            contiguous_kv=any(site.contiguous_kv for site in sites),
         )
 
     def _pipeline_spec(self, sites: list[StageSite], site: StageSite, limits: SchedulerLimits) -> PipelineSpec:

@@ -156,6 +156,7 @@ class Preparation:
             weight_bytes=prepared.weight_bytes,
             kv_block_bytes=prepared.kv_block_bytes,
             max_blocks=prepared.max_blocks,
+            contiguous_kv=prepared.profile.contiguous_kv,
         )
 
     async def _release_node(self, node_id: NodeId) -> None:

@@ -27,7 +27,7 @@ class EngineLimits:
     block_size: int = 16  # tokens
     max_running: int = 256  # sequences in the KV cache at once
     max_waiting: int = 1024  # sequences in the queue
-    max_prefill_tokens: int = 512  # per step
+    max_prefill_tokens: int = 2048  # per step
     max_choices: int = 128  # per request, as in OpenAI's API
     max_finished: int = 1024  # requests whose result is kept for a gateway that resumes
     default_contexts: int = 4  # full contexts that the KV pool shall hold where nobody says how large it is

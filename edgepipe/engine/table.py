@@ -114,7 +114,12 @@ class RequestTable:
                 choice.log.append(event.token_id)
                 self._mark(choice)
             else:
-                self._end(choice, Ending(reason=event.reason.value, num_tokens=event.num_tokens))
+                ending = Ending(
+                    reason=event.reason.value,
+                    num_tokens=event.num_tokens,
+                    cached_prompt_tokens=event.cached_prompt_tokens,
+                )
+                self._end(choice, ending)
 
     def registration(self, sequence: SequenceId) -> Registration:
         """How stages learn of a sequence that a step begins."""
@@ -195,6 +200,7 @@ class RequestTable:
             generated=tuple(choice.log),
             max_tokens=submission.max_tokens or None,
             stop_ids=submission.stop_token_ids.union(eos),
+            priority=submission.priority,
         )
 
     def _new_choice(self, request: Request, index: int) -> Choice:

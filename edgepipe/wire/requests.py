@@ -54,6 +54,7 @@ class Ending:
     reason: str  # "stop" | "length" | "cancelled" | "error"
     num_tokens: int  # output tokens of the choice
     error: EdgepipeError | None = None
+    cached_prompt_tokens: int = 0  # of the prompt, found computed already
 
 
 GatewayCommand = Submission | Cancellation | Resumption
@@ -139,6 +140,7 @@ def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: 
             reason=ending.reason,
             num_tokens=ending.num_tokens,
             error=None if ending.error is None else error_to_wire(ending.error),
+            cached_prompt_tokens=ending.cached_prompt_tokens,
         )
     )
 

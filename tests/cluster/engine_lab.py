@@ -25,7 +25,7 @@ from edgepipe.testing.pipeline import LocalStages, local_stages
 from edgepipe.wire.common import error_from_wire, make_hello
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement
 from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
-from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc, node_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2, node_pb2_grpc
 
 CONFIG = emulated_model_config(num_layers=6, context_length=512)
 GREEDY = SamplingParams(temperature=0.0)
@@ -53,9 +53,10 @@ def submission(request_id: str, prompt: Sequence[int], max_tokens: int, **more: 
 class FakeNode(node_pb2_grpc.NodeServicer):
     """Answers Prepare with a stage that is loaded already."""
 
-    def __init__(self, stage_address: str, *, max_blocks: int) -> None:
+    def __init__(self, stage_address: str, *, max_blocks: int, contiguous_kv: bool = False) -> None:
         self.stage_address = stage_address
         self.max_blocks = max_blocks
+        self.contiguous_kv = contiguous_kv
         self.prepared: list[node_pb2.PrepareRequest] = []
         self.released: list[node_pb2.ReleaseRequest] = []
         self.refusal: EdgepipeError | None = None
@@ -72,7 +73,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             raise self.refusal
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(
-                address=self.stage_address, max_blocks=self.max_blocks, kv_block_bytes=128, weight_bytes=1000
+                address=self.stage_address,
+                profile=common_pb2.DeviceProfile(contiguous_kv=self.contiguous_kv),
+                max_blocks=self.max_blocks,
+                kv_block_bytes=128,
+                weight_bytes=1000,
             )
         )
 
@@ -143,6 +148,10 @@ class FakeGateway:
         answer = self.answer(request_id, choice=choice)
         await self.until(lambda: len(answer.ids) >= count or answer.ended is not None)
         return answer
+
+    def forget(self, request_id: str) -> None:
+        """Drop what came of a request."""
+        self.answers = {key: answer for key, answer in self.answers.items() if key[0] != request_id}
 
     async def run(self) -> None:
         """Carry messages until the engine or ``hang_up`` ends the stream."""
@@ -263,6 +272,7 @@ async def engine_lab(
     *,
     num_stages: int = 2,
     max_blocks: int = 256,
+    contiguous_kv: bool = False,
     micro_batches: int = 0,
     limits: EngineLimits | None = None,
     timeouts: EngineTimeouts | None = None,
@@ -288,7 +298,9 @@ async def engine_lab(
             )
         )
         nodes = [
-            FakeNode(address, max_blocks=max_blocks + index)  # pyright: ignore[reportAbstractUsage] - the rest is unused
+            FakeNode(  # pyright: ignore[reportAbstractUsage] - the rest is unused
+                address, max_blocks=max_blocks + index, contiguous_kv=contiguous_kv
+            )
             for index, address in enumerate(stages.addresses)
         ]
         addresses = {NodeId(f"node{i}"): await _serve_node(node, stack) for i, node in enumerate(nodes)}

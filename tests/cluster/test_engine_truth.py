@@ -1,0 +1,101 @@
+"""A great many tokens through real stages: prompts that begin alike, cancellations, preemptions, every token right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
+
+from edgepipe.engine import EngineLimits
+from edgepipe.scheduler import SchedulerStats
+
+CLIENTS_PER_GATEWAY = 8  # a gateway wakes all of its clients for every message
+BLOCK_SIZE = 16  # tokens
+
+
+@dataclass
+class Load:
+    """Users who ask again as soon as they have their answer, until enough tokens have been given."""
+
+    lab: EngineLab
+    rng: random.Random
+    wanted_tokens: int
+    given_tokens: int = 0
+    cached_tokens: int = 0
+    num_requests: int = 0
+    num_cancelled: int = 0
+    openings: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.openings = [[self.rng.randrange(250) for _ in range(160)] for _ in range(12)]
+
+    async def user(self, gateway: FakeGateway) -> None:
+        while self.given_tokens < self.wanted_tokens:
+            self.num_requests += 1
+            await self._ask(gateway, f"r{self.num_requests}")
+
+    async def _ask(self, gateway: FakeGateway, name: str) -> None:
+        rng = self.rng
+        opening = rng.choice(self.openings)
+        prompt = opening[: rng.randint(0, len(opening))] + [rng.randrange(250) for _ in range(rng.randint(1, 40))]
+        max_tokens, choices = rng.randint(1, 160), rng.choice([1, 1, 1, 3])
+        gateway.send(submission(name, prompt, max_tokens, num_choices=choices, priority=rng.randint(0, 1)))
+        if rng.random() < 0.2:
+            await gateway.has(name, rng.randint(0, max_tokens))
+            gateway.cancel(name, at_position=rng.randint(0, max_tokens))
+        right = oracle_tokens(prompt, max_tokens)
+        for choice in range(choices):
+            answer = await gateway.ended(name, choice=choice)
+            assert answer.ended is not None
+            assert answer.error is None
+            assert answer.ids == right[: len(answer.ids)]
+            assert answer.ended.reason == ("length" if len(answer.ids) == max_tokens else "cancelled")
+            assert answer.ended.cached_prompt_tokens < len(prompt)
+            self.num_cancelled += len(answer.ids) < max_tokens
+            self.given_tokens += len(answer.ids)
+            self.cached_tokens += answer.ended.cached_prompt_tokens
+        gateway.forget(name)
+
+
+async def run_load(
+    *, seed: int, tokens: int, contiguous_kv: bool, num_gateways: int, max_blocks: int
+) -> SchedulerStats:
+    """Eight users at each gateway and a KV pool that is too small for them."""
+    rng = random.Random(seed)
+    async with engine_lab(
+        num_stages=3,
+        micro_batches=4,
+        max_blocks=max_blocks,
+        contiguous_kv=contiguous_kv,
+        limits=EngineLimits(max_prefill_tokens=256, block_size=BLOCK_SIZE),
+    ) as lab:
+        load = Load(lab, rng, tokens)
+        async with asyncio.TaskGroup() as users:
+            for index in range(num_gateways):
+                gateway = await lab.gateway(node_id=f"gateway{index}")
+                for _ in range(CLIENTS_PER_GATEWAY):
+                    users.create_task(load.user(gateway))
+        assert load.given_tokens >= tokens
+        assert load.num_cancelled
+        assert load.cached_tokens
+        assert lab.engine._pipeline is not None  # pyright: ignore[reportPrivateUsage]
+        return lab.engine._pipeline.pump.stats()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
+    stats = await run_load(seed=1, tokens=2_000, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=100)
+    assert stats.cached_tokens > 0.1 * stats.admitted_tokens
+    assert stats.preemptions > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_a_million_tokens_are_right(contiguous_kv: bool) -> None:
+    stats = await run_load(seed=2, tokens=500_000, contiguous_kv=contiguous_kv, num_gateways=20, max_blocks=600)
+    assert stats.cached_tokens > 0.1 * stats.admitted_tokens
+    assert stats.preemptions > 0
