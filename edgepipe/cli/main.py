@@ -18,6 +18,7 @@ from edgepipe.cli import (
     overview,
     ps,
     serve,
+    simulate,
     status,
     stop,
     version,
@@ -47,6 +48,7 @@ def make_app() -> typer.Typer:
     app.command("stop")(stop.stop)
     app.command("status")(status.status)
     app.command("logs")(logs.logs)
+    app.command("simulate")(simulate.simulate)
     app.add_typer(config.app, name="config")
     app.command("version")(version.version)
     return app

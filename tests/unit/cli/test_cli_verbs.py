@@ -17,7 +17,7 @@ from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid
 from tests.unit.cli.conftest import Run
 
-VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "config", "version")
+VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = (
     "--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir --insecure-lan"
 ).split()

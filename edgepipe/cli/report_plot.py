@@ -1,0 +1,113 @@
+"""Reports of runs as a picture: who computed when, and how many tokens each micro-batch held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgepipe.errors import ConfigInvalid, FeatureMissing
+
+if TYPE_CHECKING:
+    from edgepipe.planner.report import RunReport, StepRecord
+
+_TURNS_SHOWN = 4  # of the whole ring, in the timeline
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#edc948", "#76b7b2", "#9c755f")
+_DECODE, _PREFILL, _M = "#4e79a7", "#f28e2b", "#222222"
+
+
+def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
+    """Write a picture; its kind follows the file's ending. Raises FeatureMissing, ConfigInvalid.
+
+    Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill), and
+    tokens per micro-batch with M over the whole run.
+    """
+    figure = _figure(len(reports))
+    for index, report in enumerate(reports):
+        timeline, tokens = (figure.add_subplot(2 * len(reports), 1, 2 * index + offset) for offset in (1, 2))
+        _draw_timeline(timeline, report)
+        _draw_tokens(tokens, report)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(
+            f"'{path}' cannot be written", fact=str(error), next_step="name a file like out.png"
+        ) from error
+
+
+def check_plot(path: Path | None) -> None:
+    """Before a long run: whether ``plot_reports`` can do its work. Raises FeatureMissing, ConfigInvalid."""
+    if path is None:
+        return
+    _figure(1)
+    if not path.parent.is_dir():
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
+
+
+def _figure(num_runs: int) -> Any:
+    try:
+        module: Any = import_module("matplotlib.figure")
+    except ImportError:
+        raise FeatureMissing(
+            "plots need matplotlib", fact="it is not installed", next_step="pip install 'edgepipe[plot]'"
+        ) from None
+    return module.Figure(figsize=(12, 5.2 * num_runs), layout="constrained")
+
+
+def _draw_timeline(axes: Any, report: RunReport) -> None:
+    axes.set_title(_title(report, "who computes when"), loc="left", fontsize=10)
+    names = [stage.name for stage in report.stages]
+    steps = _middle(report.steps)
+    if steps:
+        origin_s = min(start for step in steps for start, _ in step.stages)
+        for step in steps:
+            for index, (start_s, end_s) in enumerate(step.stages):
+                axes.barh(
+                    index,
+                    (end_s - start_s) * 1e3,
+                    left=(start_s - origin_s) * 1e3,
+                    height=0.8,
+                    color=_COLOURS[step.step % len(_COLOURS)],
+                    hatch="///" if step.prefill_tokens else None,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms; colours are micro-batches, hatched ones hold prefill", fontsize=8)
+
+
+def _draw_tokens(axes: Any, report: RunReport) -> None:
+    axes.set_title(_title(report, "tokens per micro-batch"), loc="left", fontsize=10)
+    times = [step.planned_s for step in report.steps]
+    decodes = [step.decode_rows for step in report.steps]
+    totals = [step.num_tokens for step in report.steps]
+    axes.fill_between(times, totals, step="post", color=_PREFILL, linewidth=0, label="prefill")
+    axes.fill_between(times, decodes, step="post", color=_DECODE, linewidth=0, label="decode")
+    axes.set_yscale("function", functions=(np.sqrt, np.square))  # decodes are few where prefill is many
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("tokens")
+    axes.set_xlabel("s", fontsize=8)
+    counts = axes.twinx()
+    counts.step(times, [step.micro_batches for step in report.steps], where="post", color=_M, linewidth=1, label="M")
+    counts.set_ylim(0, 1.3 * max([step.micro_batches for step in report.steps] or [1]))
+    counts.set_ylabel("M")
+    handles = [*axes.get_legend_handles_labels()[0], *counts.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="upper right", fontsize=8, ncols=3)
+
+
+def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Some turns' worth of steps from the middle of the run."""
+    timed = [step for step in steps if step.stages]
+    if not timed:
+        return ()
+    half = max(2, timed[len(timed) // 2].micro_batches * _TURNS_SHOWN // 2)
+    middle = len(timed) // 2
+    return timed[max(0, middle - half) : middle + half]
+
+
+def _title(report: RunReport, what: str) -> str:
+    return f"{report.facts.label}: {what}" if report.facts.label else what

@@ -1,0 +1,186 @@
+"""Runs a workload through an imagined ring with the very scheduler that engines use. PURE, seeded, no real time.
+
+Time jumps from one event to the next: a request arrives, or a step comes back. Nothing else happens in a ring whose
+steps never overtake each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import SequenceId
+from edgepipe.planner.imagined import Imagined
+from edgepipe.planner.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
+from edgepipe.planner.ring import Course, RingTraffic
+from edgepipe.planner.sizing_feed import SizingFeed
+from edgepipe.planner.workload import Workload, WorkloadRequest
+from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
+
+_TOKEN = 0  # every sampled id: nothing depends on which, and no stop id is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a comparison."""
+
+    cluster: Imagined
+    workload: Workload
+    policy: Policy
+    micro_batches: int = 0  # 0: sized while it runs, from what is measured
+    label: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # for the report
+
+
+def simulate(run: Run) -> RunReport:
+    """Serve the whole workload. Requests that cannot be served are counted with their error."""
+    return _Simulation(run).result()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Underway:
+    """A request that was made."""
+
+    request: WorkloadRequest
+    arrival_s: float
+    token_times_s: list[float] = field(default_factory=list[float])
+    cached_tokens: int | None = None  # None: not scheduled yet
+    error: str = ""
+
+
+class _Simulation:
+    """One run; used once."""
+
+    def __init__(self, run: Run) -> None:
+        cluster = run.cluster
+        limits = replace(
+            cluster.limits,
+            micro_batches=run.micro_batches or len(cluster.ring.stages),
+            max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients that try again
+        )
+        self._run = run
+        self._scheduler = Scheduler(limits, run.policy)
+        self._scheduler.set_tiles(cluster.tile_edges)
+        self._traffic = RingTraffic(cluster.ring)
+        self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
+        self._requests: dict[SequenceId, _Underway] = {}
+        self._waiting = deque(run.workload.requests)  # not made yet
+        self._in_flight: deque[tuple[ScheduledStep, Course]] = deque()
+        self._steps: list[StepRecord] = []
+
+    def result(self) -> RunReport:
+        """Run to the end and report."""
+        for _ in range(self._run.workload.concurrency or 0):
+            self._next_request(0.0)
+        self._fill(0.0)
+        while self._waiting or self._in_flight:
+            self._fill(self._next_event())
+        return make_report(self._facts(), [self._request_record(one) for one in self._requests.values()], self._steps)
+
+    def _next_event(self) -> float:
+        """Let the next thing happen: a step comes back, or everybody arrives who arrives at that moment. When it is."""
+        arrival_s = self._next_arrival_s()
+        back_s = self._in_flight[0][1].back_s if self._in_flight else inf
+        if back_s <= arrival_s and self._in_flight:
+            self._retire(back_s)
+            return back_s
+        if arrival_s == inf:
+            raise RuntimeError("the scheduler holds requests and schedules none of them")
+        while self._next_arrival_s() == arrival_s:
+            self._next_request(arrival_s)
+        return arrival_s
+
+    def _next_arrival_s(self) -> float:
+        """Of a request with a time; those of a closed loop come when others end."""
+        if not self._waiting or (arrival_s := self._waiting[0].arrival_s) is None:
+            return inf
+        return arrival_s
+
+    def _next_request(self, now_s: float) -> None:
+        """Make the next request; a user of a closed loop who is refused makes the one after it."""
+        while self._waiting:
+            request = self._waiting.popleft()
+            sequence = SequenceId(request.index + 1)
+            self._requests[sequence] = underway = _Underway(request=request, arrival_s=now_s)
+            prompt = self._run.workload.prompt_ids(request)
+            try:
+                spec = SequenceSpec(sequence=sequence, prompt=prompt, max_tokens=request.output_tokens)
+                self._scheduler.submit([spec])
+                return
+            except EdgepipeError as error:
+                underway.error = str(error)
+                if request.arrival_s is not None:
+                    return
+
+    def _retire(self, now_s: float) -> None:
+        step, course = self._in_flight.popleft()
+        events = self._scheduler.retire(step.step, [_TOKEN] * step.num_samples)
+        self._note(events, now_s)
+        if self._feed is None:
+            return
+        micro_batches = self._feed.retired(step, course, running=self._scheduler.stats().running)
+        if micro_batches is not None:
+            self._scheduler.set_micro_batches(micro_batches)
+
+    def _note(self, events: Sequence[Event], now_s: float) -> None:
+        for event in events:
+            if isinstance(event, TokenSampled):
+                self._requests[event.sequence].token_times_s.append(now_s)
+            elif self._run.workload.concurrency:
+                self._next_request(now_s)
+
+    def _fill(self, now_s: float) -> None:
+        while (step := self._scheduler.next_step()) is not None:
+            self._note_cached(step)
+            work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
+            course = self._traffic.send(work, now_s)
+            self._in_flight.append((step, course))
+            self._steps.append(self._record(step, course, now_s))
+
+    def _record(self, step: ScheduledStep, course: Course, now_s: float) -> StepRecord:
+        stats = self._scheduler.stats()
+        decode_rows = sum(
+            1 for samples, count in zip(step.samples, step.num_tokens, strict=True) if samples and count == 1
+        )
+        return StepRecord(
+            step=step.step,
+            decode_rows=decode_rows,
+            prefill_tokens=sum(step.num_tokens) - decode_rows,
+            micro_batches=stats.micro_batches,
+            planned_s=now_s,
+            stages=course.stages,
+            used_blocks=stats.num_blocks - stats.free_blocks,
+        )
+
+    def _note_cached(self, step: ScheduledStep) -> None:
+        """A prompt that is scheduled for the first time begins behind what the prefix cache knew."""
+        if not step.registers:
+            return
+        first = dict(zip(reversed(step.sequences), reversed(step.positions), strict=True))
+        for sequence in step.registers:
+            underway = self._requests[sequence]
+            if underway.cached_tokens is None:
+                underway.cached_tokens = first[sequence]
+
+    def _facts(self) -> RunFacts:
+        return RunFacts(
+            label=self._run.label,
+            settings=self._run.settings,
+            stage_names=tuple(stage.name for stage in self._run.cluster.ring.stages),
+            num_blocks=self._run.cluster.limits.num_blocks,
+            preemptions=self._scheduler.stats().preemptions,
+        )
+
+    def _request_record(self, underway: _Underway) -> RequestRecord:
+        return RequestRecord(
+            index=underway.request.index,
+            arrival_s=underway.arrival_s,
+            prompt_tokens=underway.request.prompt_tokens,
+            token_times_s=tuple(underway.token_times_s),
+            cached_tokens=underway.cached_tokens or 0,
+            error=underway.error,
+        )

@@ -1,0 +1,32 @@
+"""Feeds the engine's sizer with what an imagined ring measures. PURE."""
+
+from __future__ import annotations
+
+from edgepipe.planner.ring import Course, RingModel
+from edgepipe.scheduler import ScheduledStep
+from edgepipe.scheduler.sizing import LinkCurve, Ring, Sizer, StageCurve
+
+
+class SizingFeed:
+    """Tells which M to use next, once a step has come back."""
+
+    def __init__(self, ring: RingModel, *, row_bytes: int) -> None:
+        num_stages = len(ring.stages)
+        self._ring = Ring(
+            stages=[[StageCurve()] for _ in range(num_stages)],
+            links=[LinkCurve() for _ in range(num_stages - 1)],
+            row_bytes=row_bytes,
+            latency_s=ring.latency_s,
+        )
+        self._sizer = Sizer(num_stages=num_stages)
+
+    def retired(self, step: ScheduledStep, course: Course, *, running: int) -> int | None:
+        """Take a step's times; the M to use if it is time to decide, with ``running`` sequences sharing the ring."""
+        num_tokens = len(step.token_ids)
+        for (curve,), (start_s, end_s) in zip(self._ring.stages, course.stages, strict=True):
+            curve.note(num_rows=step.num_rows, num_tokens=num_tokens, seconds=end_s - start_s)
+        for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
+            link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
+        if not self._sizer.due():
+            return None
+        return self._sizer.decide(self._ring, sequences=running).micro_batches
