@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
-from edgepipe.scheduler.kv import KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import Phase, Sequence
+from edgepipe.scheduler.tables import BlockTables
 from edgepipe.scheduler.types import (
     EndReason,
     Event,
@@ -35,11 +34,9 @@ _MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as int
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    step: StepId
     rows: list[tuple[Sequence, int, bool]]
+    sent: ScheduledStep
     num_samples: int
-    num_tokens: int
-    sources: list[int]  # blocks that the step copies from
 
 
 class Scheduler:
@@ -48,7 +45,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self._limits = limits
         self._policy = policy
-        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
+        self._tables = BlockTables(limits)
         self._sequences: dict[SequenceId, Sequence] = {}  # those that have not ended
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
@@ -56,16 +53,12 @@ class Scheduler:
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
         self._num_decodes = 0
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
-        self._draining_blocks = 0  # of preempted and ended sequences, and copied from: free when their steps retired
         self._in_flight: deque[_InFlight] = deque()
-        self._frees: list[SequenceId] = []  # to be told with the next step
         self._link_cap_tokens: int | None = None
         self._tile_edges: tuple[int, ...] = ()
         self._last_step = 0
         self._arrivals = 0
         self._preemptions = 0
-        self._admitted_tokens = 0
-        self._cached_tokens = 0
         self._computed_tokens = 0
 
     # What comes in
@@ -136,36 +129,34 @@ class Scheduler:
             return None
         self._last_step += 1
         step = StepId(self._last_step)
-        frees, self._frees = self._frees, []
-        scheduled = draft.finish(step, frees)
-        sources = [copy.source for copy in draft.copies]
-        num_tokens = len(scheduled.token_ids)
-        self._in_flight.append(_InFlight(step, draft.rows, scheduled.num_samples, num_tokens, sources))
+        scheduled = draft.finish(step, self._tables.pop_frees())
+        self._in_flight.append(_InFlight(draft.rows, scheduled, scheduled.num_samples))
         return scheduled
 
     def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
         """The oldest step in flight is done; ``ids`` has one token per sampling row, in row order."""
         record = self._in_flight[0]
-        if record.step != step or record.num_samples != len(ids):
-            raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
+        if record.sent.step != step or record.num_samples != len(ids):
+            raise ValueError(
+                f"step {record.sent.step} with {record.num_samples} ids is next, not {step} with {len(ids)}"
+            )
         self._in_flight.popleft()
-        self._computed_tokens += record.num_tokens
-        self._draining_blocks -= len(record.sources)
-        self._kv.let_go(record.sources)
+        self._computed_tokens += len(record.sent.token_ids)
+        self._tables.note_copied(record.sent.copies)
         events: list[Event] = []
         tokens = iter(ids)
         for sequence, end, samples in record.rows:
             sequence.in_flight -= 1
-            self._note_computed(sequence, end)
+            self._tables.note_computed(sequence, end)
             if samples:
                 self._append(sequence, next(tokens), events)
             if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
-                self._release(sequence)
+                self._tables.release(sequence)
         return events
 
     def next_to_retire(self) -> tuple[StepId, int] | None:
         """The oldest step in flight and how many ids its ``retire`` takes."""
-        return (self._in_flight[0].step, self._in_flight[0].num_samples) if self._in_flight else None
+        return (self._in_flight[0].sent.step, self._in_flight[0].num_samples) if self._in_flight else None
 
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""
@@ -174,12 +165,12 @@ class Scheduler:
             in_flight=len(self._in_flight),
             running=len(self._running),
             waiting=len(self._waiting),
-            num_blocks=self._kv.num_blocks,
-            free_blocks=self._kv.free_blocks,
-            cached_blocks=self._kv.cached_blocks,
+            num_blocks=self._tables.num_blocks,
+            free_blocks=self._tables.free_blocks,
+            cached_blocks=self._tables.cached_blocks,
             preemptions=self._preemptions,
-            admitted_tokens=self._admitted_tokens,
-            cached_tokens=self._cached_tokens,
+            admitted_tokens=self._tables.admitted_tokens,
+            cached_tokens=self._tables.cached_tokens,
             computed_tokens=self._computed_tokens,
         )
 
@@ -199,8 +190,8 @@ class Scheduler:
             running_decodes=self._num_decodes,
             ready_decodes=len(self._ready),
             waiting_prefill_tokens=self._unscheduled_prefill,
-            num_blocks=self._kv.num_blocks,
-            free_blocks=self._kv.free_blocks,
+            num_blocks=self._tables.num_blocks,
+            free_blocks=self._tables.free_blocks,
             block_size=self._limits.block_size,
             reserved_tokens=sum(sequence.unscheduled for sequence in self._prefilling),
             link_cap_tokens=self._link_cap_tokens,
@@ -211,7 +202,7 @@ class Scheduler:
         deferred: list[Sequence] = []  # their blocks come when steps in flight retire
         while self._ready and budget > 0:
             sequence = self._ready.popleft()
-            if self._blocks_for(sequence) <= sequence.num_blocks or self._grow(sequence, promised=len(deferred)):
+            if self._tables.needs(sequence) <= sequence.num_blocks or self._grow(sequence, promised=len(deferred)):
                 draft.add(sequence, 1)
                 budget -= 1
             else:
@@ -224,16 +215,12 @@ class Scheduler:
 
         ``promised`` of the blocks that are free or drain belong to sequences that wait already.
         """
-        while self._kv.free_blocks + self._draining_blocks <= promised:
+        while self._tables.free_blocks + self._tables.draining_blocks <= promised:
             victim = max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if not self._kv.free_blocks:
-            return False
-        room = self._room(sequence) - sequence.num_blocks
-        sequence.grow(self._kv.extend(sequence.table, room=room))
-        return True
+        return self._tables.grow(sequence)
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
         while budget > 0 and (sequence := self._next_prefill()) is not None:
@@ -258,21 +245,12 @@ class Scheduler:
 
         One block per running sequence is left to those: admitting somebody only to preempt him is work done twice.
         """
-        count = self._blocks_for(sequence)
-        left = self._kv.free_blocks - len(self._running)
-        if sequence.in_flight or len(self._running) >= self._limits.max_running or left < 1:
+        if sequence.in_flight or len(self._running) >= self._limits.max_running:
             return  # while in flight (preempted), its last token is not known yet
-        known = self._known_prefix(sequence)
-        if known is None:
-            return
-        if self._limits.contiguous_kv:
-            known = self._affordable(known, left - count)
-        else:
-            left += len(known) - self._kv.num_idle(known)
-        if count > left:
+        if not self._tables.admit(sequence, kept_blocks=len(self._running)):
             return
         self._waiting.pop()
-        self._take_blocks(sequence, known, count)
+        self._unscheduled_prefill -= sequence.scheduled
         sequence.phase = Phase.PREFILL
         self._running[sequence.sequence] = sequence
         self._prefilling.appendleft(sequence)
@@ -332,7 +310,7 @@ class Scheduler:
         sequence.scheduled = 0
         self._unscheduled_prefill += len(sequence.tokens)
         self._waiting.push(sequence)
-        self._release(sequence)
+        self._tables.release(sequence)
 
     def _end(self, sequence: Sequence, reason: EndReason, events: list[Event]) -> None:
         waits = sequence.phase is Phase.WAITING
@@ -346,11 +324,11 @@ class Scheduler:
         del self._sequences[sequence.sequence]
         cached = sequence.cached_prompt_tokens
         events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output, cached_prompt_tokens=cached))
-        self._release(sequence)
+        self._tables.release(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
         del self._running[sequence.sequence]
-        self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
+        self._tables.leave(sequence)
         if sequence.phase is Phase.PREFILL:
             self._prefilling.remove(sequence)
             self._unscheduled_prefill -= sequence.unscheduled
@@ -358,73 +336,3 @@ class Scheduler:
             self._num_decodes -= 1
             if sequence in self._ready:
                 self._ready.remove(sequence)
-
-    # Blocks
-
-    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
-        """Blocks that hold the sequence's first tokens already, never the last token, whose logits are wanted.
-
-        None while somebody computes the next of them: waiting for it is quicker than computing it twice.
-        """
-        if not self._limits.prefix_cache:
-            return []
-        size = self._limits.block_size
-        keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
-        known = self._kv.find(keys)
-        return None if len(known) < len(keys) and self._kv.is_coming(keys[len(known)]) else known
-
-    def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
-        """As many of them as can stay while they are copied."""
-        while known and self._kv.num_idle(known) > max(spare_blocks, 0):
-            known = known[: -max(1, self._kv.num_idle(known) - max(spare_blocks, 0))]
-        return known
-
-    def _take_blocks(self, sequence: Sequence, known: list[int], count: int) -> None:
-        """A table for the known tokens: known blocks shared or copied, the others new."""
-        size, room = self._limits.block_size, self._room(sequence)
-        self._kv.hold(known)
-        if self._limits.contiguous_kv:
-            sequence.grow(self._kv.allocate(count, room=room))
-            self._draining_blocks += len(known)
-            sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
-        else:
-            own = self._kv.allocate(count - len(known), room=room - len(known))
-            sequence.grow((*as_runs(known), *own))
-        sequence.scheduled = len(known) * size
-        sequence.known_blocks = len(known)
-        if not sequence.preemptions:
-            sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
-        if self._limits.prefix_cache:
-            keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
-            self._kv.expect(keys[len(known) :], sequence.sequence)
-        self._unscheduled_prefill -= sequence.scheduled
-        self._admitted_tokens += len(sequence.tokens)
-        self._cached_tokens += sequence.scheduled
-
-    def _note_computed(self, sequence: Sequence, end: int) -> None:
-        """Tokens ``[0, end)`` of its table are computed: blocks that are full now may serve others."""
-        full = end // self._limits.block_size if self._limits.prefix_cache else 0
-        if full > sequence.known_blocks:
-            keys = sequence.keys_of(full, block_size=self._limits.block_size)
-            for index in range(sequence.known_blocks, full):
-                self._kv.enter(keys[index], sequence.blocks[index])
-            sequence.known_blocks = full
-
-    def _release(self, sequence: Sequence) -> None:
-        """Free the blocks; while steps in flight touch them only count them, until the last of those retires."""
-        if sequence.in_flight:
-            self._draining_blocks += 0 if sequence.draining else sequence.num_blocks
-            sequence.draining = True
-            return
-        self._draining_blocks -= sequence.num_blocks if sequence.draining else 0
-        sequence.draining = False
-        if sequence.registered:
-            self._frees.append(sequence.sequence)
-        self._kv.release(sequence.forget_blocks())
-
-    def _blocks_for(self, sequence: Sequence) -> int:
-        return -(-len(sequence.tokens) // self._limits.block_size)
-
-    def _room(self, sequence: Sequence) -> int:
-        """Blocks that the sequence takes if it uses up its limit."""
-        return -(-sequence.limit // self._limits.block_size)

@@ -126,7 +126,7 @@ class World:
         assert (stats.in_flight, stats.running, stats.waiting) == (0, 0, 0)
         assert stats.free_blocks == stats.num_blocks
         assert set(self.ended) == set(self.specs)
-        assert self.scheduler._draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._tables.draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
 

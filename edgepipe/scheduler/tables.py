@@ -1,0 +1,143 @@
+"""The block tables of all sequences: what they take, share, copy and give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from edgepipe.backend.types import BlockCopy
+from edgepipe.ids import SequenceId
+from edgepipe.scheduler.kv import KVPool, as_runs
+from edgepipe.scheduler.limits import SchedulerLimits
+from edgepipe.scheduler.sequence import Sequence
+
+
+class BlockTables:
+    """Keeps a block with whoever may still use it: running sequences, steps in flight, the prefix cache."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
+        self._frees: list[SequenceId] = []
+        self.draining_blocks = 0  # of sequences that left, and copied from: free once steps in flight have retired
+        self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
+        self.cached_tokens = 0  # of those, found in the prefix cache
+
+    @property
+    def num_blocks(self) -> int:
+        """In the pool."""
+        return self._kv.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """That no sequence holds."""
+        return self._kv.free_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Whose contents are known by key."""
+        return self._kv.cached_blocks
+
+    def admit(self, sequence: Sequence, *, kept_blocks: int) -> bool:
+        """A table for all known tokens, what is computed already shared or copied, the rest new.
+
+        False, and nothing is taken, if fewer than ``kept_blocks`` would be left to others, or while somebody else
+        computes the next block of the prompt: waiting for it is quicker than computing it twice.
+        """
+        count = self.needs(sequence)
+        left = self._kv.free_blocks - kept_blocks
+        known = self._known_prefix(sequence) if left > 0 else None
+        if known is None:
+            return False
+        if self._limits.contiguous_kv:
+            known = self._affordable(known, max(left - count, 0))
+        else:
+            left += len(known) - self._kv.num_idle(known)
+        if count > left:
+            return False
+        self._take(sequence, known, count)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """One more block, if one is free now."""
+        if not self._kv.free_blocks:
+            return False
+        sequence.grow(self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks))
+        return True
+
+    def note_computed(self, sequence: Sequence, end: int) -> None:
+        """Tokens ``[0, end)`` of its table are computed: blocks that are full now may serve others."""
+        full = end // self._limits.block_size if self._limits.prefix_cache else 0
+        if full > sequence.known_blocks:
+            keys = sequence.keys_of(full, block_size=self._limits.block_size)
+            for index in range(sequence.known_blocks, full):
+                self._kv.enter(keys[index], sequence.blocks[index])
+            sequence.known_blocks = full
+
+    def note_copied(self, copies: Seq[BlockCopy]) -> None:
+        """The step with these copies has retired."""
+        self.draining_blocks -= len(copies)
+        self._kv.let_go([copy.source for copy in copies])
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence does not run any more."""
+        self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the blocks; while steps in flight touch them only count them. To be called again when none does."""
+        if sequence.in_flight:
+            self.draining_blocks += 0 if sequence.draining else sequence.num_blocks
+            sequence.draining = True
+            return
+        self.draining_blocks -= sequence.num_blocks if sequence.draining else 0
+        sequence.draining = False
+        if sequence.registered:
+            self._frees.append(sequence.sequence)
+        self._kv.release(sequence.forget_blocks())
+
+    def pop_frees(self) -> list[SequenceId]:
+        """Sequences whose tables stages may forget, to be told with the next step."""
+        frees, self._frees = self._frees, []
+        return frees
+
+    def needs(self, sequence: Sequence) -> int:
+        """Blocks for all known tokens."""
+        return -(-len(sequence.tokens) // self._limits.block_size)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Blocks that the sequence takes if it uses up its limit."""
+        return -(-sequence.limit // self._limits.block_size)
+
+    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
+        """Blocks that hold its first tokens already, never the last token, whose logits are wanted; None: wait."""
+        if not self._limits.prefix_cache:
+            return []
+        size = self._limits.block_size
+        keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
+        known = self._kv.find(keys)
+        return None if len(known) < len(keys) and self._kv.is_coming(keys[len(known)]) else known
+
+    def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
+        """As many of them as can stay while they are copied."""
+        while (excess := self._kv.num_idle(known) - spare_blocks) > 0:
+            known = known[:-excess]
+        return known
+
+    def _take(self, sequence: Sequence, known: list[int], count: int) -> None:
+        size, room = self._limits.block_size, self._room(sequence)
+        self._kv.hold(known)
+        if self._limits.contiguous_kv:
+            sequence.grow(self._kv.allocate(count, room=room))
+            self.draining_blocks += len(known)
+            sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
+        else:
+            own = self._kv.allocate(count - len(known), room=room - len(known))
+            sequence.grow((*as_runs(known), *own))
+        sequence.scheduled = len(known) * size
+        sequence.known_blocks = len(known)
+        if not sequence.preemptions:
+            sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
+        if self._limits.prefix_cache:
+            keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
+            self._kv.expect(keys[len(known) :], sequence.sequence)
+        self.admitted_tokens += len(sequence.tokens)
+        self.cached_tokens += sequence.scheduled
