@@ -157,10 +157,16 @@ def _from_file(path: Path, *, required: bool) -> dict[str, tuple[Any, str]]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         if required:
-            raise ConfigInvalid(f"the settings file {path} does not exist") from exc
+            raise ConfigInvalid(
+                f"the settings file {path} does not exist",
+                fact=f"{_FILE_VARIABLE} names it",
+                next_step=f"make it, or unset {_FILE_VARIABLE}",
+            ) from exc
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ConfigInvalid(f"the settings file {path} cannot be read", fact=str(exc)) from exc
+        raise ConfigInvalid(
+            f"the settings file {path} cannot be read", fact=str(exc), next_step="repair it, or move it away"
+        ) from exc
     return {_known(key, f"file {path}"): (value, f"file {path}") for key, value in document.items()}
 
 

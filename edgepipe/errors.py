@@ -43,6 +43,7 @@ class EdgepipeError(Exception):
     retry: ClassVar[Retry] = Retry.NEVER
     exit_code: ClassVar[int] = 1
     http_status: ClassVar[int] = 500
+    usual_step: ClassVar[str] = ""  # what to type next where the place of the error knows nothing better
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class EdgepipeError(Exception):
     ) -> None:
         self.what = what or self.sentence()
         self.fact = fact
-        self.next_step = next_step
+        self.next_step = next_step or self.usual_step
         self.node = node
         self.stage = stage
         self.request_id = request_id
@@ -148,6 +149,7 @@ class ModelInvalid(UserError):
 
     code = "model_invalid"
     exit_code = 7
+    usual_step = "fetch the model again, or choose another: edgepipe models pull"
 
 
 class ArchitectureUnsupported(ModelInvalid):

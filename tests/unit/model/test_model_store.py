@@ -119,9 +119,9 @@ def test_bad_models_leave_nothing_behind(
 
 def test_a_damaged_gguf_leaves_nothing_behind(store: ModelStore, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ModelInvalid):
+    with pytest.raises(ModelInvalid, match="bad.gguf"):
         store.pull(str(tmp_path / "bad.gguf"))
-    assert names(store.root) == set()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("source", ["", "nonsense", "a/b/c", "../x", "/no/such/folder", "a/..", "x--y/z", "a b/c"])
@@ -138,7 +138,7 @@ def test_unknown_names_tell_what_is_there(name: str, store: ModelStore, tmp_path
         with pytest.raises(ModelUnknown) as caught:
             call(name)
         assert "My-Model" in caught.value.fact
-        assert "edgepipe models pull" in caught.value.next_step
+        assert "edgepipe models" in caught.value.next_step
     assert store.resolve("My-Model")
 
 
