@@ -119,7 +119,7 @@ def test_bad_models_leave_nothing_behind(
 
 def test_a_damaged_gguf_leaves_nothing_behind(store: ModelStore, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ModelInvalid, match="bad.gguf"):
+    with pytest.raises(ModelInvalid, match=r"bad\.gguf"):
         store.pull(str(tmp_path / "bad.gguf"))
     assert not store.root.exists()
 
