@@ -33,6 +33,7 @@ class NodePlan:
 
     name: str
     backend: str
+    device: str = ""  # empty: the backend's choice
     http_port: int = 0
 
 
@@ -56,6 +57,7 @@ class ClusterPlan:
     models_dir: Path
     threads: int  # per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
+    link: str = ""  # the network to emulate between them; empty: loopback as it is
 
 
 @asynccontextmanager
@@ -118,6 +120,10 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
         "--interface": "127.0.0.1",
         "--threads": str(plan.threads),
     }
+    if node.device:
+        flags["--device"] = node.device
+    if plan.link:
+        flags["--link"] = plan.link
     command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", "--end-with-stdin"]
     command += [part for flag in flags.items() for part in flag]
     return command + [part for option in plan.backend_options for part in ("--backend-option", option)]

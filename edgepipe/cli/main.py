@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from edgepipe.cli import (
+    bench,
     chat,
     config,
     demo,
@@ -48,6 +49,7 @@ def make_app() -> typer.Typer:
     app.command("stop")(stop.stop)
     app.command("status")(status.status)
     app.command("logs")(logs.logs)
+    app.command("bench")(bench.bench)
     app.command("simulate")(simulate.simulate)
     app.add_typer(config.app, name="config")
     app.command("version")(version.version)

@@ -1,0 +1,220 @@
+"""``edgepipe bench``: what a cluster does under load, measured on real nodes; their devices may be emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli import workload_options as options
+from edgepipe.cli.comparing import Variant, read_comparisons
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import make_console, print_json, printable
+from edgepipe.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from edgepipe.cli.bench_run import BenchRun, EmulatedRun, OnProgress
+    from edgepipe.planner.report import RunReport
+
+_EMULATED_KEYS = ("as-model", "link", "micro-batches", "policy", "plan", "jitter", "context", "kv-tokens")
+_KEYS = ("emulate", *_EMULATED_KEYS, *options.WORKLOAD_KEYS)
+_DEFAULTS = {
+    "as-model": "qwen2.5-32b",
+    "link": "1gbit,0.3ms",
+    "micro-batches": "auto",
+    "policy": "throttled",
+    "jitter": "0.05",
+    "seed": "0",
+}
+
+
+def bench(
+    emulate: Annotated[
+        str,
+        typer.Option("--emulate", help='Start such devices here: "4x rtx4090".  [default: what is served]'),
+    ] = "",
+    as_model: Annotated[
+        str | None, typer.Option("--as-model", help="Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...")
+    ] = None,
+    link: Annotated[str | None, typer.Option("--link", help="Emulated between them: 1gbit,0.3ms or ideal.")] = None,
+    micro_batches: Annotated[str | None, typer.Option("--micro-batches", help="In flight: auto or K.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="throttled or sarathi.")] = None,
+    plan: Annotated[str | None, typer.Option("--plan", help='Layers by device: "a:0-15,b:16-31".')] = None,
+    jitter: Annotated[float | None, typer.Option("--jitter", min=0.0, help="Of step times, over their mean.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Tokens per conversation.")] = None,
+    kv_tokens: Annotated[int | None, typer.Option("--kv-tokens", min=1, help="Tokens kept for all.")] = None,
+    model: Annotated[str, typer.Option("--model", help="Which of several served ones.", show_default=False)] = "",
+    workload: options.WorkloadName = "",
+    requests: options.Requests = 256,
+    rate: options.Rate = None,
+    concurrency: options.Concurrency = None,
+    lengths: options.LengthsName = "fixed",
+    prompt_tokens: options.PromptTokens = None,
+    output_tokens: options.OutputTokens = None,
+    prefix_tokens: options.PrefixTokens = 0,
+    prefixes: options.Prefixes = 1,
+    seed: options.Seed = 0,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="KEY=A,B runs each side by side; repeatable. Keys: the flags here."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write a picture, as out.png.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Measure throughput and latencies of a cluster under load."""
+    from edgepipe.cli.report_plot import check_plot, plot_reports
+    from edgepipe.cli.report_view import render_reports, reports_as_json
+
+    given = {
+        "emulate": emulate or None,
+        "as-model": as_model,
+        "link": link,
+        "micro-batches": micro_batches,
+        "policy": policy,
+        "plan": plan,
+        "jitter": jitter,
+        "context": context,
+        "kv-tokens": kv_tokens,
+        "workload": workload or None,
+        "requests": requests,
+        "rate": rate,
+        "concurrency": concurrency,
+        "lengths": lengths,
+        "prompt-tokens": prompt_tokens,
+        "output-tokens": output_tokens,
+        "prefix-tokens": prefix_tokens,
+        "prefixes": prefixes,
+        "seed": seed,
+    }
+    settings = {key: str(value) for key, value in given.items() if value is not None}
+    variants = read_comparisons(compare or (), keys=_KEYS)
+    check_plot(plot)
+    reports = _run_all(settings, variants, model=model, data_dir=data_dir)
+    if plot is not None:
+        plot_reports(reports, plot)
+    if as_json:
+        print_json(reports_as_json(reports))
+        return
+    console = make_console()
+    for part in render_reports(reports):
+        console.print(part)
+
+
+def _run_all(
+    settings: Mapping[str, str], variants: Sequence[Variant], *, model: str, data_dir: Path | None
+) -> list[RunReport]:
+    """All runs are made ready before the first begins: a mistake in the last is told at once."""
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.bench_run import bench_emulated, bench_served
+
+    merged = [({**settings, **variant.changes}, variant.label) for variant in variants]
+    emulated = [each for each, _ in merged if "emulate" in each]
+    if emulated and (model or data_dir or len(emulated) != len(merged)):
+        raise ConfigInvalid(
+            "--emulate starts a cluster of its own", next_step="leave --model and --data-dir out, or --emulate"
+        )
+    if emulated:
+        runs = [emulated_run(each, label) for each, label in merged]
+        with _Progress() as progress:
+            return run_async(bench_emulated(runs, progress.tell))
+
+    async def on_served(plain: list[BenchRun], tell: OnProgress) -> list[RunReport]:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await bench_served(admin, plain, model, tell)
+
+    served = [_served_run(each, label) for each, label in merged]
+    with _Progress() as progress:
+        return run_async(on_served(served, progress.tell))
+
+
+def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
+    """Raises ConfigInvalid for what only an emulated cluster can be told."""
+    from edgepipe.cli.bench_run import BenchRun
+
+    if wrong := [key for key in _EMULATED_KEYS if key in settings]:
+        raise ConfigInvalid(
+            f"--{wrong[0]} goes with --emulate", fact="a cluster that serves already is measured as it is"
+        )
+    workload = options.make_workload_of(settings)
+    return BenchRun(workload=workload, label=label, settings={"workload": workload.description})
+
+
+def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
+    """The run that settings describe. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+    from edgepipe.backend.devices import parse_devices
+    from edgepipe.cli.bench_cluster import EmulatedCluster
+    from edgepipe.cli.bench_run import BenchRun, EmulatedRun
+    from edgepipe.cli.serve import serve_request
+    from edgepipe.model.shapes import named_shape
+    from edgepipe.planner.imagined import ImaginedCluster, imagine
+    from edgepipe.units import parse_link
+
+    settings = {**_DEFAULTS, **given}
+    devices, config = parse_devices(settings["emulate"]), named_shape(settings["as-model"])
+    adjustments = {"jitter": settings["jitter"]}
+    context = options.count_of(settings, "context", 0)
+    imagined = imagine(
+        ImaginedCluster(
+            devices=devices,
+            config=config,
+            link=parse_link(settings["link"]),
+            adjustments=adjustments,
+            plan=settings.get("plan", ""),
+            context_length=context,
+            kv_tokens=options.count_of(settings, "kv-tokens", 0),
+        )
+    )
+    workload = options.make_workload_of(settings)
+    shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
+    return EmulatedRun(
+        run=BenchRun(
+            workload=workload,
+            label=label,
+            settings={
+                "devices": settings["emulate"],
+                "model": settings["as-model"],
+                **shown,
+                "workload": workload.description,
+            },
+        ),
+        cluster=EmulatedCluster(
+            devices=devices, model=settings["as-model"], config=config, link=settings["link"], settings=adjustments
+        ),
+        serve=serve_request(
+            settings["as-model"],
+            nodes=0 if "plan" in settings else len(devices),
+            plan=settings.get("plan", ""),
+            micro_batches=settings["micro-batches"],
+            policy=settings["policy"],
+            context=context,
+            kv_tokens=imagined.limits.num_blocks * imagined.limits.block_size,
+        ),
+    )
+
+
+class _Progress:
+    """A bar on stderr while it is a terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = make_console(stderr=True)
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("making ready", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """See ``OnProgress``."""
+        self._progress.update(self._task, description=printable(what), completed=done, total=total or None)

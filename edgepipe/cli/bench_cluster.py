@@ -1,0 +1,81 @@
+"""A cluster of emulated devices on this machine: real nodes, stages and links; only the arithmetic is replaced."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import string
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
+from edgepipe.errors import NoPeersFound
+
+if TYPE_CHECKING:
+    from edgepipe.model.facts import ModelConfig
+
+_JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedCluster:
+    """What to start."""
+
+    devices: Sequence[str]  # keys of the device table; node i is called a, b, c, ...
+    model: str  # its name here
+    config: ModelConfig
+    link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
+
+
+@asynccontextmanager
+async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
+    """Start the nodes and let them find each other; yields the first one's. Leaves nothing behind.
+
+    Raises NoPeersFound, and what hindered a node's start.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
+    try:
+        _store_model(folder / "models", folder / cluster.model, cluster.config)
+        async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
+            if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
+                raise NoPeersFound(
+                    "the nodes did not find each other",
+                    fact=f"not within {_JOIN_S:.0f} s; mDNS on 127.0.0.1 seems to be blocked",
+                )
+            yield admin
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _store_model(models_dir: Path, source: Path, config: ModelConfig) -> None:
+    from edgepipe.model.emulated_folder import write_model_folder
+    from edgepipe.model.store import ModelStore
+
+    write_model_folder(source, config)
+    ModelStore(models_dir).pull(str(source))
+
+
+def _plan(cluster: EmulatedCluster, models_dir: Path) -> ClusterPlan:
+    return ClusterPlan(
+        cluster=f"bench-{secrets.token_hex(4)}",
+        nodes=[
+            NodePlan(name=name, backend="emulated", device=device)
+            for name, device in zip(node_names(len(cluster.devices)), cluster.devices, strict=True)
+        ],
+        models_dir=models_dir,
+        threads=1,
+        backend_options=[f"{key}={value}" for key, value in cluster.settings.items()],
+        link=cluster.link,
+    )
+
+
+def node_names(count: int) -> list[str]:
+    """a, b, ..., z, aa, ab, ..."""
+    letters = string.ascii_lowercase
+    return [letters[i] if i < 26 else letters[i // 26 - 1] + letters[i % 26] for i in range(count)]
