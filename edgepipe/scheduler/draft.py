@@ -28,12 +28,13 @@ class Draft:
         if not sequence.registered:
             sequence.registered = True
             self._registers.append(sequence.sequence)
-        for run in sequence.new_runs:
-            self._block_rows.append(len(self.rows))
-            self._block_starts.append(run.start)
-            self._block_counts.append(run.count)
-        self.copies += sequence.new_copies
-        sequence.new_runs, sequence.new_copies = (), ()
+        if sequence.new_runs:
+            for run in sequence.new_runs:
+                self._block_rows.append(len(self.rows))
+                self._block_starts.append(run.start)
+                self._block_counts.append(run.count)
+            self.copies += sequence.new_copies
+            sequence.new_runs, sequence.new_copies = (), ()
         self.rows.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)
         self._num_tokens.append(num_tokens)

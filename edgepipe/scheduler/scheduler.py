@@ -296,9 +296,10 @@ class Scheduler:
             self._ready.append(sequence)
 
     def _end_reason(self, sequence: Sequence) -> EndReason | None:
-        if sequence.num_output and sequence.tokens[-1] in sequence.stop_ids:
+        tokens = sequence.tokens
+        if tokens[-1] in sequence.stop_ids and len(tokens) > sequence.prompt_tokens:
             return EndReason.STOP
-        return sequence.limit_reason if len(sequence.tokens) >= sequence.limit else None
+        return sequence.limit_reason if len(tokens) >= sequence.limit else None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, its blocks to others; what the cache loses of its tokens is computed again later."""

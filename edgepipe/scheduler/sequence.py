@@ -77,7 +77,7 @@ class Sequence:
         for index in range(len(self.keys), num_blocks):
             before = self.keys[-1] if self.keys else b""
             self.keys.append(next_key(before, self.tokens[index * block_size : (index + 1) * block_size]))
-        return self.keys[:num_blocks]
+        return self.keys if len(self.keys) == num_blocks else self.keys[:num_blocks]
 
     def forget_blocks(self) -> list[BlockRun]:
         """Empty the table and return what it held."""
