@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.cost import CostModel, Jitter, StepWork
+from edgepipe.backend.cost import CostModel, Jitter, SliceCost, StepWork
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
@@ -40,7 +40,7 @@ class Loaded:
     config: ModelConfig
     slices: dict[int, Slice]  # by their index in the pipeline
     first_layer: dict[int, int]  # by the same: row of the slice's first layer in the KV pool
-    cost: CostModel
+    costs: dict[int, SliceCost]  # by the same
     weights: Words  # per position of the context
     base_logits: npt.NDArray[np.float32]  # [V]
     bytes: int
@@ -105,7 +105,7 @@ class EmulatedBackend:
             config=config,
             slices={part.index: part for part in slices},
             first_layer={part.index: sum(layers[:i]) for i, part in enumerate(slices)},
-            cost=cost,
+            costs={part.index: cost.slice_cost(part) for part in slices},
             weights=arithmetic.position_weights(0, config.context_length),
             base_logits=arithmetic.base_logits(config.vocab_size),
             bytes=num_bytes,
@@ -140,7 +140,7 @@ class EmulatedBackend:
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
         state = self._enter(part, loaded.config, prepared, inputs)
-        done_at_s = self._queue.enqueue(loaded.cost.step_s(part, _work(prepared.step)))
+        done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(_work(prepared.step)))
         pool.copy(prepared.step.copies)
         state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
         self._num_submitted += 1

@@ -31,11 +31,12 @@ class StepWork:
     @classmethod
     def of_rows(cls, positions: Sequence[int], num_tokens: Sequence[int], *, logit_rows: int) -> StepWork:
         """From two columns with one entry per row: the first token's position, and how many tokens."""
-        kv_tokens = sum(positions) + (tokens := sum(num_tokens))
-        pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
-        return cls(
-            tokens=tokens, rows=len(positions), kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows
-        )
+        rows, tokens = len(positions), sum(num_tokens)
+        kv_tokens = sum(positions) + tokens
+        pairs = float(kv_tokens)  # of single tokens
+        if tokens != rows:
+            pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
+        return cls(tokens=tokens, rows=rows, kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows)
 
 
 class CostModel:
@@ -71,29 +72,54 @@ class CostModel:
         """Memory that one token's KV takes in all layers of the slices."""
         return int(self._layer_kv_bytes * sum(len(part.layers) for part in slices))
 
-    def step_s(self, part: Slice, work: StepWork) -> float:
-        """Seconds that the step takes on the device, without jitter."""
-        layers = len(part.layers)
-        busy = self._matrix_s(layers * self._config.layer_parameters() * self._scale, work.tokens)
-        if part.head and work.logit_rows:
-            head_weights = self._config.vocab_size * self._config.hidden_size * self._scale
-            busy += self._matrix_s(head_weights, work.logit_rows)
-        busy += self._attention_s(layers, work)
-        overhead = self._device.step_overhead_s + layers * self._device.layer_overhead_s
-        return busy + overhead + work.rows * self._device.sequence_overhead_s
-
-    def _matrix_s(self, num_weights: float, tokens: int) -> float:
-        read_s = num_weights * _BYTES_PER_WEIGHT / self._device.bandwidth_bytes_per_s
-        for first_tokens, factor in self._device.tile_steps:
-            if tokens >= first_tokens:
-                read_s *= factor
-        return max(read_s, 2 * num_weights * tokens / self._device.flops)
-
-    def _attention_s(self, layers: int, work: StepWork) -> float:
-        """Reading each sequence's KV once, or multiplying with it, whichever is slower."""
-        read_s = work.kv_tokens * layers * self._layer_kv_bytes / self._device.bandwidth_bytes_per_s
+    def slice_cost(self, part: Slice) -> SliceCost:
+        """What steps of that slice take."""
+        device, layers = self._device, len(part.layers)
+        layer_weights = layers * self._config.layer_parameters() * self._scale
+        head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if part.head else 0.0
         width = self._config.num_heads * self._config.head_dim
-        return max(read_s, 4 * work.attention_pairs * layers * width / self._device.flops)
+        return SliceCost(
+            read_s=layer_weights * _BYTES_PER_WEIGHT / device.bandwidth_bytes_per_s,
+            token_s=2 * layer_weights / device.flops,
+            head_read_s=head_weights * _BYTES_PER_WEIGHT / device.bandwidth_bytes_per_s,
+            head_row_s=2 * head_weights / device.flops,
+            kv_token_s=layers * self._layer_kv_bytes / device.bandwidth_bytes_per_s,
+            pair_s=4 * layers * width / device.flops,
+            step_overhead_s=device.step_overhead_s + layers * device.layer_overhead_s,
+            row_overhead_s=device.sequence_overhead_s,
+            tile_steps=device.tile_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceCost:
+    """One slice's step times. Matrices and attention each take the longer of reading and multiplying."""
+
+    read_s: float  # the layers' weights
+    token_s: float  # multiplying with them, per token
+    head_read_s: float  # likewise the head, 0 where it is elsewhere
+    head_row_s: float
+    kv_token_s: float  # reading one token's KV
+    pair_s: float  # multiplying, per pair of tokens
+    step_overhead_s: float
+    row_overhead_s: float
+    tile_steps: tuple[tuple[int, float], ...]
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds that the step takes on the device, without jitter."""
+        seconds = max(self.read_s * self._stretch(work.tokens), self.token_s * work.tokens)
+        if work.logit_rows:
+            seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
+        seconds += max(self.kv_token_s * work.kv_tokens, self.pair_s * work.attention_pairs)
+        return seconds + self.step_overhead_s + work.rows * self.row_overhead_s
+
+    def _stretch(self, tokens: int) -> float:
+        """How much longer than one tile's work reading takes."""
+        factor = 1.0
+        for first_tokens, more in self.tile_steps:
+            if tokens >= first_tokens:
+                factor *= more
+        return factor
 
 
 class Jitter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -100,12 +102,13 @@ def _draw_tokens(axes: Any, report: RunReport) -> None:
 
 
 def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Some turns' worth of steps from the middle of the run."""
+    """Some turns' worth of steps from where half of the tokens are done: a run's end may be long and thin."""
     timed = [step for step in steps if step.stages]
     if not timed:
         return ()
-    half = max(2, timed[len(timed) // 2].micro_batches * _TURNS_SHOWN // 2)
-    middle = len(timed) // 2
+    done = list(itertools.accumulate(step.num_tokens for step in timed))
+    middle = bisect_left(done, done[-1] / 2)
+    half = max(2, timed[middle].micro_batches * _TURNS_SHOWN // 2)
     return timed[max(0, middle - half) : middle + half]
 
 

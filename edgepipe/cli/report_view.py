@@ -86,7 +86,7 @@ def _rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     yield "requests · failed", lambda report: f"{report.num_requests} · {report.num_failed}"
     yield "run", lambda report: format_duration_s(report.duration_s)
     if any(report.facts.real_s for report in reports):
-        yield "  simulated in", _simulated
+        yield "  real time", _real_time
 
 
 def _time_rows(name: str, figure: Callable[[RunReport], Percentiles]) -> Iterator[Row]:
@@ -117,7 +117,7 @@ def _micro_batches(report: RunReport) -> str:
     return f"{report.micro_batches_mean:.1f} ({min(counts)}-{max(counts)})"
 
 
-def _simulated(report: RunReport) -> str:
+def _real_time(report: RunReport) -> str:
     real_s = report.facts.real_s
     return f"{real_s:.2f} s ({report.duration_s / real_s:.0f}x)" if real_s else "-"
 

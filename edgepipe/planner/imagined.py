@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
@@ -63,7 +62,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     stages = [
         RingStage(
             name=f"{name} {keys[name]} {part.layers}",
-            step_s=partial(cost.step_s, part),
+            step_s=cost.slice_cost(part).step_s,
             link=cluster.link if not part.head else LinkShape(one_way_s=cluster.link.one_way_s if part.index else 0.0),
             token_bytes=0 if part.head else row_bytes,
             jitter=devices[name].jitter,

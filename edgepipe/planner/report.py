@@ -87,7 +87,7 @@ class RunFacts:
     stage_names: tuple[str, ...]
     num_blocks: int  # of the KV pool
     preemptions: int = 0
-    real_s: float = 0.0  # how long the run took to make: less than its own time where it was simulated
+    real_s: float = 0.0  # how long it took to find out: less than the run itself where that was simulated; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

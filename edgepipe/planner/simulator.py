@@ -143,13 +143,14 @@ class _Simulation:
 
     def _record(self, step: ScheduledStep, course: Course, now_s: float) -> StepRecord:
         stats = self._scheduler.stats()
-        decode_rows = sum(
-            1 for samples, count in zip(step.samples, step.num_tokens, strict=True) if samples and count == 1
-        )
+        num_tokens, decode_rows = len(step.token_ids), step.num_rows
+        if num_tokens != decode_rows:
+            rows = zip(step.samples, step.num_tokens, strict=True)
+            decode_rows = sum(1 for samples, count in rows if samples and count == 1)
         return StepRecord(
             step=step.step,
             decode_rows=decode_rows,
-            prefill_tokens=sum(step.num_tokens) - decode_rows,
+            prefill_tokens=num_tokens - decode_rows,
             micro_batches=stats.micro_batches,
             planned_s=now_s,
             stages=course.stages,

@@ -174,7 +174,7 @@ def test_a_third_step_must_wait_for_the_first() -> None:
 
 def step_s(num_tokens: int, *, position: int = 0, rows: int = 1, device: str = "h100", **settings: str) -> float:
     work = StepWork.of_rows([position] * rows, [num_tokens // rows] * rows, logit_rows=rows)
-    return CostModel(LLAMA_8B, read_settings(device, settings).device).step_s(whole(LLAMA_8B), work)
+    return CostModel(LLAMA_8B, read_settings(device, settings).device).slice_cost(whole(LLAMA_8B)).step_s(work)
 
 
 def test_decode_of_an_8b_model_is_bound_by_its_weights() -> None:
