@@ -25,7 +25,7 @@ def overview() -> None:
         print(f"  {label:<8}{printable(text)}")
     print("\nnext")
     for command, why in _next_steps(status):
-        print(f"  {command:<34}{why}")
+        print(f"  {command:<28}{why}")
     print("\nall commands: edgepipe --help")
 
 
@@ -72,7 +72,7 @@ def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
 
 
 def _next_steps(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
-    demo = ("edgepipe demo", "two nodes and a small model on this machine, right now")
+    demo = ("edgepipe demo", "two nodes and a small model, here and now")
     if status is None:
         return [demo, ("edgepipe node start", "make this machine a node of your cluster")]
     if any(engine.state == "ready" for engine in status.engines):
