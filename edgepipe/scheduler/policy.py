@@ -98,9 +98,10 @@ class ThrottledPolicy:
         return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
 
     def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:
-        """Fewer tokens, up to the last edge that the step reaches, if that leaves any."""
+        """Fewer tokens, up to the last edge that the step reaches, if that leaves a chunk worth its step."""
         reached = bisect_right(edges, beside + tokens)
-        return edges[reached - 1] - beside if reached and edges[reached - 1] > beside else tokens
+        trimmed = edges[reached - 1] - beside if reached else 0
+        return trimmed if trimmed >= min(self._min, tokens) else tokens
 
 
 class SarathiPolicy:
