@@ -14,7 +14,7 @@ from torch import Tensor
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe_torch.attention import StepAttention
 from edgepipe_torch.kv import KvPool
-from edgepipe_torch.linear import Linear, Workspace
+from edgepipe_torch.linear import Linear, Table, Workspace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class SliceWeights:
 
     part: Slice
     layers: list[Layer]
-    embedding: Tensor | Linear | None  # [V, H], or the tied head
+    embedding: Tensor | Table | None  # [V, H], maybe narrower than the compute dtype; or the tied head
     final_norm: Tensor | None
     head: Linear | None
 
@@ -74,10 +74,8 @@ class Decoder:
     def embed(self, ids: Tensor, hidden: Tensor) -> None:
         """ids [T] int64 -> hidden [T, H] is written."""
         table = self._weights.embedding
-        if isinstance(table, Tensor):
-            torch.index_select(table, 0, ids, out=hidden)
-        elif table is not None:
-            hidden.copy_(table.take(ids))
+        assert table is not None
+        hidden.copy_(table.index_select(0, ids) if isinstance(table, Tensor) else table.take(ids))
 
     def run(self, hidden: Tensor, step: StepTensors, pool: KvPool) -> None:
         """Apply the layers to hidden [T, H] in place and write the rows' keys and values."""

@@ -1,10 +1,11 @@
-"""Matrix products in the two layouts that proved fast.
+"""Matrix products in the layouts that proved fast (docs/experiments.md has the figures).
 
-On a CPU in float32 every product of a decoding step reads its whole weight for a handful of rows, and which call does
-it decides the speed: a plain ``x @ W.T`` packs the weight again each time from 4 rows on. Cut into tiles
-``[tiles, in, W]`` of about 48 outputs, one batched product needs no packing at 1 to 64 rows and loses nothing at 512
-(docs/experiments.md has the figures). Its result ``[tiles, T, W]`` is taken as it is by whatever comes next, so nothing
-is transposed for its own sake. Elsewhere (bf16, CUDA) weights stay ``[out, in]``.
+A decoding step reads every weight for a handful of rows, so what counts is bytes, and that nothing is packed again.
+
+``HalfLinear``   float32 on a CPU, weights that bf16 or fp16 holds: kept in fp16, half the bytes to read and to hold.
+``TiledLinear``  float32 on a CPU, other weights: ``[tiles, in, W]``. A plain ``x @ W.T`` packs the weight each time
+                 from 4 rows on; one batched product over tiles of about 48 outputs does not.
+``PlainLinear``  bf16 or CUDA: ``[out, in]``.
 
 T rows, I in features, O out features, W tile width.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +53,16 @@ class Linear(Protocol):
         """x [T, I] -> silu(first part) * second part [T, O / 2], valid until this kind of product runs again."""
         ...
 
+    def finish(self) -> None:
+        """All parts are filled: take the form that computes."""
+        ...
+
+
+class Table(Protocol):
+    """A weight that also gives its rows, so that a tied head can embed."""
+
     def take(self, ids: Tensor) -> Tensor:
-        """ids [T] int64 -> the weight's rows [T, I]: an embedding that shares the head's weight."""
+        """ids [T] int64 -> [T, I]."""
         ...
 
 
@@ -142,6 +152,9 @@ class TiledLinear:
         torch.mul(gate, up, out=self._by_tile(out))
         return out
 
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
     def take(self, ids: Tensor) -> Tensor:
         return self._weight[ids // self._width, :, ids % self._width]
 
@@ -154,6 +167,70 @@ class TiledLinear:
     def _by_tile(self, rows: Tensor) -> Tensor:
         """[T, O] seen as [tiles, T, W]."""
         return rows.view(rows.shape[0], -1, self._width).transpose(0, 1)
+
+
+class HalfLinear:
+    """float32 on an x86 CPU with the weight in fp16, widened on the fly by FBGEMM's kernel; sums are float32.
+
+    fp16 has more mantissa than bf16. Only values below 2**-14 may lose bits, by at most 2**-25 each, which is less than
+    what summing in float32 rounds off. A weight with a value too large for fp16 stays float32.
+    """
+
+    def __init__(self, name: str, in_features: int, parts: Sequence[int], workspace: Workspace) -> None:
+        self._name = name
+        self._workspace = workspace
+        self._starts = [sum(parts[:index]) for index in range(len(parts))]
+        self._shape = (sum(parts), in_features)
+        self._wide: Tensor | None = None  # float32 [O, I] while it is filled
+        self._bias: Tensor | None = None
+        self._packed: Any = None  # FBGEMM's own object
+
+    @property
+    def num_bytes(self) -> int:
+        size = 2 if self._wide is None else 4
+        return size * self._shape[0] * self._shape[1] + (0 if self._bias is None else self._bias.nbytes)
+
+    def fill(self, part: int, weight: Tensor) -> None:
+        if self._wide is None:
+            self._wide = torch.empty(self._shape)
+        at = self._starts[part]
+        self._wide[at : at + weight.shape[0]].copy_(weight)
+
+    def fill_bias(self, part: int, bias: Tensor) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self._shape[0])
+        at = self._starts[part]
+        self._bias[at : at + len(bias)].copy_(bias)
+
+    def finish(self) -> None:
+        assert self._wide is not None
+        low, high = torch.aminmax(self._wide)
+        if max(-float(low), float(high)) <= torch.finfo(torch.float16).max:
+            self._packed = torch.ops.quantized.linear_prepack_fp16(self._wide, self._bias)
+            self._wide = None
+
+    def rows(self, x: Tensor) -> Tensor:
+        if self._wide is not None:
+            return F.linear(x, self._wide, self._bias)
+        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        total.add_(self.rows(x))
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = self.rows(x).chunk(2, dim=-1)
+        out = self._workspace.get(f"{self._name} swiglu", *gate.shape)
+        return torch.mul(F.silu(gate, inplace=True), up, out=out)
+
+
+@cache
+def half_works() -> bool:
+    """Whether this torch and CPU have the kernel."""
+    try:
+        packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(8, 8), None)
+        return bool((torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), packed) == 8).all())
+    except (RuntimeError, AttributeError):
+        return False
 
 
 class PlainLinear:
@@ -187,6 +264,9 @@ class PlainLinear:
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self._weight, self._bias).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
     def take(self, ids: Tensor) -> Tensor:
         return self._weight[ids]

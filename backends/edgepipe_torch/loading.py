@@ -15,26 +15,37 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.dequantise import as_bf16_bits, as_float32
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD
-from edgepipe.model.tensors import RawTensor, WeightSource
+from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
 from edgepipe_torch.decoder import Layer, SliceWeights
-from edgepipe_torch.linear import Linear, PlainLinear, TiledLinear, Workspace
+from edgepipe_torch.linear import HalfLinear, Linear, PlainLinear, Table, TiledLinear, Workspace, half_works
 
 Sink = Callable[[Tensor], None]
+Change = Callable[[Tensor], Tensor]
 
 
 class SliceBuilder:
     """Empty storage for a slice, and where each named tensor goes in it."""
 
     def __init__(
-        self, config: ModelConfig, part: Slice, *, dtype: torch.dtype, device: torch.device, workspace: Workspace
+        self,
+        config: ModelConfig,
+        part: Slice,
+        infos: Sequence[TensorInfo],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: Workspace,
     ) -> None:
+        """``infos`` are the tensors that will come. Raises ArchitectureUnsupported."""
         if config.head_dim % 2:
             raise ArchitectureUnsupported("an odd head dimension cannot be rotated", fact=f"it is {config.head_dim}")
         self._config = config
         self._dtype = dtype
         self._device = device
         self._workspace = workspace
-        self._sinks: dict[str, Sink] = {}
+        self._infos = {info.name: info for info in infos}
+        self._sinks: dict[str, list[Sink]] = {}
+        self._unfinished: list[tuple[set[str], Linear]] = []  # names that are still to come
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
         self.weights = SliceWeights(
@@ -50,11 +61,21 @@ class SliceBuilder:
         if name not in self._sinks:
             raise ModelInvalid(f"tensor '{name}' has no place in the slice")
         try:
-            self._sinks[name](tensor)
+            for sink in self._sinks[name]:
+                sink(tensor)
         except RuntimeError as exc:
             raise ModelInvalid(
                 f"tensor '{name}' does not fit the config", fact=f"its shape is {list(tensor.shape)}"
             ) from exc
+        self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        """Let the products whose last tensor this was take their final form, before anything else is read."""
+        for missing, linear in self._unfinished:
+            missing.discard(name)
+            if not missing:
+                linear.finish()
+        self._unfinished = [entry for entry in self._unfinished if entry[0]]
 
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}."
@@ -84,36 +105,48 @@ class SliceBuilder:
         )
 
     def _head(self) -> Linear:
-        linear = self._new_linear("head", self._config.hidden_size, [self._config.vocab_size])
         name = EMBEDDING if self._config.tied_embeddings else HEAD
-        self._sinks[name] = lambda tensor: linear.fill(0, tensor)
-        return linear
+        return self._merged("head", [(name, "", self._config.vocab_size, None)], self._config.hidden_size)
 
-    def _embedding(self, head: Linear | None) -> Tensor | Linear:
-        if head is not None and self._config.tied_embeddings:
+    def _embedding(self, head: Linear | None) -> Tensor | Table:
+        if self._config.tied_embeddings and isinstance(head, TiledLinear | PlainLinear):
             return head
-        table = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=self._dtype, device=self._device)
-        self._sinks[EMBEDDING] = lambda tensor: _copy(table, tensor)
+        dtype = self._dtype
+        if dtype == torch.float32:  # rows are widened when they are taken
+            info = self._infos.get(EMBEDDING)
+            dtype = torch.bfloat16 if info and _is_bf16(info) else dtype
+        table = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._device)
+        self._send(EMBEDDING, lambda tensor: _copy(table, tensor))
         return table
 
-    def _linear(self, parts: Sequence[tuple[str, int, Callable[[Tensor], Tensor] | None]], in_features: int) -> Linear:
-        """A linear merged of parts (name, out features, what to do with the rows first)."""
-        role = parts[0][0].rsplit(".", 1)[1]
-        linear = self._new_linear(role, in_features, [size for _name, size, _change in parts])
-        for index, (name, size, change) in enumerate(parts):
-            self._sinks[f"{name}.weight"] = _part_sink(linear.fill, index, (size, in_features), change)
-            self._sinks[f"{name}.bias"] = _part_sink(linear.fill_bias, index, (size,), change)
+    def _linear(self, parts: Sequence[tuple[str, int, Change | None]], in_features: int) -> Linear:
+        """A product merged of parts (name without suffix, out features, what to do with the rows first)."""
+        named = [(f"{name}.weight", f"{name}.bias", size, change) for name, size, change in parts]
+        return self._merged(parts[0][0].rsplit(".", 1)[1], named, in_features)
+
+    def _merged(self, role: str, parts: Sequence[tuple[str, str, int, Change | None]], in_features: int) -> Linear:
+        names = {name for weight, bias, _size, _change in parts for name in (weight, bias) if name in self._infos}
+        linear = self._new_linear(role, in_features, [size for _weight, _bias, size, _change in parts], names)
+        for index, (weight, bias, size, change) in enumerate(parts):
+            self._send(weight, _part_sink(linear.fill, index, (size, in_features), change))
+            self._send(bias, _part_sink(linear.fill_bias, index, (size,), change))
+        self._unfinished.append((names, linear))
         return linear
 
-    def _new_linear(self, role: str, in_features: int, parts: Sequence[int]) -> Linear:
-        if self._device.type == "cpu" and self._dtype == torch.float32:
-            return TiledLinear(role, in_features, parts, self._workspace)
-        return PlainLinear(in_features, parts, dtype=self._dtype, device=self._device)
+    def _new_linear(self, role: str, in_features: int, parts: Sequence[int], names: set[str]) -> Linear:
+        if self._device.type != "cpu" or self._dtype != torch.float32:
+            return PlainLinear(in_features, parts, dtype=self._dtype, device=self._device)
+        exact = all(_is_half(self._infos[name]) for name in names)
+        kind = HalfLinear if exact and half_works() else TiledLinear
+        return kind(role, in_features, parts, self._workspace)
 
-    def _vector(self, name: str, size: int, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def _vector(self, name: str, size: int, change: Change | None = None) -> Tensor:
         vector = torch.empty(size, dtype=self._dtype, device=self._device)
-        self._sinks[name] = lambda tensor: _copy(vector, change(tensor) if change else tensor)
+        self._send(name, lambda tensor: _copy(vector, change(tensor) if change else tensor))
         return vector
+
+    def _send(self, name: str, sink: Sink) -> None:
+        self._sinks.setdefault(name, []).append(sink)
 
     def _as_pairs(self, tensor: Tensor) -> Tensor:
         """Rows (head, half, pair) to (head, pair, half): what is rotated together stands together."""
@@ -136,8 +169,9 @@ def load_slices(
     done, done_bytes = 0, 0
     loaded: list[SliceWeights] = []
     for part in slices:
-        builder = SliceBuilder(source.config, part, dtype=dtype, device=device, workspace=workspace)
-        for info in source.tensors(part):
+        infos = source.tensors(part)
+        builder = SliceBuilder(source.config, part, infos, dtype=dtype, device=device, workspace=workspace)
+        for info in infos:
             builder.take(info.name, host_tensor(source.read(info.name)))
             done, done_bytes = done + 1, done_bytes + info.num_bytes
             progress(
@@ -149,7 +183,7 @@ def load_slices(
 
 def host_tensor(raw: RawTensor) -> Tensor:
     """The tensor in its logical shape: bf16 where that is exact (half the bytes in passing), else float32."""
-    if raw.info.rounded or raw.info.scheme == "BF16":
+    if _is_bf16(raw.info):
         bits = as_bf16_bits(raw)
         return torch.from_numpy(bits.view("<i2") if bits.flags.writeable else bits.view("<i2").copy()).view(
             torch.bfloat16
@@ -158,9 +192,17 @@ def host_tensor(raw: RawTensor) -> Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
-def _part_sink(
-    fill: Callable[[int, Tensor], None], index: int, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None
-) -> Sink:
+def _is_bf16(info: TensorInfo) -> bool:
+    """Whether bf16 holds the tensor's values exactly."""
+    return info.rounded or info.scheme == "BF16"
+
+
+def _is_half(info: TensorInfo) -> bool:
+    """Whether fp16 holds them as exactly as a float32 product can tell; see HalfLinear."""
+    return _is_bf16(info) or info.scheme == "F16"
+
+
+def _part_sink(fill: Callable[[int, Tensor], None], index: int, shape: tuple[int, ...], change: Change | None) -> Sink:
     def sink(tensor: Tensor) -> None:
         if tuple(tensor.shape) != shape:
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid

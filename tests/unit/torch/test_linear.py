@@ -10,29 +10,37 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.linear import Linear, PlainLinear, TiledLinear, Workspace, tile_width  # noqa: E402
+from edgepipe_torch.linear import HalfLinear, Linear, PlainLinear, TiledLinear, Workspace, half_works, tile_width  # noqa: E402
 
 CPU = torch.device("cpu")
 FEATURES = st.integers(1, 300)
+KINDS = st.sampled_from([TiledLinear, HalfLinear] if half_works() else [TiledLinear])
 
 
-def pair(in_features: int, parts: Sequence[int], *, bias: bool) -> tuple[Linear, Linear]:
-    """The same random weight in both layouts."""
-    tiled = TiledLinear("test", in_features, parts, Workspace(torch.float32, CPU))
+def pair(
+    in_features: int, parts: Sequence[int], *, bias: bool, kind: type[TiledLinear | HalfLinear] = TiledLinear
+) -> tuple[TiledLinear | HalfLinear, PlainLinear]:
+    """The same random weight, exact in bf16, in two layouts."""
+    packed = kind("test", in_features, parts, Workspace(torch.float32, CPU))
     plain = PlainLinear(in_features, parts, dtype=torch.float32, device=CPU)
+    both: tuple[Linear, Linear] = (packed, plain)
     for index, size in enumerate(parts):
-        weight, offset = torch.randn(size, in_features), torch.randn(size)
-        for linear in (tiled, plain):
+        weight, offset = torch.randn(size, in_features).bfloat16().float(), torch.randn(size)
+        for linear in both:
             linear.fill(index, weight)
             if bias:
                 linear.fill_bias(index, offset)
-    return tiled, plain
+    for linear in both:
+        linear.finish()
+    return packed, plain
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 70), st.integers(1, 40), st.lists(FEATURES, min_size=1, max_size=3), st.booleans())
-def test_rows_and_sums(num_rows: int, in_features: int, parts: list[int], bias: bool) -> None:
-    tiled, plain = pair(in_features, parts, bias=bias)
+@given(KINDS, st.integers(1, 70), st.integers(1, 40), st.lists(FEATURES, min_size=1, max_size=3), st.booleans())
+def test_rows_and_sums(
+    kind: type[TiledLinear | HalfLinear], num_rows: int, in_features: int, parts: list[int], bias: bool
+) -> None:
+    tiled, plain = pair(in_features, parts, bias=bias, kind=kind)
     x, total = torch.randn(num_rows, in_features), torch.randn(num_rows, sum(parts))
     expected = plain.rows(x)
     torch.testing.assert_close(tiled.rows(x), expected, rtol=1e-4, atol=1e-4)
@@ -42,9 +50,9 @@ def test_rows_and_sums(num_rows: int, in_features: int, parts: list[int], bias: 
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 70), st.integers(1, 40), FEATURES, st.booleans())
-def test_swiglu(num_rows: int, in_features: int, inner: int, bias: bool) -> None:
-    tiled, plain = pair(in_features, [inner, inner], bias=bias)
+@given(KINDS, st.integers(1, 70), st.integers(1, 40), FEATURES, st.booleans())
+def test_swiglu(kind: type[TiledLinear | HalfLinear], num_rows: int, in_features: int, inner: int, bias: bool) -> None:
+    tiled, plain = pair(in_features, [inner, inner], bias=bias, kind=kind)
     x = torch.randn(num_rows, in_features)
     torch.testing.assert_close(tiled.swiglu(x), plain.swiglu(x), rtol=1e-4, atol=1e-4)
 
@@ -52,6 +60,7 @@ def test_swiglu(num_rows: int, in_features: int, inner: int, bias: bool) -> None
 @pytest.mark.parametrize("vocabulary", [97, 211, 131 * 3, 480])
 def test_a_tied_head_gives_its_rows_as_embedding(vocabulary: int) -> None:
     tiled, plain = pair(20, [vocabulary], bias=False)
+    assert isinstance(tiled, TiledLinear)
     ids = torch.tensor([0, vocabulary - 1, 3, 3])
     torch.testing.assert_close(tiled.take(ids), plain.take(ids), rtol=0, atol=0)
 
@@ -68,3 +77,20 @@ def test_widths(parts: list[int], width: int) -> None:
 def test_a_weight_is_held_once() -> None:
     tiled, plain = pair(64, [96, 48], bias=True)
     assert tiled.num_bytes == plain.num_bytes == 4 * (64 + 1) * 144
+
+
+@pytest.mark.skipif(not half_works(), reason="no fp16 kernel here")
+def test_a_weight_that_fp16_cannot_hold_stays_float32() -> None:
+    half = HalfLinear("test", 2, [1], Workspace(torch.float32, CPU))
+    half.fill(0, torch.tensor([[1e5, 1.0]]))
+    half.finish()
+    assert half.rows(torch.ones(1, 2)).item() == 100_001.0
+
+
+def test_fp16_loses_less_than_summing_in_float32_does() -> None:
+    weight = (torch.randn(64, 4096) * 10.0 ** torch.randint(-9, 1, (64, 4096))).bfloat16().float()
+    x = torch.randn(3, 4096)
+    exact = x.double() @ weight.t().double()
+    by_rounding_weights = (x.double() @ weight.half().t().double() - exact).abs().max()
+    by_summing = (x @ weight.t() - exact).abs().max()
+    assert by_rounding_weights < by_summing
