@@ -45,7 +45,9 @@ def test_a_steady_plan_is_small() -> None:
 
 
 def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -> None:
-    scheduler = Scheduler(SchedulerLimits(num_blocks=8, block_size=4, context_length=32, micro_batches=1), ThrottledPolicy())
+    scheduler = Scheduler(
+        SchedulerLimits(num_blocks=8, block_size=4, context_length=32, micro_batches=1), ThrottledPolicy()
+    )
     scheduler.submit([SequenceSpec(sequence=SequenceId(5), prompt=(7, 8, 9))])
     step = scheduler.next_step()
     assert step is not None
