@@ -16,6 +16,7 @@ from edgepipe.errors import ConfigInvalid, FeatureMissing
 if TYPE_CHECKING:
     from edgepipe.planner.report import RunReport, StepRecord
 
+_EXAMPLE = "name a file like out.png"
 _TURNS_SHOWN = 4  # of the whole ring, in the timeline
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#edc948", "#76b7b2", "#9c755f")
 _DECODE, _PREFILL, _M = "#4e79a7", "#f28e2b", "#222222"
@@ -35,18 +36,18 @@ def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(
-            f"'{path}' cannot be written", fact=str(error), next_step="name a file like out.png"
-        ) from error
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=str(error), next_step=_EXAMPLE) from error
 
 
 def check_plot(path: Path | None) -> None:
     """Before a long run: whether ``plot_reports`` can do its work. Raises FeatureMissing, ConfigInvalid."""
     if path is None:
         return
-    _figure(1)
+    kinds = _figure(1).canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
+    if path.suffix[1:].lower() not in kinds:
+        raise ConfigInvalid(f"'{path}' is no picture", fact=f"kinds: {', '.join(kinds)}", next_step=_EXAMPLE)
 
 
 def _figure(num_runs: int) -> Any:

@@ -12,6 +12,7 @@ from edgepipe.cli import workload_options as options
 from edgepipe.cli.comparing import Variant, read_comparisons
 from edgepipe.cli.options import Json
 from edgepipe.cli.output import make_console, print_json
+from edgepipe.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from edgepipe.planner.report import RunReport
@@ -121,6 +122,15 @@ def _timed(run: Run) -> RunReport:
     return replace(report, facts=replace(report.facts, real_s=time.perf_counter() - started_s))
 
 
+def _fixed_micro_batches(text: str) -> int:
+    """K, or 0 for ``auto``. Raises ConfigInvalid."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigInvalid(f"'{text}' is no value for --micro-batches", fact="it is auto, or a number of 1 or more")
+    return int(text)
+
+
 def _make_run(settings: Mapping[str, str], label: str) -> Run:
     """Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
     from edgepipe.backend.devices import parse_devices
@@ -146,7 +156,7 @@ def _make_run(settings: Mapping[str, str], label: str) -> Run:
         cluster=imagine(cluster),
         workload=workload,
         policy=make_policy(settings["policy"], trim_to_tiles=settings["trim-to-tiles"] == "yes"),
-        micro_batches=0 if micro_batches == "auto" else options.count_of(settings, "micro-batches", 1),
+        micro_batches=_fixed_micro_batches(micro_batches),
         label=label,
         settings={
             "devices": settings["devices"],

@@ -120,11 +120,9 @@ class _Simulation:
         step, course = self._in_flight.popleft()
         events = self._scheduler.retire(step.step, [_TOKEN] * step.num_samples)
         self._note(events, now_s)
-        if self._feed is None:
-            return
-        micro_batches = self._feed.retired(step, course, running=self._scheduler.stats().running)
-        if micro_batches is not None:
-            self._scheduler.set_micro_batches(micro_batches)
+        if self._feed is not None and self._feed.retired(step, course):
+            running = self._scheduler.stats().running
+            self._scheduler.set_micro_batches(self._feed.micro_batches(running=running))
 
     def _note(self, events: Sequence[Event], now_s: float) -> None:
         for event in events:

@@ -20,13 +20,15 @@ class SizingFeed:
         )
         self._sizer = Sizer(num_stages=num_stages)
 
-    def retired(self, step: ScheduledStep, course: Course, *, running: int) -> int | None:
-        """Take a step's times; the M to use if it is time to decide, with ``running`` sequences sharing the ring."""
+    def retired(self, step: ScheduledStep, course: Course) -> bool:
+        """Take a step's times; whether it is time to ask for ``micro_batches``."""
         num_tokens = len(step.token_ids)
         for (curve,), (start_s, end_s) in zip(self._ring.stages, course.stages, strict=True):
             curve.note(num_rows=step.num_rows, num_tokens=num_tokens, seconds=end_s - start_s)
         for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
             link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
-        if not self._sizer.due():
-            return None
+        return self._sizer.due()
+
+    def micro_batches(self, *, running: int) -> int:
+        """The M to use now, with ``running`` sequences sharing the ring."""
         return self._sizer.decide(self._ring, sequences=running).micro_batches

@@ -80,7 +80,7 @@ def test_a_trace_is_read_from_a_file(run: Run, tmp_path: Path) -> None:
         (("--devices", "4x toaster"), ["toaster", "rtx4090"]),
         (("--link", "fast"), ["fast", "1gbit,0.3ms"]),
         (("--policy", "luck"), ["luck", "throttled"]),
-        (("--micro-batches", "none"), ["none", "whole number"]),
+        (("--micro-batches", "none"), ["none", "auto"]),
         (("--workload", "rush-hour"), ["rush-hour", "poisson"]),
         (("--workload", "poisson"), ["--rate"]),
         (("--rate", "3", "--concurrency", "4"), ["contradict"]),
@@ -91,6 +91,7 @@ def test_a_trace_is_read_from_a_file(run: Run, tmp_path: Path) -> None:
         (("--compare", "policy=throttled,"), ["empty"]),
         (("--compare", "rate=fast"), ["fast", "--rate"]),
         (("--plot", "/nowhere/at/all/out.png"), ["no folder"]),
+        (("--plot", "out.doc"), ["out.doc", "png"]),
     ],
 )
 def test_nonsense_is_refused_with_what_was_expected(run: Run, flags: tuple[str, ...], words: list[str]) -> None:
