@@ -1,0 +1,224 @@
+"""Every stage busy: a ring of emulated devices over a LAN against ideal links, the simulator and other schedules.
+
+Run as ``scripts/bench engine [--full] [PART ...]``; parts: ``lan throttling sizing``. Nodes, stages, links, plans and
+engine are real processes, only the devices' arithmetic is replaced. ``--full`` confirms whole sweeps on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from figures import Row, at_least, at_most, print_rows
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.backend.devices import parse_devices
+from edgepipe.cli.bench import emulated_run
+from edgepipe.cli.bench_run import bench_emulated
+from edgepipe.cli.workload_options import make_workload_of
+from edgepipe.config import prepare_environment
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
+from edgepipe.planner.report import RunReport
+from edgepipe.planner.simulator import Run, simulate
+from edgepipe.planner.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.scheduler import make_policy
+from edgepipe.units import parse_link
+
+Settings = Mapping[str, str]
+
+RING = {"emulate": "4x rtx4090", "as-model": "qwen2.5-32b", "jitter": "0.05"}
+UNEQUAL = {
+    **RING,
+    "emulate": "3x rtx4090, a100-40g",
+    "plan": "a:0-12,b:13-25,c:26-38,d:39-63",  # the last one is the slow stage: more layers than it is faster
+}
+DECODE = {"workload": "fixed", "prompt-tokens": "48", "output-tokens": "160"}  # all at once: a long stretch of decode
+LAN, SLOW = "1gbit,1ms", "100mbit,5ms"
+LINKS = (LAN, SLOW)
+CROWDS = (8, 32, 128)
+MOST = 24  # micro-batches of a sweep
+
+
+def decode(ring: Settings, *, link: str, sequences: int, micro_batches: str) -> Settings:
+    """So many sequences that decode side by side."""
+    return {**ring, **DECODE, "link": link, "requests": str(sequences), "micro-batches": micro_batches}
+
+
+def measure(*runs: Settings, workload: Workload | None = None) -> list[RunReport]:
+    """On real nodes; runs in a row over one kind of link share them. ``workload`` replaces that of the settings."""
+
+    def tell(what: str, done: int, total: int) -> None:
+        if not total or done == total:
+            print(f"  {what}", file=sys.stderr, flush=True)
+
+    made = [emulated_run(settings, f"{settings['link']} M={settings['micro-batches']}") for settings in runs]
+    if workload is not None:
+        made = [replace(each, run=replace(each.run, workload=workload)) for each in made]
+    reports = asyncio.run(bench_emulated(made, tell))
+    for report in reports:
+        if report.num_failed:
+            raise RuntimeError(f"{report.num_failed} requests failed: {report.facts.label}")
+    return reports
+
+
+def predict(settings: Settings, workload: Workload | None = None) -> RunReport:
+    """The same in the simulator."""
+    micro_batches = settings["micro-batches"]
+    return simulate(
+        Run(
+            cluster=imagined(settings),
+            workload=workload or make_workload_of(settings),
+            policy=make_policy(settings.get("policy", "throttled")),
+            micro_batches=0 if micro_batches == "auto" else int(micro_batches),
+        )
+    )
+
+
+def imagined(settings: Settings) -> Imagined:
+    """The cluster of a run, for the simulator."""
+    return imagine(
+        ImaginedCluster(
+            devices=parse_devices(settings["emulate"]),
+            config=named_shape(settings["as-model"]),
+            link=parse_link(settings["link"]),
+            adjustments={"jitter": settings["jitter"]},
+            plan=settings.get("plan", ""),
+        )
+    )
+
+
+def bottleneck_per_s(settings: Settings, *, batch: int) -> float:
+    """Tokens per second that the slowest device or link alone allows with micro-batches of that size."""
+    prompt, output = int(settings["prompt-tokens"]), int(settings["output-tokens"])
+    work = StepWork.of_rows([prompt + output // 2] * batch, [1] * batch, logit_rows=batch)
+    stages = imagined(settings).ring.stages
+    return batch / max(max(one.step_s(work), one.link.upload_s(one.token_bytes * batch)) for one in stages)
+
+
+class Fixed(NamedTuple):
+    """What a fixed number of micro-batches gives."""
+
+    per_s: float
+    micro_batches: int
+
+
+def sweep(settings: Settings) -> list[Fixed]:
+    """Every sensible fixed M in the simulator, the best first."""
+    counts = range(1, min(MOST, int(settings["requests"])) + 1)
+    found = [Fixed(predict({**settings, "micro-batches": str(m)}).steady_tokens_per_s, m) for m in counts]
+    return sorted(found, reverse=True)
+
+
+def lan_rows(full: bool) -> list[Row]:
+    """A LAN against ideal links, a slow network against its bottleneck, and the runtime against the simulator."""
+    ideal = decode(RING, link="ideal", sequences=96, micro_batches="6")
+    lan = {**ideal, "link": LAN}
+    slow = decode(RING, link=SLOW, sequences=128, micro_batches="8")
+    exact = decode(RING, link=LAN, sequences=64, micro_batches="auto")
+    best = sweep(exact)[0]
+    exact = {**exact, "micro-batches": str(best.micro_batches)}
+    exact_ideal = decode(RING, link="ideal", sequences=64, micro_batches="4")
+    runs = (ideal, exact_ideal, lan, exact, slow)
+    got = [report.steady_tokens_per_s for report in measure(*runs)]
+    simulated = [predict(settings).steady_tokens_per_s for settings in runs]
+    allowed = bottleneck_per_s(slow, batch=16)
+    rows = [
+        at_least(f"decode over {LAN}, 96 sequences, M=6", got[2], "tok/s", got[0], "ideal links", 0.97),
+        at_least(f"decode over {SLOW}, 128 sequences, M=8", got[4], "tok/s", allowed, "its bottleneck", 0.95),
+        at_least(
+            f"decode over {LAN}, 64 sequences, M={best.micro_batches}", got[3], "tok/s", best.per_s, "best M", 0.93
+        ),
+        Row("  of ideal links with M=4", got[3], "tok/s", got[1], "ideal links", got[3] / got[1]),
+    ]
+    for settings, real, expected in zip(runs, got, simulated, strict=True):
+        name = f"runtime, {settings['link']}, {settings['requests']} sequences, M={settings['micro-batches']}"
+        rows.append(at_least(name, real, "tok/s", expected, "simulator", 0.93))
+    return rows
+
+
+def throttling_rows(full: bool) -> list[Row]:
+    """Token throttling against one fixed budget: Poisson arrivals at 0.8 of what both can take, and saturation."""
+    settings = {**RING, "link": LAN, "micro-batches": "4"}
+    pair = [{**settings, "policy": policy} for policy in ("throttled", "sarathi")]
+    crowd = long_prompts(WorkloadSpec(arrivals=Arrivals.CLOSED, concurrency=96, num_requests=300))
+    most = [predict(one, crowd).steady_tokens_per_s for one in pair]
+    rate = 0.8 * min(most) / statistics.mean(request.output_tokens for request in crowd.requests)
+    arrivals = WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=300 if full else 60)
+    throttled, sarathi = measure(*pair, workload=long_prompts(arrivals))
+    name = f"Poisson {rate:.2f}/s, azure lengths"
+    deviations = throttled.step_tokens_deviation, sarathi.step_tokens_deviation
+    return [
+        at_most(f"{name}: TPOT", throttled.tpot_s.mean * 1e3, "ms", sarathi.tpot_s.mean * 1e3, "sarathi", 0.65),
+        at_most(f"{name}: deviation of micro-batches", deviations[0], "tokens", deviations[1], "sarathi", 0.5),
+        at_least(
+            f"{name}: throughput", throttled.output_tokens_per_s, "tok/s", sarathi.output_tokens_per_s, "sarathi", 0.97
+        ),
+        at_least("saturated by 96 users, simulated", most[0], "tok/s", most[1], "sarathi", 0.97),
+    ]
+
+
+def long_prompts(spec: WorkloadSpec) -> Workload:
+    """Azure-like lengths without the rare very long ones, for which a whole run would wait."""
+    prompt = LognormalLengths(median_tokens=771, max_tokens=4096)
+    output = LognormalLengths(median_tokens=272, max_tokens=384)
+    return make_workload(replace(spec, prompt=prompt, output=output, lengths_name="azure", seed=3))
+
+
+def sizing_rows(full: bool) -> list[Row]:
+    """``auto`` against the best fixed M of 12 settings in the simulator; the best three of each on the runtime."""
+    rows: list[Row] = []
+    ratios: list[float] = []
+    for (ring_name, ring), link, crowd in product((("equal", RING), ("one slow", UNEQUAL)), LINKS, CROWDS):
+        settings = decode(ring, link=link, sequences=crowd, micro_batches="auto")
+        fixed = sweep(settings)
+        auto = predict(settings)
+        ratios.append(auto.steady_tokens_per_s / fixed[0].per_s)
+        by_count = {one.micro_batches: one.per_s for one in fixed}
+        others = ", ".join(f"{k}N {by_count.get(4 * k, 0) / fixed[0].per_s:.2f}" for k in (1, 2, 3))
+        name = f"auto (M={auto.micro_batches_mean:.1f}), {ring_name}, {link}, {crowd} sequences"
+        of = f"best M={fixed[0].micro_batches}; {others}"
+        rows.append(at_least(name, auto.steady_tokens_per_s, "tok/s", fixed[0].per_s, of, 0.90))
+        if full:
+            rows.append(_confirmed(settings, fixed[:3]))
+    rows.append(at_least("auto, median of all", statistics.median(ratios), "", 1.0, "best fixed M", 0.95))
+    if not full:
+        settings = decode(RING, link=LAN, sequences=32, micro_batches="auto")
+        rows.append(_confirmed(settings, sweep(settings)[:1]))
+    return rows
+
+
+def _confirmed(settings: Settings, fixed: list[Fixed]) -> Row:
+    """On the runtime: ``auto`` against the best of these."""
+    choices = [{**settings, "micro-batches": str(one.micro_batches)} for one in fixed]
+    auto, *others = (report.steady_tokens_per_s for report in measure(settings, *choices))
+    name = f"  runtime: auto, {settings['link']}, {settings['requests']} sequences"
+    tried = ", ".join(str(one.micro_batches) for one in fixed)
+    return at_least(name, auto, "tok/s", max(others), f"best of M={tried}", 0.90)
+
+
+PARTS: dict[str, Callable[[bool], list[Row]]] = {
+    "lan": lan_rows,
+    "throttling": throttling_rows,
+    "sizing": sizing_rows,
+}
+
+
+def main() -> None:
+    """Measure the named parts, all unless named, and print one table."""
+    prepare_environment()
+    full = "--full" in sys.argv[1:]
+    rows: list[Row] = []
+    for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        rows += PARTS[name](full)
+    print_rows("engine", rows)
+
+
+if __name__ == "__main__":
+    main()
