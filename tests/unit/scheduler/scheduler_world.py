@@ -127,6 +127,7 @@ class World:
         assert stats.free_blocks == stats.num_blocks
         assert set(self.ended) == set(self.specs)
         assert self.scheduler._tables.draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
+        assert not self.scheduler._tables._kv._coming, "somebody would be waited for in vain"  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
 
