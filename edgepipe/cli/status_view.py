@@ -103,6 +103,8 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
     if engine.stages:
         yield _ring(engine)
         yield _stages(engine)
+    if engine.state == "ready" and engine.why:
+        yield _sizing(engine)
 
 
 def _figures(engine: engine_pb2.EngineState) -> str:
@@ -110,6 +112,28 @@ def _figures(engine: engine_pb2.EngineState) -> str:
     used = engine.num_blocks - engine.free_blocks
     kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size}"
     return f"{requests}{kept} · M {engine.micro_batches}"
+
+
+def _sizing(engine: engine_pb2.EngineState) -> Text:
+    """Why M is what it is, one thought a line, and what holds the ring up."""
+    first, *others = printable(engine.why).split("; ")
+    lines = [f"  M {engine.micro_batches}: {first}", *(f"  {thought}" for thought in others)]
+    if engine.bottleneck:
+        lines.append(f"  slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
+    if engine.cached_tokens:
+        hits = engine.cached_tokens / max(1, engine.admitted_tokens)
+        lines.append(f"  prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
+    if engine.preemptions:
+        lines.append(f"  preempted {engine.preemptions} times: the KV cache is short")
+    return Text("\n".join(lines), style="dim")
+
+
+def _place(engine: engine_pb2.EngineState) -> str:
+    """``stage 1 (studio)``, ``link 0-1 (gamer to studio)``: what the engine counts, with the names of nodes."""
+    kind, _, numbers = engine.bottleneck.partition(" ")
+    indices = [int(number) for number in numbers.split("-") if number.isdecimal()]
+    names = [_short(engine.stages[index].node_name) for index in indices if index < len(engine.stages)]
+    return f"{printable(engine.bottleneck)} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
 
 
 def _ring(engine: engine_pb2.EngineState) -> Text:

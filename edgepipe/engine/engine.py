@@ -13,6 +13,7 @@ import grpc.aio
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.groups import first_error
+from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.preparation import Nodes, Preparation
 from edgepipe.engine.pump import Pump
 from edgepipe.engine.service import Door, EngineService
@@ -128,6 +129,7 @@ class Engine:
         if self._pipeline is None:
             return self._base
         pump, stats = self._pipeline.pump, self._pipeline.pump.stats()
+        sizing = pump.micro_batches.sizing
         stages = tuple(
             replace(
                 stage, busy=meter.busy, step_ms=meter.step_ms, upload_ms=meter.upload_ms, one_way_ms=meter.one_way_ms
@@ -136,12 +138,19 @@ class Engine:
         )
         return replace(
             self._base,
-            micro_batches=stats.micro_batches,
+            micro_batches=sizing.micro_batches,
+            why=sizing.why,
+            bottleneck=sizing.bottleneck,
+            predicted_tokens_per_s=sizing.tokens_per_s,
+            latency_ms=pump.micro_batches.latency_s * 1e3,
             in_flight=stats.in_flight,
             running=stats.running,
             waiting=stats.waiting,
             num_blocks=stats.num_blocks,
             free_blocks=stats.free_blocks,
+            preemptions=stats.preemptions,
+            admitted_tokens=stats.admitted_tokens,
+            cached_tokens=stats.cached_tokens,
             tokens_per_s=pump.tokens.per_second(),
             stages=stages,
         )
@@ -197,8 +206,14 @@ class Engine:
     async def _open(self, sites: list[StageSite]) -> _Pipeline:
         """Open every stage, the last one first: each is ready when it has reached the next."""
         limits = self._scheduler_limits(sites)
+        micro_batches = MicroBatches(
+            slices=[[part.index for part in site.slices] for site in sites],
+            row_bytes=self._config.hidden_size * self._spec.activation_type.num_bytes,
+            fixed=self._spec.micro_batches,
+        )
         pump = Pump(
             scheduler=Scheduler(limits, self._policy),
+            micro_batches=micro_batches,
             epoch=self._epoch,
             num_slices=sum(len(site.slices) for site in sites),
             vocab_size=self._config.vocab_size,
@@ -206,7 +221,7 @@ class Engine:
             timeouts=self._timeouts,
         )
         table = RequestTable(config=self._config, queue=pump, limits=self._limits, timeouts=self._timeouts)
-        max_queued = limits.micro_batches + self._limits.max_queued_messages
+        max_queued = micro_batches.most + self._limits.max_queued_messages
         for site in sites:
             self._controls.append(
                 StageControl(
@@ -216,7 +231,7 @@ class Engine:
                     network=self._network if site.node_id != self._hello.node_id else None,
                 )
             )
-        await self._open_stages(sites, limits)
+        await self._open_stages(sites, limits, max_in_flight=micro_batches.most)
         pump.connect(self._controls, registration=table.registration, on_events=table.note)
         self._base = replace(
             self._base,
@@ -228,11 +243,11 @@ class Engine:
         )
         return _Pipeline(limits=limits, controls=self._controls, pump=pump, table=table)
 
-    async def _open_stages(self, sites: list[StageSite], limits: SchedulerLimits) -> None:
+    async def _open_stages(self, sites: list[StageSite], limits: SchedulerLimits, *, max_in_flight: int) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for control in reversed(self._controls):
-                    spec = self._pipeline_spec(sites, control.site, limits)
+                    spec = self._pipeline_spec(sites, control.site, limits, max_in_flight)
                     opening = control.open(spec, self._hello, timeout_s=self._timeouts.open_s)
                     tasks.create_task(opening, name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
@@ -262,7 +277,9 @@ class Engine:
             contiguous_kv=any(site.contiguous_kv for site in sites),
         )
 
-    def _pipeline_spec(self, sites: list[StageSite], site: StageSite, limits: SchedulerLimits) -> PipelineSpec:
+    def _pipeline_spec(
+        self, sites: list[StageSite], site: StageSite, limits: SchedulerLimits, max_in_flight: int
+    ) -> PipelineSpec:
         holder = {part.index: each for each in sites for part in each.slices}
         following = [holder[part.index + 1] for part in site.slices if holder.get(part.index + 1, site) is not site]
         return PipelineSpec(
@@ -275,7 +292,7 @@ class Engine:
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             next_address=following[0].address if following else "",
-            max_in_flight=limits.micro_batches,
+            max_in_flight=max_in_flight,
             step_deadline_ms=round(self._timeouts.step_first_s * 1000),
         )
 

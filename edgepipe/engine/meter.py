@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from edgepipe.clock import Clock
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.plans import StepTiming
 
 _WINDOW_S = 5.0  # "the last seconds"
 _WINDOW_ENTRIES = 8192  # bounds memory at 1600 steps a second
@@ -56,10 +56,9 @@ class StageMeter:
         if timing.upload_us:
             self.upload_ms = smooth(self.upload_ms, timing.upload_us * 1e-3)
 
-    def note_link(self, sample: LinkSample) -> None:
-        """Count one step's way over its outgoing link. Two machines' wall clocks: never below zero."""
-        one_way_us = max(0, sample.first_received_us - sample.first_sent_us)
-        self.one_way_ms = smooth(self.one_way_ms, one_way_us * 1e-3)
+    def note_one_way(self, seconds: float) -> None:
+        """Count the latency of one step's way over its outgoing link."""
+        self.one_way_ms = smooth(self.one_way_ms, seconds * 1e3)
 
     @property
     def busy(self) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.meter import StageMeter, WindowSum
+from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.watch import StepWatch
@@ -35,6 +36,7 @@ class Pump:
         self,
         *,
         scheduler: Scheduler,
+        micro_batches: MicroBatches,
         epoch: Epoch,
         num_slices: int,
         vocab_size: int,
@@ -42,6 +44,8 @@ class Pump:
         timeouts: EngineTimeouts,
     ) -> None:
         self._scheduler = scheduler
+        self.micro_batches = micro_batches
+        self._prompts_wait = False
         self._epoch = epoch
         self._wire_epoch = epoch_to_wire(epoch)
         self._num_slices = num_slices
@@ -90,6 +94,7 @@ class Pump:
         if self._error is not None:
             raise self._error
         events = self._scheduler.submit(specs)
+        self._prompts_wait = True
         self._wake.set()
         return events
 
@@ -111,8 +116,9 @@ class Pump:
             meter.note_timing(timing)
             self._recorder.timed(site.index, timing)
         if isinstance(report, StageTimings):
+            self._measure(site, report)
             for sample in report.links:
-                meter.note_link(sample)
+                meter.note_one_way(self.micro_batches.note_link(site.index, sample))
         elif report.epoch != self._epoch:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
@@ -136,9 +142,15 @@ class Pump:
         self._in_flight.popleft()
         self._watch.retired()
         events = self._scheduler.retire(done.step, done.ids)
-        self._fill()  # the stages get their next step before gateways get their tokens
+        self._fill()  # the stages get their next step before gateways get their tokens and before M is looked at
+        self._measure(site, done)
+        self.micro_batches.retired(done.step, self._clock.monotonic_s(), sequences=self._scheduler.stats().running)
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
         self._on_events(events)
+
+    def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
+        for timing in report.timings:
+            self.micro_batches.note_timing(site.index, timing)
 
     def _check(self, site: StageSite, done: StepDone) -> None:
         wanted = self._in_flight[0] if self._in_flight else None
@@ -157,10 +169,13 @@ class Pump:
             )
 
     def _fill(self) -> None:
+        self._scheduler.set_micro_batches(self.micro_batches.limit(prompts_wait=self._prompts_wait))
         while self._error is None and (step := self._scheduler.next_step()) is not None:
             self._send(step)
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
+            self._prompts_wait = len(step.token_ids) > step.num_rows
+            self.micro_batches.sent(step, self._clock.monotonic_s())
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from edgepipe.backend.types import Activations
 from edgepipe.clock import Clock
@@ -75,7 +76,7 @@ class MemorySender:
         self._outbox.grant(grant.step, grant.credits)
         self._wake.set()
         if grant.sample is not None:
-            self._on_sample(grant.sample)
+            self._on_sample(replace(grant.sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
     def ended(self) -> None:
         """See ``Feed.ended``: nothing more is taken."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.clock import Clock
@@ -87,6 +87,8 @@ class RingReceiver:
     def grant(self) -> Grant:
         """What the sender may do now, and the newest measurement, once."""
         sample, self._sample = self._sample, None
+        if sample is not None:
+            sample = replace(sample, told_us=self._now_us())
         return Grant(self._assembler.complete, self._assembler.credits, sample)
 
     def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int) -> None:

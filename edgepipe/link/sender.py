@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -165,7 +166,8 @@ class RingSender:
         self._progress |= news
         self._wake.set()
         if credit.HasField("sample"):
-            self._on_sample(sample_from_wire(credit.sample))
+            sample = sample_from_wire(credit.sample)
+            self._on_sample(replace(sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
     def _line(self, call: RingCall) -> Line:
         if self._network is None:

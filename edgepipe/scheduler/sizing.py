@@ -13,7 +13,7 @@ slowest server idle. Curves are measured while the ring runs, so M follows load 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, inf, log2
 
 import numpy as np
@@ -26,9 +26,10 @@ _SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
 _KEPT = 4096  # samples after which a size that was not seen again is forgotten: a minute or two of decoding
 _HALF_LIFE = 256  # samples after which a size counts half where sizes contradict each other
 _ENOUGH = 3  # steps until a curve is believed
+_DEVICE_GROWING = 0.5  # weights are read whatever the rows; hopeful enough that another M is tried and measured
 _SPREAD = 1.25  # sizes that differ less say nothing of the slope
-_MIN_SIZE_DIFFERENCE = 64 << 10  # bytes; below it, what a busy host adds to a transit drowns what the wire does
-_FASTEST_OF = 64  # samples of a size class: the window in which the fastest counts
+_MIN_SIZE_DIFFERENCE = 128 << 10  # bytes; below it, what a busy host adds to a trip drowns what the wire does
+_WINDOW = 128  # steps over a link: the fastest of this and of the last window count
 
 EQUAL = 0.01  # what forecasts may differ by and still be called equal
 GAIN = 0.03  # predicted, for M to move: less is noise
@@ -53,12 +54,12 @@ class Curve:
     """Seconds against a size (rows, bytes), from live samples: a smoothed mean per bucket of sizes.
 
     More never takes less: where samples contradict that, newer ones win. Between measured sizes it is linear. Beyond
-    them it goes on with the slope of the whole; a single size says nothing of it, then ``proportional`` decides (bytes
-    over a link take their time each; a device reads its weights whatever the rows).
+    them it goes on with the slope of the whole. A single size says nothing of the slope; then ``growing`` is the share
+    of its time that is taken to grow with the size.
     """
 
-    def __init__(self, *, proportional: bool = False) -> None:
-        self._proportional = proportional
+    def __init__(self, *, growing: float) -> None:
+        self._growing = growing
         self._points: dict[int, _Point] = {}
         self._samples = 0
         self._variance = 0.0
@@ -106,12 +107,10 @@ class Curve:
         if len(xs) > 1 and xs[-1] >= _SPREAD * xs[0]:
             slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
         else:
-            slope = ys[0] / xs[0] if self._proportional else 0.0
-        below = ys[0] - min(slope, ys[0] / xs[0]) * np.maximum(xs[0] - sizes, 0.0)
+            slope = self._growing * ys[0] / xs[0]
+        short = min(slope, ys[0] / xs[0]) * np.maximum(xs[0] - sizes, 0.0)
         beyond = min(slope, ys[-1] / xs[-1]) * np.maximum(sizes - xs[-1], 0.0)
-        inside = np.interp(sizes, xs, ys)
-        found: Floats = np.where(sizes < xs[0], below, inside + beyond)
-        return found
+        return np.interp(sizes, xs, ys) - short + beyond
 
     def _forget(self) -> None:
         """Drop sizes that have not been seen for long; there is a point for every size within a factor of 1.09."""
@@ -142,8 +141,8 @@ class StageCurve:
     until a step without any has been seen (under a steady stream of prompts there may be none for long)."""
 
     def __init__(self) -> None:
-        self._decode = Curve()
-        self._mixed = Curve()
+        self._decode = Curve(growing=_DEVICE_GROWING)
+        self._mixed = Curve(growing=_DEVICE_GROWING)
 
     @property
     def known(self) -> bool:
@@ -173,78 +172,69 @@ class LinkCurve:
 
     * how long the sender's stream took them: exact where sending blocks, too short where a socket's buffer hides it;
     * how far apart the first and the last piece of a large step arrived: the wire's own rate, on the receiver's clock;
-    * how much longer large steps are on their way than small ones, by the fastest of each: needs no common clock.
+    * how much longer large steps are there and back than small ones, by the fastest of each;
+    * no upload takes longer than there and back.
     """
 
     def __init__(self) -> None:
-        self._uploads = Curve(proportional=True)
+        self._uploads = Curve(growing=1.0)
         self._spread_s_per_byte = 0.0
-        self._fastest: dict[int, _Fastest] = {}
+        self._arrivals = 0
+        self._now: _Fastest = {}
+        self._before: _Fastest = {}  # the window before
 
     def note_upload(self, *, num_bytes: int, seconds: float) -> None:
         """The sender's stream took a step."""
         self._uploads.note(num_bytes, seconds)
 
-    def note_arrival(self, *, num_bytes: int, transit_s: float, spread_bytes: int, spread_s: float) -> None:
+    def note_arrival(self, *, num_bytes: int, round_trip_s: float, spread_bytes: int, spread_s: float) -> None:
         """The receiver got a step.
 
-        transit_s     from leaving to its last byte's arrival; two machines' clocks, so a constant may be in it
+        round_trip_s  from its leaving to its credit's return, without the stay at the receiver
         spread_bytes  what came after its first piece, and ``spread_s`` how long that took
         """
         if spread_bytes > 0 and spread_s > 0:
             slope = spread_s / spread_bytes
-            self._spread_s_per_byte += (slope - self._spread_s_per_byte) * (
-                _SMOOTHING if self._spread_s_per_byte else 1.0
-            )
-        if num_bytes > 0:
-            self._fastest.setdefault(num_bytes.bit_length(), _Fastest()).note(num_bytes, transit_s)
+            weight = _SMOOTHING if self._spread_s_per_byte else 1.0
+            self._spread_s_per_byte += weight * (slope - self._spread_s_per_byte)
+        if num_bytes <= 0 or round_trip_s <= 0:
+            return
+        if self._arrivals % _WINDOW == 0:
+            self._now, self._before = {}, self._now
+        self._arrivals += 1
+        size = num_bytes.bit_length()
+        self._now[size] = min(self._now.get(size, (inf, 0)), (round_trip_s, num_bytes))
 
     def at(self, num_bytes: Floats) -> Floats:
         """Seconds that the link is busy with so many bytes."""
-        slope = self._spread_s_per_byte or self._envelope_slope()
-        return np.maximum(self._uploads.at(num_bytes), num_bytes * slope)
+        return np.maximum(self._uploads.at(num_bytes), num_bytes * self._s_per_byte())
 
     def seconds(self, num_bytes: int) -> float:
         """``at`` of one size."""
         return float(self.at(np.array([float(num_bytes)]))[0])
 
-    def _envelope_slope(self) -> float:
-        """Seconds per byte between the fastest small and the fastest large steps; 0 while sizes are too alike."""
-        known = [fastest for fastest in self._fastest.values() if fastest.known]
-        if len(known) < 2:
+    def _s_per_byte(self) -> float:
+        """What arrivals say; 0 while they say nothing."""
+        slope = self._spread_s_per_byte or min(_slope(self._now), _slope(self._before))
+        if slope == inf:
             return 0.0
-        low = min(known, key=lambda fastest: fastest.num_bytes)
-        high = max(known, key=lambda fastest: fastest.num_bytes)
-        more = high.num_bytes - low.num_bytes
-        if more < _MIN_SIZE_DIFFERENCE:
-            return 0.0
-        return max(0.0, high.transit_s - low.transit_s) / more
+        fastest = [*self._now.values(), *self._before.values()]
+        return min(slope, min((round_trip_s / num_bytes for round_trip_s, num_bytes in fastest), default=inf))
 
 
-class _Fastest:
-    """The fastest transit among the last ``_FASTEST_OF`` to twice as many samples of a size class."""
+_Fastest = dict[int, tuple[float, int]]  # by size class: the shortest round trip in a window, and its bytes
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._now = self._before = (inf, 0)
 
-    @property
-    def known(self) -> bool:
-        return self._count >= _ENOUGH
+def _slope(fastest: _Fastest) -> float:
+    """Seconds per byte between the fastest small and the fastest large step; infinite while sizes are too alike.
 
-    @property
-    def transit_s(self) -> float:
-        return min(self._now, self._before)[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return min(self._now, self._before)[1]
-
-    def note(self, num_bytes: int, transit_s: float) -> None:
-        if self._count and self._count % _FASTEST_OF == 0:
-            self._now, self._before = (inf, 0), self._now
-        self._count += 1
-        self._now = min(self._now, (transit_s, num_bytes))
+    Both are of one window: what the network was like minutes ago says nothing of now.
+    """
+    if not fastest:
+        return inf
+    low_s, low = fastest[min(fastest)]
+    high_s, high = fastest[max(fastest)]
+    return max(0.0, high_s - low_s) / (high - low) if high - low >= _MIN_SIZE_DIFFERENCE else inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,13 +338,17 @@ class Sizing:
 
 class Sizer:
     """Moves M towards the best one: by one at a time, at most once in ``TURNS_BETWEEN`` turns, and only for a
-    predicted gain of ``GAIN``. Counts retired steps; knows no clock."""
+    predicted gain of ``GAIN``. Where sequences have left, it is as many as remain: there cannot be more.
 
-    def __init__(self, *, num_stages: int, max_rows: int = 0) -> None:
+    Counts retired steps; knows no clock. An M that somebody asked for stays, told with what the ring makes of it.
+    """
+
+    def __init__(self, *, num_stages: int, fixed: int = 0, max_rows: int = 0) -> None:
+        self._fixed = fixed
         self._max_rows = max_rows
         self._retired = 0  # steps since the last look
-        why = "one per stage until every stage has been measured"
-        self.sizing = Sizing(micro_batches=num_stages, why=why)
+        why = f"asked for: {fixed}" if fixed else "one per stage until every stage has been measured"
+        self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
     def due(self) -> bool:
         """Count a retired step; True when it is time to ``decide``."""
@@ -368,43 +362,32 @@ class Sizer:
             return self.sizing
         forecasts = Forecasts(ring, sequences=sequences, max_rows=self._max_rows)
         now, best = forecasts.of(self.sizing.micro_batches), forecasts.best()
-        wanted = self._towards(now, best, forecasts.limit)
+        wanted = self._fixed or self._towards(now, best)
         forecast = forecasts.of(wanted)
         self.sizing = Sizing(
             micro_batches=wanted,
-            why=_reason(forecast, ring.latency_s, sequences),
+            why=self.sizing.why if self._fixed else _reason(forecast, ring.latency_s, sequences),
             bottleneck=forecast.bottleneck,
             tokens_per_s=forecast.tokens_per_s,
         )
         return self.sizing
 
-    def _towards(self, now: Forecast, best: Forecast, limit: int) -> int:
-        current = self.sizing.micro_batches
-        if current > limit:
-            return current - 1
+    def _towards(self, now: Forecast, best: Forecast) -> int:
+        current = now.micro_batches  # at most as many as there are sequences
         capped = self._max_rows and best.micro_batches > current and best.tokens_per_s >= now.tokens_per_s
         if best.tokens_per_s > now.tokens_per_s * (1 + GAIN) or capped:
             return current + (1 if best.micro_batches > current else -1)
         return current
 
 
-def fixed(micro_batches: int, ring: Ring | None = None, *, sequences: int = 0) -> Sizing:
-    """An M that somebody has asked for, with what the ring makes of it once it is known."""
-    sizing = Sizing(micro_batches=micro_batches, why=f"fixed with --micro-batches {micro_batches}")
-    if ring is None or not ring.known or sequences < 1:
-        return sizing
-    forecast = Forecasts(ring, sequences=sequences).of(micro_batches)
-    return replace(sizing, bottleneck=forecast.bottleneck, tokens_per_s=forecast.tokens_per_s)
-
-
 def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
     turn = f"a token's turn takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it latency"
     slowest = f"{forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
     if forecast.filled:
-        return f"{slowest} and is never idle; {turn}"
+        return f"{slowest} and never waits; {turn}"
     if forecast.micro_batches >= sequences:
         return f"each of {sequences} sequences goes alone; {turn}" if sequences > 1 else f"one sequence; {turn}"
-    return f"{slowest}; {turn}; one more would cost more than it fills"
+    return f"{slowest}, one more would cost what it gains; {turn}"
 
 
 def _ms(seconds: float) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from edgepipe.backend.types import Activations, ActivationType, TokenIds
+from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import StepId
 from edgepipe.link.deadline import Deadline
@@ -30,6 +31,7 @@ class Lane:
         hidden_size: int,
         activation_type: ActivationType,
         deadline_s: float,
+        clock: Clock,
         on_late: Callable[[EdgepipeError], None],
     ) -> None:
         self.part = part
@@ -37,9 +39,10 @@ class Lane:
         self.sender: Outgoing | None = None
         self._hidden_size = hidden_size
         self._kind = activation_type
+        self._clock = clock
         self._on_late = on_late
         self._planned: deque[StepWork] = deque()  # not dispatched
-        self._arrived: deque[tuple[StepId, Inputs]] = deque()  # not dispatched
+        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()  # not dispatched; with when they came (monotonic)
         self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
         self._deadline_s = deadline_s
 
@@ -52,7 +55,7 @@ class Lane:
 
     def arrive(self, step: StepId, inputs: Inputs) -> None:
         """Inputs for the step, of a slice of this stage or of the plan."""
-        self._arrived.append((step, inputs))
+        self._arrived.append((step, inputs, self._clock.monotonic_s()))
         self._watch()
 
     def arrive_bytes(self, step: StepId, data: StepBytes) -> None:
@@ -68,11 +71,11 @@ class Lane:
         """The next step in order, with its inputs; None while it waits for them."""
         if not self._planned or not self._arrived:
             return None
-        step, inputs = self._arrived.popleft()
+        step, inputs, arrived_s = self._arrived.popleft()
         work = self._planned.popleft()
         if step != work.step:
             raise RemoteProtocolError(f"inputs of step {step} came where those of step {work.step} were due")
-        work.give_inputs(inputs)
+        work.give_inputs(inputs, arrived_s=arrived_s)
         if self.receiver is not None:
             self.receiver.taken()
         self._deadline.stop()

@@ -147,6 +147,7 @@ class Session:
             hidden_size=spec.hidden_size,
             activation_type=spec.activation_type,
             deadline_s=spec.step_deadline_ms / 1e3,
+            clock=self._tools.clock,
             on_late=self.fault,
         )
         here = {other.index for other in spec.slices}
@@ -259,6 +260,7 @@ class Session:
             copies=plan.copies if with_copies else (),
         )
         prepared = self._tools.compute.backend.prepare(step)
+        ready_s = self._tools.clock.monotonic_s()
         return StepWork(
             self,
             step=plan.step,
@@ -266,7 +268,8 @@ class Session:
             num_tokens=plan.num_tokens,
             num_rows=len(plan.rows),
             prepared=prepared,
-            prepare_us=int((self._tools.clock.monotonic_s() - started_s) * 1e6),
+            prepare_us=int((ready_s - started_s) * 1e6),
+            ready_s=ready_s,
             retires=retires,
             samples=rows.samples if retires else (),
         )

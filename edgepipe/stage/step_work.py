@@ -39,6 +39,7 @@ class StepWork:
         "num_tokens",
         "prepare_us",
         "prepared",
+        "ready_s",
         "retires",
         "samples",
         "slice_index",
@@ -56,6 +57,7 @@ class StepWork:
         num_rows: int,
         prepared: Prepared,
         prepare_us: int,
+        ready_s: float,
         retires: bool,
         samples: tuple[SampleRow, ...],
     ) -> None:
@@ -65,15 +67,17 @@ class StepWork:
         self.num_rows = num_rows
         self.prepared = prepared
         self.prepare_us = prepare_us
+        self.ready_s = ready_s  # monotonic: it can be computed as soon as the device is free
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.span: Span | None = None  # once computed
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
 
-    def give_inputs(self, inputs: TokenIds | Activations) -> None:
-        """What it computes on has come."""
+    def give_inputs(self, inputs: TokenIds | Activations, *, arrived_s: float) -> None:
+        """What it computes on came at ``arrived_s`` (monotonic)."""
         self._inputs = inputs
+        self.ready_s = max(self.ready_s, arrived_s)
 
     def take_inputs(self) -> TokenIds | Activations:
         """See ``Work.take_inputs``."""
@@ -109,4 +113,5 @@ class StepWork:
             sample_us=sample_us,
             send_queue_us=send_queue_us,
             upload_us=upload_us,
+            queued_us=max(0, int((self.span.submitted_s - self.ready_s) * 1e6)),
         )

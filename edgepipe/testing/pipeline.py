@@ -17,6 +17,7 @@ from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.shaped import Network
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
@@ -231,19 +232,24 @@ async def local_stages(
     clock: Clock,
     over: str = "grpc",
     sampler: Sampler = sample,
+    network: Network | None = None,
     open_s: float = 30.0,
 ) -> AsyncGenerator[LocalStages]:
-    """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end."""
+    """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
+
+    ``network`` emulates one between the stages' nodes, over gRPC.
+    """
     async with AsyncExitStack() as stack:
-        network: dict[str, Stage] = {}
+        by_address: dict[str, Stage] = {}
         stages: list[Stage] = []
         for index, part in enumerate(slices):
             stage = Stage(
                 backend=make_backend(index),
                 clock=clock,
-                hello=make_hello(role="stage", node_name=f"node{index}"),
+                hello=make_hello(role="stage", node_id=f"node{index}", node_name=f"node{index}"),
                 sampler=sampler,
-                dial=_memory_dial(network, clock) if over == "memory" else None,
+                dial=_memory_dial(by_address, clock) if over == "memory" else None,
+                network=network,
                 open_s=open_s,
                 name=f"stage {index}",
             )
@@ -251,15 +257,15 @@ async def local_stages(
             await stage.load(
                 slices=[part], open_weights=lambda: weights, progress=lambda _: None, block_size=BLOCK_SIZE
             )
-            network[f"memory:{index}"] = stage
+            by_address[f"memory:{index}"] = stage
             stages.append(stage)
-        addresses = list(network) if over == "memory" else [await _listen(stage, stack) for stage in stages]
+        addresses = list(by_address) if over == "memory" else [await _listen(stage, stack) for stage in stages]
         yield LocalStages(stages, addresses, slices, weights.config.hidden_size)
 
 
-def _memory_dial(network: dict[str, Stage], clock: Clock) -> Dial:
+def _memory_dial(by_address: dict[str, Stage], clock: Clock) -> Dial:
     def dial(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
-        stage = network[target.address]
+        stage = by_address[target.address]
         return MemorySender(target, find_receiver=stage.find_receiver, clock=clock, on_sample=on_sample)
 
     return dial

@@ -36,7 +36,7 @@ class ServeSpec:
     model: str
     manifest_hash: str = ""
     stages: tuple[StagePlacement, ...] = ()  # in the order of a token's way
-    micro_batches: int = 0  # M; 0: one per stage
+    micro_batches: int = 0  # M; 0: sized by what is measured
     context_length: int = 0  # tokens per sequence; 0: the model's
     kv_tokens: int = 0  # wanted KV pool; 0: decided by free memory
     dtype: str = "auto"
@@ -85,6 +85,13 @@ class EngineState:
     manifest_hash: str = ""
     message: str = ""  # what it is doing, for people
     progress: float = 0.0  # 0..1 while loading
+    why: str = ""  # this M, for people
+    bottleneck: str = ""  # the slowest: "stage 1" or "link 1-2", counted from 0; empty while not known
+    predicted_tokens_per_s: float = 0.0  # at this M with the sequences that run; 0 while not known
+    latency_ms: float = 0.0  # of the whole ring: one-way delays, sampling, the token's return
+    preemptions: int = 0  # since the epoch began
+    admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
+    cached_tokens: int = 0  # of those, found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +174,13 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         manifest_hash=state.manifest_hash,
         message=state.message,
         progress=state.progress,
+        why=state.why,
+        bottleneck=state.bottleneck,
+        predicted_tokens_per_s=state.predicted_tokens_per_s,
+        latency_ms=state.latency_ms,
+        preemptions=state.preemptions,
+        admitted_tokens=state.admitted_tokens,
+        cached_tokens=state.cached_tokens,
     )
 
 
@@ -192,6 +206,13 @@ def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
         manifest_hash=message.manifest_hash,
         message=message.message,
         progress=message.progress,
+        why=message.why,
+        bottleneck=message.bottleneck,
+        predicted_tokens_per_s=message.predicted_tokens_per_s,
+        latency_ms=message.latency_ms,
+        preemptions=message.preemptions,
+        admitted_tokens=message.admitted_tokens,
+        cached_tokens=message.cached_tokens,
     )
 
 

@@ -95,6 +95,7 @@ class StepTiming:
     sample_us: int = 0
     send_queue_us: int = 0  # of the step before it
     upload_us: int = 0  # of the step before it
+    queued_us: int = 0  # from plan and inputs being there until submit was entered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,13 @@ class LinkSample:
     first_sent_us: int  # sender's wall clock
     first_received_us: int  # receiver's wall clock
     last_received_us: int  # receiver's wall clock
+    told_us: int = 0  # receiver's wall clock, when the credit left
+    acknowledged_us: int = 0  # sender's wall clock, when it came back
+
+    @property
+    def round_trip_us(self) -> int:
+        """There and back without the stay at the receiver: upload and twice the latency. No common clock is needed."""
+        return (self.acknowledged_us - self.first_sent_us) - (self.told_us - self.last_received_us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +260,8 @@ def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
         first_sent_us=sample.first_sent_us,
         first_received_us=sample.first_received_us,
         last_received_us=sample.last_received_us,
+        told_us=sample.told_us,
+        acknowledged_us=sample.acknowledged_us,
     )
 
 
@@ -263,6 +273,8 @@ def sample_from_wire(message: stage_pb2.LinkSample) -> LinkSample:
         first_sent_us=message.first_sent_us,
         first_received_us=message.first_received_us,
         last_received_us=message.last_received_us,
+        told_us=message.told_us,
+        acknowledged_us=message.acknowledged_us,
     )
 
 
@@ -321,6 +333,7 @@ def _timings_to_wire(timings: Iterable[StepTiming]) -> list[stage_pb2.StepTiming
             sample_us=timing.sample_us,
             send_queue_us=timing.send_queue_us,
             upload_us=timing.upload_us,
+            queued_us=timing.queued_us,
         )
         for timing in timings
     ]
@@ -340,4 +353,5 @@ def _timings_from_wire(messages: Iterable[stage_pb2.StepTiming]) -> Iterator[Ste
             sample_us=message.sample_us,
             send_queue_us=message.send_queue_us,
             upload_us=message.upload_us,
+            queued_us=message.queued_us,
         )

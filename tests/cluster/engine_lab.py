@@ -19,6 +19,7 @@ from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
+from edgepipe.link.shaped import make_network
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.testing.pipeline import LocalStages, local_stages
@@ -280,21 +281,29 @@ async def engine_lab(
     device: str = "rtx4090",
     time_factor: str = "0",
     ready: bool = True,
+    link: str = "",
     make_backend: Callable[[int], Any] | None = None,
 ) -> AsyncGenerator[EngineLab]:
-    """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives."""
+    """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
+
+    ``link`` emulates a network between them, such as ``1gbit,5ms``.
+    """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
     slices = make_slices([LayerRange(a, b) for a, b in itertools.pairwise(bounds)], config.num_layers)
     options = BackendOptions(device=device, settings={"time_factor": time_factor})
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
+        network = make_network(link, SystemClock())
+        if network is not None:
+            stack.callback(network.close)
         stages = await stack.enter_async_context(
             local_stages(
                 make_backend=make_backend or (lambda _: EmulatedBackend(options)),
                 slices=slices,
                 weights=EmulatedWeights(config),
                 clock=SystemClock(),
+                network=network,
             )
         )
         nodes = [
@@ -321,6 +330,7 @@ async def engine_lab(
             clock=SystemClock(),
             ids=RandomIds(),
             on_state=lab.told,
+            network=network,
             address=address,
             limits=limits,
             timeouts=replace(timeouts or EngineTimeouts(), report_interval_s=0.02),

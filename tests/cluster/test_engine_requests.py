@@ -202,7 +202,9 @@ async def test_describe_tells_the_state() -> None:
         gateway.send(submission("a", PROMPT, 30))
         await gateway.ended("a")
         state = await engine_pb2_grpc.EngineStub(channel).Describe(engine_pb2.DescribeEngine(), timeout=5)
-        assert (state.state, state.model, state.micro_batches) == ("ready", "emulated", 3)
+        assert (state.state, state.model) == ("ready", "emulated")
+        assert 1 <= state.micro_batches <= 3, "one per stage at first, then as many as there are sequences"
+        assert state.why
         assert (state.num_blocks, state.block_size, state.context_length) == (256, 16, CONFIG.context_length)
         assert [stage.node_id for stage in state.stages] == ["node0", "node1", "node2"]
         assert state.tokens_per_s > 0

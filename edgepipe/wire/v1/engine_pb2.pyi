@@ -477,6 +477,13 @@ class EngineState(_message.Message):
     MANIFEST_HASH_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    BOTTLENECK_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    LATENCY_MS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    ADMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     pipeline_id: _builtins.str
     state: _builtins.str
@@ -501,6 +508,20 @@ class EngineState(_message.Message):
     """what it is doing, for people"""
     progress: _builtins.float
     """0..1 while loading"""
+    why: _builtins.str
+    """this M, for people"""
+    bottleneck: _builtins.str
+    """the slowest: "stage 1" or "link 1-2", counted from 0; empty while not known"""
+    predicted_tokens_per_s: _builtins.float
+    """at this M with the sequences that run; 0 while not known"""
+    latency_ms: _builtins.float
+    """of the whole ring: one-way delays, sampling, the token's return"""
+    preemptions: _builtins.int
+    """since the epoch began"""
+    admitted_tokens: _builtins.int
+    """since the epoch began: known tokens of sequences when they were admitted"""
+    cached_tokens: _builtins.int
+    """of those, found in the prefix cache"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -529,10 +550,17 @@ class EngineState(_message.Message):
         manifest_hash: _builtins.str = ...,
         message: _builtins.str = ...,
         progress: _builtins.float = ...,
+        why: _builtins.str = ...,
+        bottleneck: _builtins.str = ...,
+        predicted_tokens_per_s: _builtins.float = ...,
+        latency_ms: _builtins.float = ...,
+        preemptions: _builtins.int = ...,
+        admitted_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "context_length", b"context_length", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "progress", b"progress", "running", b"running", "stages", b"stages", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "context_length", b"context_length", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "latency_ms", b"latency_ms", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "running", b"running", "stages", b"stages", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -477,7 +477,7 @@ class ServeSpec(_message.Message):
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
-    """0: one per stage"""
+    """0: sized by what is measured"""
     context_length: _builtins.int
     """tokens per sequence; 0: the model's"""
     kv_tokens: _builtins.int

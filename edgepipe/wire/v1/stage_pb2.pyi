@@ -402,6 +402,8 @@ class LinkSample(_message.Message):
     FIRST_SENT_US_FIELD_NUMBER: _builtins.int
     FIRST_RECEIVED_US_FIELD_NUMBER: _builtins.int
     LAST_RECEIVED_US_FIELD_NUMBER: _builtins.int
+    TOLD_US_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_bytes: _builtins.int
     first_sent_us: _builtins.int
@@ -409,6 +411,11 @@ class LinkSample(_message.Message):
     first_received_us: _builtins.int
     """receiver's wall clock"""
     last_received_us: _builtins.int
+    """receiver's wall clock"""
+    told_us: _builtins.int
+    """receiver's wall clock, when the credit left"""
+    acknowledged_us: _builtins.int
+    """sender's wall clock, when it came back: durations on each side, no common clock"""
     def __init__(
         self,
         *,
@@ -417,10 +424,12 @@ class LinkSample(_message.Message):
         first_sent_us: _builtins.int = ...,
         first_received_us: _builtins.int = ...,
         last_received_us: _builtins.int = ...,
+        told_us: _builtins.int = ...,
+        acknowledged_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_received_us", b"first_received_us", "first_sent_us", b"first_sent_us", "last_received_us", b"last_received_us", "num_bytes", b"num_bytes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_us", b"acknowledged_us", "first_received_us", b"first_received_us", "first_sent_us", b"first_sent_us", "last_received_us", b"last_received_us", "num_bytes", b"num_bytes", "step", b"step", "told_us", b"told_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,6 +567,7 @@ class StepTiming(_message.Message):
     SAMPLE_US_FIELD_NUMBER: _builtins.int
     SEND_QUEUE_US_FIELD_NUMBER: _builtins.int
     UPLOAD_US_FIELD_NUMBER: _builtins.int
+    QUEUED_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     slice: _builtins.int
     num_tokens: _builtins.int
@@ -574,6 +584,8 @@ class StepTiming(_message.Message):
     """of the step before it"""
     upload_us: _builtins.int
     """of the step before it"""
+    queued_us: _builtins.int
+    """from plan and inputs being there until submit was entered"""
     def __init__(
         self,
         *,
@@ -588,10 +600,11 @@ class StepTiming(_message.Message):
         sample_us: _builtins.int = ...,
         send_queue_us: _builtins.int = ...,
         upload_us: _builtins.int = ...,
+        queued_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

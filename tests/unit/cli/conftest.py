@@ -64,6 +64,12 @@ def make_status() -> pb.ClusterStatus:
         free_blocks=480,
         block_size=16,
         tokens_per_s=16.0,
+        why="stage 1 takes 62.0 ms a step and never waits; a token's turn takes 90.1 ms, 4.0 ms of it latency",
+        bottleneck="stage 1",
+        predicted_tokens_per_s=32.3,
+        admitted_tokens=1000,
+        cached_tokens=250,
+        preemptions=2,
         context_length=8192,
     )
     _stage(engine, "gamer", 0, 39, backend="torch", busy=0.38, step_ms=24.1, one_way_ms=0.2)

@@ -41,9 +41,19 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
         "99%",
         "degraded",
         "12.4 GB of 19.3 GB",
+        "M 2: stage 1 takes 62.0 ms a step and never waits",
+        "slowest: stage 1 (studio) · 32 tok/s expected",
+        "prefix cache: 25% of 1000 tokens",
+        "preempted 2 times",
     ):
         assert word in text
     assert "…" not in text
+
+
+def test_a_slow_link_is_named_by_its_ends() -> None:
+    status = make_status()
+    status.engines[0].bottleneck = "link 0-1"
+    assert "slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
 
 
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:

@@ -17,7 +17,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import LinkSample, Registration, StepTiming
+from edgepipe.wire.plans import Registration, StepTiming
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
 
@@ -88,19 +88,13 @@ def test_a_stage_is_measured_by_what_it_tells() -> None:
             step=StepId(step), slice_index=0, num_tokens=1, num_rows=1, started_us=0, compute_us=50_000, upload_us=2000
         )
         meter.note_timing(timing)
-        meter.note_link(_link(step))
+        meter.note_one_way(0.003)
         clock.advance(0.1)
     assert meter.step_ms == pytest.approx(50)
     assert meter.upload_ms == pytest.approx(2)
     assert meter.one_way_ms == pytest.approx(3)
     assert meter.busy == pytest.approx(0.5, abs=0.02)
     assert meter.last_step == 40
-
-
-def _link(step: int) -> LinkSample:
-    return LinkSample(
-        step=StepId(step), num_bytes=100, first_sent_us=5_000, first_received_us=8_000, last_received_us=9_000
-    )
 
 
 def test_smoothing_begins_with_the_first_value() -> None:

@@ -107,6 +107,13 @@ def test_an_engines_state_survives() -> None:
         manifest_hash="abc",
         message="loading",
         progress=0.25,
+        why="measured",
+        bottleneck="link 0-1",
+        predicted_tokens_per_s=40.5,
+        latency_ms=2.5,
+        preemptions=3,
+        admitted_tokens=80,
+        cached_tokens=30,
     )
     assert engine_state_from_wire(engine_state_to_wire(state)) == state
 

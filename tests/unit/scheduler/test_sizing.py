@@ -14,7 +14,6 @@ from edgepipe.scheduler.sizing import (
     Ring,
     Sizer,
     StageCurve,
-    fixed,
     most_micro_batches,
 )
 
@@ -157,22 +156,22 @@ def values(curve: Curve, *sizes: float) -> list[float]:
 
 
 def test_a_curve_goes_on_beyond_what_was_measured() -> None:
-    curve = Curve()
+    curve = Curve(growing=0.5)
     assert values(curve, 4) == [0.0]
     curve.note(8, 0.02)
-    assert values(curve, 1, 8, 64) == pytest.approx([0.02, 0.02, 0.02]), "a device reads its weights whatever the rows"
+    assert values(curve, 4, 8, 16) == pytest.approx([0.015, 0.02, 0.03]), "half of it grows"
     curve.note(16, 0.028)
     assert values(curve, 4, 12, 32) == pytest.approx([0.016, 0.024, 0.044])
 
 
 def test_a_links_curve_goes_through_zero_until_it_knows_better() -> None:
-    curve = Curve(proportional=True)
+    curve = Curve(growing=1.0)
     curve.note(1000, 0.01)
     assert values(curve, 500, 3000) == pytest.approx([0.005, 0.03])
 
 
 def test_a_curve_follows_what_changes_and_forgets_what_was() -> None:
-    curve = Curve()
+    curve = Curve(growing=0.0)
     curve.note(64, 0.5)
     for _ in range(60):
         curve.note(8, 0.02)
@@ -197,7 +196,7 @@ def test_steps_with_prompt_tokens_are_kept_apart() -> None:
 
 @given(samples=st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), min_size=1, max_size=60))
 def test_more_rows_never_take_less(samples: list[tuple[int, float]]) -> None:
-    curve = Curve()
+    curve = Curve(growing=0.5)
     for size, seconds in samples:
         curve.note(size, seconds)
     found = curve.at(np.arange(1, 5000, 7, dtype=np.float64))
@@ -228,22 +227,40 @@ def test_no_m_beats_the_best_and_none_beats_its_slowest_server(
 # Links
 
 
+def arrive(
+    curve: LinkCurve, num_bytes: int, round_trip_s: float, *, spread_bytes: int = 0, spread_s: float = 0.0
+) -> None:
+    curve.note_arrival(num_bytes=num_bytes, round_trip_s=round_trip_s, spread_bytes=spread_bytes, spread_s=spread_s)
+
+
 def test_pieces_of_a_large_step_tell_the_rate_that_a_buffer_hides() -> None:
     curve = LinkCurve()
     curve.note_upload(num_bytes=2_000_000, seconds=0.001)
-    curve.note_arrival(num_bytes=2_000_000, transit_s=99.0, spread_bytes=1_500_000, spread_s=0.12)
+    arrive(curve, 2_000_000, 0.3, spread_bytes=1_500_000, spread_s=0.12)
     assert curve.seconds(1_000_000) == pytest.approx(0.08)
 
 
-def test_large_and_small_steps_tell_the_rate_whatever_the_clocks_say() -> None:
+def test_large_and_small_steps_tell_the_rate_and_what_waited_does_not_count() -> None:
     curve = LinkCurve()
-    offset_s = -3600.0
     for i in range(8):
         for num_bytes in (20_000, 420_000):
-            queued_s = 0.05 * (i % 4)
-            transit_s = offset_s + 0.001 + num_bytes / 1e7 + queued_s
-            curve.note_arrival(num_bytes=num_bytes, transit_s=transit_s, spread_bytes=0, spread_s=0.0)
+            arrive(curve, num_bytes, 0.002 + num_bytes / 1e7 + 0.05 * (i % 4))
     assert curve.seconds(100_000) == pytest.approx(0.01)
+
+
+def test_steps_of_one_size_do_not_make_latency_a_server() -> None:
+    curve = LinkCurve()
+    for _ in range(300):
+        arrive(curve, 160_000, 0.060)
+    assert curve.seconds(160_000) == 0.0
+
+
+def test_a_link_that_became_faster_is_not_held_to_what_it_was() -> None:
+    curve = LinkCurve()
+    arrive(curve, 2_000_000, 0.2, spread_bytes=1_500_000, spread_s=0.15)
+    for _ in range(300):
+        arrive(curve, 160_000, 0.002)
+    assert curve.seconds(160_000) <= 0.002
 
 
 # The sizer
@@ -288,7 +305,8 @@ def test_m_goes_down_when_sequences_leave_and_up_when_they_come() -> None:
 
 
 def test_a_fixed_m_is_told_with_what_it_gives() -> None:
-    assert fixed(3).why == "fixed with --micro-batches 3"
-    sizing = fixed(3, ring(10, 20), sequences=12)
-    assert (sizing.micro_batches, sizing.bottleneck) == (3, "stage 1")
+    sizer = Sizer(num_stages=2, fixed=7)
+    assert driven(sizer, ring(10, 20), sequences=3, decisions=3) == [7, 7, 7]
+    sizing = sizer.sizing
+    assert (sizing.why, sizing.bottleneck) == ("asked for: 7", "stage 1")
     assert sizing.tokens_per_s > 0
