@@ -98,6 +98,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     async def Describe(self, request: engine_pb2.DescribeEngine, context: Any) -> engine_pb2.EngineState:
         return engine_pb2.EngineState(state="ready")
 
+    async def Trace(self, request: engine_pb2.TraceEngine, context: Any) -> engine_pb2.EngineTrace:
+        return engine_pb2.EngineTrace()
+
     async def _break(self, outbox: asyncio.Queue[engine_pb2.EngineEvent | None]) -> None:
         await self.break_stream.wait()
         self.break_stream.clear()
