@@ -42,6 +42,7 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield _downloads(transfers, {member.node.node_id: member.node.name for member in status.members})
     for refused in status.refused:
         yield Text(f"refused {printable(refused.peer)}: {printable(refused.error.what)}", style="yellow")
+        yield Text(f"  {printable(refused.error.next_step)}", style="yellow")
 
 
 def _headline(status: pb.ClusterStatus) -> Text:

@@ -109,8 +109,9 @@ class Heartbeats:
 
     def _admit(self, hello: common_pb2.Hello) -> str:
         """The caller's node id, if it may join."""
+        who = f"node {hello.node_name or hello.node_id}"
         try:
-            check_hello(hello)
+            check_hello(hello, own_name=self._hello.node_name or "this node")
             if hello.cluster_id != self._hello.cluster_id:
                 raise PairingRejected(
                     f"node {hello.node_name} belongs to another cluster",
@@ -119,8 +120,9 @@ class Heartbeats:
                     node=hello.node_name,
                 )
         except EdgepipeError as error:
-            self._refuse(f"node {hello.node_name or hello.node_id}", error)
+            self._refuse(who, error)
             raise
+        self.refusals.pop(who, None)
         return hello.node_id
 
     def _refuse(self, who: str, error: EdgepipeError) -> None:

@@ -162,6 +162,7 @@ class NodeDaemon:
             ids=self._ids,
             changes=self._local.changes.watch,
             gateway_knows=self._gateway.knows,
+            refused=self._heartbeats.refusals.values,
             tasks=tasks,
         )
         self._local.add_part(self._fill_state)
@@ -174,7 +175,7 @@ class NodeDaemon:
         state.http_port = self._gateway.http_port
 
     def _register(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
-        admit = admit_to(self._config.cluster)
+        admit = admit_to(self._config.cluster, node_name=self._config.name)
         node = NodeService(
             admit=admit,
             heartbeats=self._heartbeats,

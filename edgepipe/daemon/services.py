@@ -12,7 +12,7 @@ from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.serving import Serving
-from edgepipe.errors import PairingRejected
+from edgepipe.errors import PairingRejected, VersionMismatch
 from edgepipe.wire.common import check_hello, epoch_from_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -22,11 +22,11 @@ _MAX_LOG_LINES = 2000
 Admit = Callable[[common_pb2.Hello], None]
 
 
-def admit_to(cluster_id: str) -> Admit:
+def admit_to(cluster_id: str, *, node_name: str) -> Admit:
     """A check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
 
     def admit(hello: common_pb2.Hello) -> None:
-        check_hello(hello)
+        check_hello(hello, own_name=node_name)
         if hello.cluster_id != cluster_id:
             raise PairingRejected(
                 f"{hello.node_name or hello.role} belongs to another cluster",
@@ -149,24 +149,24 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """The cluster as seen from here."""
-        check_hello(request.hello)
+        _admit_command_line(request.hello)
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
-        check_hello(request.hello)
+        _admit_command_line(request.hello)
         self._refresh_models()
         async for event in self._serving.serve(request):
             yield event
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all."""
-        check_hello(request.hello)
+        _admit_command_line(request.hello)
         return pb.StopModelReply(stopped=await self._serving.stop(request.model))
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
-        """Stop this node in order; answered before it begins."""
-        check_hello(request.hello)
+        """Stop this node in order; answered before it begins. No version is asked for: after an upgrade of the command
+        line this is how the old node makes way."""
         self._shut_down()
         return pb.ShutdownReply()
 
@@ -175,3 +175,13 @@ class AdminService(node_pb2_grpc.AdminServicer):
         last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
         async for line in self._logs.lines(last=last, follow=request.follow):
             yield pb.LogLine(source="node", text=line)
+
+
+def _admit_command_line(hello: common_pb2.Hello) -> None:
+    """Raise VersionMismatch to a command line that was upgraded, or not, while the node ran."""
+    try:
+        check_hello(hello, own_name="the running node")
+    except VersionMismatch as error:
+        error.what = "the command line and the running node speak different versions of the protocol"
+        error.next_step = "edgepipe node stop, then edgepipe node start"
+        raise

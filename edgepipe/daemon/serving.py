@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 from edgepipe.backend.types import ActivationType
 from edgepipe.daemon.memory import modest_kv_bytes, uses_host_memory
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
-from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoFeasiblePlacement, PlanInvalid
+from edgepipe.errors import (
+    EdgepipeError,
+    ModelUnknown,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    PlanInvalid,
+    VersionMismatch,
+)
 from edgepipe.ids import IdSource, NodeId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
@@ -39,6 +46,7 @@ class Serving:
         ids: IdSource,
         changes: Callable[[], AsyncIterator[None]],
         gateway_knows: Callable[[str], Awaitable[None]],
+        refused: Callable[[], Iterable[EdgepipeError]],  # why nodes that were found do not join
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._peers = peers
@@ -46,6 +54,7 @@ class Serving:
         self._ids = ids
         self._changes = changes
         self._gateway_knows = gateway_knows
+        self._refused = refused
         self._tasks = tasks
 
     def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
@@ -137,6 +146,9 @@ class Serving:
             else:
                 placed = place(need, rooms, num_nodes=request.num_nodes)
         except NoFeasiblePlacement as error:
+            mismatch = next((one for one in self._refused() if isinstance(one, VersionMismatch)), None)
+            if mismatch is not None and request.num_nodes > len(rooms):
+                raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             error.fact = "; ".join([error.fact, *self._failed_devices()])
             raise
         spec = pb.ServeSpec()

@@ -29,16 +29,19 @@ def make_hello(*, role: str, node_id: str = "", node_name: str = "", cluster_id:
     )
 
 
-def check_hello(hello: pb.Hello) -> None:
-    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol."""
+def check_hello(hello: pb.Hello, *, own_name: str = "this node") -> None:
+    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol.
+
+    The error is read on the other side too, so ``own_name`` should say who "this" is where the caller has a name.
+    """
     if hello.protocol_version == PROTOCOL_VERSION:
         return
     other = hello.node_name or hello.node_id or hello.role or "the other side"
-    older = other if hello.protocol_version < PROTOCOL_VERSION else "this node"
+    older = other if hello.protocol_version < PROTOCOL_VERSION else own_name
     raise VersionMismatch(
-        f"{other} speaks another version of the protocol",
+        f"{other} and {own_name} speak different versions of the protocol",
         fact=f"{other} runs edgepipe {hello.edgepipe_version or 'unknown'} (protocol {hello.protocol_version}), "
-        f"this node {__version__} (protocol {PROTOCOL_VERSION})",
+        f"{own_name} {__version__} (protocol {PROTOCOL_VERSION})",
         next_step=f"upgrade edgepipe on {older}: pip install --upgrade edgepipe",
     )
 

@@ -72,7 +72,7 @@ class Shell:
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first status for which ``wanted`` holds."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s, status = time.monotonic() + WAIT_S, dict[str, Any]()
         while time.monotonic() < deadline_s:
             if wanted(status := self.status()):
                 return status
@@ -135,7 +135,7 @@ def error_of(done: Done, code: int, *words: str, lines: Sequence[int] = (3,)) ->
     """The error, after checking its form: exit code, three short lines, no traceback, the words that it must have."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    told = done.stderr.rstrip("\n").split("\n")
+    told = done.stderr[done.stderr.find("error: ") :].rstrip("\n").split("\n")  # a node logs before it
     assert len(told) in lines, done.stderr
     assert told[0].startswith("error: ")
     assert len(told) < 3 or told[2].startswith("   try: ")
