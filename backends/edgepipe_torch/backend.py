@@ -111,11 +111,8 @@ class TorchBackend:
             for other in self._pools.values():
                 other.copy(prepared.copies)
             hidden = self._hidden(decoder, inputs)
-            decoder.run(hidden, self._step_tensors(prepared, pool), pool)
-            if decoder.part.head:
-                result = decoder.logits(hidden, self._transfer.upload(prepared.logit_rows))
-            else:
-                result = self._encode(hidden)
+            hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
+            result = decoder.logits(hidden) if decoder.part.head else self._encode(hidden)
             return StepTicket(download=self._transfer.download(result), is_logits=decoder.part.head)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -200,6 +197,7 @@ class TorchBackend:
             slots=self._transfer.upload(plan.slots),
             rotations=self._transfer.upload(plan.rotations).unsqueeze(1),
             attention=self._attention(plan, pool),
+            logit_rows=self._transfer.upload(plan.logit_rows),
         )
 
     def _attention(self, plan: StepPlan, pool: KvPool) -> StepAttention:

@@ -50,6 +50,7 @@ class StepTensors:
     slots: Tensor  # [T] int64
     rotations: Tensor  # [T, 1, D / 2] complex64
     attention: StepAttention
+    logit_rows: Tensor  # [R] int64
 
 
 class Decoder:
@@ -77,22 +78,30 @@ class Decoder:
         assert table is not None
         hidden.copy_(table.index_select(0, ids) if isinstance(table, Tensor) else table.take(ids))
 
-    def run(self, hidden: Tensor, step: StepTensors, pool: KvPool) -> None:
-        """Apply the layers to hidden [T, H] in place and write the rows' keys and values."""
+    def run(self, hidden: Tensor, step: StepTensors, pool: KvPool) -> Tensor:
+        """Apply the layers to hidden [T, H] in place and write the rows' keys and values; returns hidden.
+
+        With the head, returns [R, H]: behind the last layer's attention only rows whose logits are wanted go on.
+        """
+        last = self._weights.layers[-1] if self.part.head else None
         for index, layer in enumerate(self._weights.layers):
             normed = self._norm(hidden, layer.input_norm)
             attended = self._attend(index, layer, layer.qkv.rows(normed), step, pool)
-            layer.output.add_to(attended, hidden)
-            normed = self._norm(hidden, layer.post_norm)
-            layer.down.add_to(layer.gate_up.swiglu(normed), hidden)
+            if layer is last:
+                hidden, attended = hidden[step.logit_rows], attended[step.logit_rows]
+            if hidden.shape[0]:
+                layer.output.add_to(attended, hidden)
+                normed = self._norm(hidden, layer.post_norm)
+                layer.down.add_to(layer.gate_up.swiglu(normed), hidden)
+        return hidden
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """hidden [T, H], rows [R] int64 -> [R, V] in a tensor of its own, float32."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H], from run -> [R, V] in a tensor of its own, float32."""
         assert self._weights.head is not None
         assert self._weights.final_norm is not None
-        if rows.shape[0] == 0:
+        if hidden.shape[0] == 0:
             return torch.empty(0, self._config.vocab_size, device=hidden.device)
-        found = self._weights.head.rows(self._norm(hidden[rows], self._weights.final_norm))
+        found = self._weights.head.rows(self._norm(hidden, self._weights.final_norm))
         return found.to(torch.float32, copy=True).contiguous()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

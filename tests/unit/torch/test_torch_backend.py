@@ -148,10 +148,16 @@ class TestWork:
         counts = count_rows(backend)
         for position, count in ((0, 30), (30, 1), (31, 1), (32, 5), (37, 60), (97, 1)):
             counts.clear()
-            step = make_step([step_row(position, count, (0, 8))], logit_rows=[count - 1])
+            step = make_step([step_row(position, count, (0, 8))])
             run_step(backend, step, token_ids(range(count)))
             assert set(counts) == {count}
             assert len(counts) == 4 * 4  # qkv, output, gate and up, down of four layers
+
+    def test_behind_the_last_attention_only_wanted_rows_go_on(self) -> None:
+        backend = loaded(tiny_config())
+        counts = count_rows(backend)
+        run_step(backend, make_step([step_row(0, 30, (0, 8))], logit_rows=[29, 3]), token_ids(range(30)))
+        assert counts == [30] * 13 + [2] * 3
 
     def test_nothing_is_allocated_for_kv_after_the_pool(self) -> None:
         backend = loaded(tiny_config())
