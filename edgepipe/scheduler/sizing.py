@@ -25,6 +25,8 @@ _BUCKETS_PER_OCTAVE = 8  # 9 % wide: tile edges of kernels stay visible
 _SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
 _KEPT = 4096  # samples after which a size that was not seen again is forgotten: a minute or two of decoding
 _HALF_LIFE = 256  # samples after which a size counts half where sizes contradict each other
+_STEADY = 20  # samples beyond which a size's mean is no surer
+_RARE = 0.25  # of the other's weight: too little to contradict it
 _ENOUGH = 3  # steps until a curve is believed
 _DEVICE_GROWING = 0.5  # weights are read whatever the rows; hopeful enough that another M is tried and measured
 _SPREAD = 1.25  # sizes that differ less say nothing of the slope
@@ -119,21 +121,24 @@ class Curve:
             del self._points[bucket]
 
     def _fit(self) -> tuple[Floats, Floats]:
-        """Sizes and seconds, both ascending: isotonic regression by pooling adjacent violators."""
+        """Sizes and seconds, both ascending: isotonic regression by pooling adjacent violators.
+
+        What is rare or old and contradicts the rest is left out: a step that a busy host held up once says nothing.
+        """
         self._forget()
-        pooled: list[tuple[float, float, int]] = []  # seconds, weight, points
-        points = sorted(self._points.values(), key=lambda point: point.size)
-        for point in points:
-            seconds, count = point.seconds, 1
-            weight = 0.5 ** ((self._samples - point.newest) / _HALF_LIFE)
-            while pooled and pooled[-1][0] > seconds:
-                before, before_weight, before_count = pooled.pop()
-                total = before_weight + weight
-                seconds = (before * before_weight + seconds * weight) / total
-                weight, count = total, count + before_count
-            pooled.append((seconds, weight, count))
-        ys = [seconds for seconds, _, count in pooled for _ in range(count)]
-        return np.array([point.size for point in points]), np.array(ys)
+        pooled: list[tuple[float, float, list[float]]] = []  # seconds, weight, sizes
+        for point in sorted(self._points.values(), key=lambda point: point.size):
+            seconds, sizes = point.seconds, [point.size]
+            weight = min(point.count, _STEADY) * 0.5 ** ((self._samples - point.newest) / _HALF_LIFE)
+            while pooled and pooled[-1][0] > seconds and weight >= _RARE * pooled[-1][1]:
+                before, before_weight, before_sizes = pooled.pop()
+                if before_weight >= _RARE * weight:
+                    seconds = (before * before_weight + seconds * weight) / (before_weight + weight)
+                    weight, sizes = before_weight + weight, before_sizes + sizes
+            if not pooled or pooled[-1][0] <= seconds:
+                pooled.append((seconds, weight, sizes))
+        xs = [size for _, _, sizes in pooled for size in sizes]
+        return np.array(xs), np.array([seconds for seconds, _, sizes in pooled for _ in sizes])
 
 
 class StageCurve:

@@ -170,6 +170,14 @@ def test_a_links_curve_goes_through_zero_until_it_knows_better() -> None:
     assert values(curve, 500, 3000) == pytest.approx([0.005, 0.03])
 
 
+def test_a_step_that_was_held_up_once_does_not_hide_that_fewer_rows_take_less() -> None:
+    curve = Curve(growing=0.5)
+    curve.note(2, 0.050)
+    for _ in range(40):
+        curve.note(8, 0.010)
+    assert values(curve, 4, 8) == pytest.approx([0.0075, 0.010])
+
+
 def test_a_curve_follows_what_changes_and_forgets_what_was() -> None:
     curve = Curve(growing=0.0)
     curve.note(64, 0.5)
