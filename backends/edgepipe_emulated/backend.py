@@ -179,7 +179,7 @@ class EmulatedBackend:
 
     def _cost(self, config: ModelConfig) -> CostModel:
         return CostModel(
-            config,
+            self._settings.as_model or config,
             self._settings.device,
             as_model_bytes=self._settings.as_model_bytes,
             as_kv_bytes_per_token=self._settings.as_kv_bytes_per_token,

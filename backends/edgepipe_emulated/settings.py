@@ -8,11 +8,13 @@ from typing import TypeVar
 
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
 from edgepipe.errors import ConfigInvalid
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.shapes import named_shape
 from edgepipe.units import parse_bytes
 
 T = TypeVar("T")
 
-_OWN = ("time_factor", "seed", "as_model_bytes", "as_kv_bytes_per_token")
+_OWN = ("time_factor", "seed", "as_model", "as_model_bytes", "as_kv_bytes_per_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +23,14 @@ class EmulationSettings:
 
     device: DeviceModel
     time_factor: float  # 1: real time of the device, 0: as fast as the checksums go
+    as_model: ModelConfig | None  # whose layers and head are timed; None: the loaded model's own
     as_model_bytes: int | None  # weights of the model whose times are wanted; None: bf16 of the config's shape
     as_kv_bytes_per_token: int | None  # likewise its KV, all layers
     seed: int  # of the jitter
 
 
 def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
-    """The device of that name (``auto``: RTX 4090) with what the settings override. Raises ConfigInvalid."""
+    """The device of that name (``auto``: RTX 4090) as the settings change it. Raises ConfigInvalid, ModelUnknown."""
     known = (*adjustable(), *_OWN)
     unknown = sorted(set(settings) - set(known))
     if unknown:
@@ -35,6 +38,7 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
     return EmulationSettings(
         device=adjusted(named_device(device), settings),
         time_factor=number_setting(settings.get("time_factor", "1")),
+        as_model=_maybe(settings, "as_model", named_shape),
         as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),

@@ -8,7 +8,7 @@ import string
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ class EmulatedCluster:
 
     devices: Sequence[str]  # keys of the device table; node i is called a, b, c, ...
     model: str  # its name here
-    config: ModelConfig
+    config: ModelConfig  # of the table of shapes, where it is called ``model``
     link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
 
@@ -41,7 +41,7 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
     """
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
     try:
-        _store_model(folder / "models", folder / cluster.model, cluster.config)
+        _store_model(folder / "models", folder / cluster.model, cluster.config)  # hidden states of the real size
         async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
             if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
                 raise NoPeersFound(
@@ -54,10 +54,10 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
 
 
 def _store_model(models_dir: Path, source: Path, config: ModelConfig) -> None:
-    from edgepipe.model.emulated_folder import write_model_folder
+    from edgepipe.model.emulated_folder import SMALLEST_VOCAB, write_model_folder
     from edgepipe.model.store import ModelStore
 
-    write_model_folder(source, config)
+    write_model_folder(source, replace(config, vocab_size=SMALLEST_VOCAB))  # logits of 150,000 words cost host time
     ModelStore(models_dir).pull(str(source))
 
 
@@ -70,7 +70,7 @@ def _plan(cluster: EmulatedCluster, models_dir: Path) -> ClusterPlan:
         ],
         models_dir=models_dir,
         threads=1,
-        backend_options=[f"{key}={value}" for key, value in cluster.settings.items()],
+        backend_options=[f"{key}={value}" for key, value in {**cluster.settings, "as_model": cluster.model}.items()],
         link=cluster.link,
     )
 

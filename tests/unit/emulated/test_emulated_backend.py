@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,13 @@ def test_a_small_model_can_stand_for_a_large_one() -> None:
     backend = loaded(as_model_bytes="16GB", as_kv_bytes_per_token="131072")
     assert backend.profile().memory_total_bytes - backend.profile().memory_free_bytes == pytest.approx(16e9, rel=0.02)
     assert backend.kv_block_bytes(CONFIG, [whole(CONFIG)], 16) == 131072 * 16
+
+
+def test_layers_can_cost_what_those_of_a_known_model_do() -> None:
+    small = replace(LLAMA_8B, vocab_size=259)  # its head is small, the timed one is not
+    backend = loaded(small, as_model="llama-3.1-8b")
+    used = backend.profile().memory_total_bytes - backend.profile().memory_free_bytes
+    assert used > LLAMA_8B.slice_parameters(whole(LLAMA_8B)) * 2
 
 
 def test_progress_is_told_per_layer() -> None:
