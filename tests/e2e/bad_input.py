@@ -116,8 +116,26 @@ class Node:
 
     def child(self, kind: str) -> psutil.Process:
         """The newest child process of a kind: gateway, stage or engine."""
-        found = [child for child in psutil.Process(self.process.pid).children() if child.cmdline()[-1:] == [kind]]
-        return max(found, key=lambda child: child.create_time())
+        return max(self._children(kind), key=lambda child: child.create_time())
+
+    def has_child(self, kind: str) -> bool:
+        """Whether a child process of the kind runs."""
+        return bool(self._children(kind))
+
+    def _children(self, kind: str) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                found += [child] * (child.cmdline()[-1:] == [kind])
+        return found
+
+
+def until(wanted: Callable[[], bool]) -> None:
+    """Look often until something is so."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not wanted():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
 
 
 def finish(process: subprocess.Popen[str]) -> Done:

@@ -30,6 +30,7 @@ PLANS = {
     "a:0-5,": "'' is no part of a plan",
     "a:0-x": "'a:0-x' is no part of a plan",
 }
+_FEW = ("a:0-1,a:3-5", "a:0-3,a:3-5", "z:0-5", "a")  # a gap, an overlap, an unknown node, no plan
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node
         yield shell, node
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if plan in _FEW else pytest.mark.long) for plan in PLANS])
 def test_a_plan_that_is_no_plan_is_exit_2(plan: str, home: tuple[Shell, Node]) -> None:
     error_of(home[0].run("serve", "tiny", "--plan", plan), 2, PLANS[plan])
 
@@ -113,7 +114,13 @@ def test_a_port_of_another_program_as_a_script_sees_it(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["error"]["code"] == "port_in_use"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"node_id": "../x", "incarnation": "y"}', b"\xff\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"node_id": "../x", "incarnation": "y"}',
+        *(pytest.param(text, marks=pytest.mark.long) for text in (b"", b"{", b"[]", b"\xff\x00")),
+    ],
+)
 def test_a_damaged_identity_is_made_anew(content: bytes, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.data_dir.mkdir(parents=True, mode=0o700)

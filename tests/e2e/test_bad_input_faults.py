@@ -1,0 +1,151 @@
+"""What breaks while it runs: killed processes and ^C. Requests end in clear errors, nodes live, nothing stays."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import httpx
+import psutil
+import pytest
+from bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
+from bad_models import large_folder
+from edgepipe_emulated import emulated_model_config
+
+SLOW = ("--backend", "emulated", "--backend-option", "time_factor=2000")  # about five tokens a second
+PROMPT = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node]]:
+    """A slow node with one model, which each test serves first."""
+    shell = Shell(tmp_path_factory.mktemp("home"))
+    emulated_model(shell, emulated_model_config(num_layers=6, context_length=1024))
+    with shell.node(*SLOW) as node:
+        yield shell, node
+
+
+class Stream:
+    """A streamed request in a thread: what came of it."""
+
+    def __init__(self, url: str) -> None:
+        self.first: Queue[str] = Queue()
+        self.lines: list[str] = []
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        body = PROMPT | {"stream": True}
+        with (
+            httpx.Client(base_url=self._url, trust_env=False, timeout=WAIT_S) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line)
+                    self.first.put(line)
+
+    def ended(self) -> str:
+        """The last line."""
+        self._thread.join(WAIT_S)
+        return self.lines[-1]
+
+
+@pytest.mark.parametrize("kind", ["stage", "engine"])
+def test_a_killed_process_ends_requests_in_clear_errors_and_serving_again_works(
+    kind: str, home: tuple[Shell, Node]
+) -> None:
+    shell, node = home
+    assert shell.run("serve", "tiny").returncode == 0
+    chat = shell.start("chat", "-p", "hi")
+    assert chat.stdout is not None
+    chat.stdout.read(1)  # it answers
+    stream = Stream(node.url)
+    stream.first.get(timeout=WAIT_S)
+    node.child(kind).kill()
+    done = finish(chat)
+    words = ("stage 0 on a was lost",) if kind == "stage" else ("the engine process ended", "SIGKILL")
+    error_of(done, 1, *words)
+    error = json.loads(stream.ended().removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("stage_lost", "server_error")
+    answer = httpx.post(f"{node.url}/v1/completions", json=PROMPT, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_lost")
+    failed = shell.status()["engines"][0]
+    assert failed["state"] == "failed"
+    assert failed["error"]["what"]
+    shown = shell.run("status").stdout
+    assert "tiny · failed" in shown
+    assert words[0] in shown
+    assert shell.run("serve", "tiny").returncode == 0
+    assert shell.run("chat", "-p", "hi", "--max-tokens", "1").returncode == 0
+
+
+def test_a_killed_gateway_is_started_again_by_its_node(home: tuple[Shell, Node]) -> None:
+    shell, node = home
+    assert shell.run("serve", "tiny").returncode == 0
+    chat = shell.start("chat", "-p", "hi")
+    assert chat.stdout is not None
+    chat.stdout.read(1)
+    killed = node.child("gateway")
+    killed.kill()
+    error_of(finish(chat), 3, "the answer broke off", node.url)
+    shell.until(lambda status: _gateway_pid(status) not in (0, killed.pid))
+    assert shell.run("chat", "-p", "hi", "--max-tokens", "1").returncode == 0
+
+
+def _gateway_pid(status: dict[str, list[dict[str, int]]]) -> int:
+    return next((one["pid"] for one in status["children"] if one["kind"] == "gateway" and one["state"] == "running"), 0)
+
+
+def test_an_interrupted_chat_is_130_and_stops_the_work(home: tuple[Shell, Node]) -> None:
+    shell, _ = home
+    assert shell.run("serve", "tiny").returncode == 0
+    chat = shell.start("chat", "-p", "hi")
+    assert chat.stdout is not None
+    chat.stdout.read(1)
+    chat.send_signal(signal.SIGINT)
+    done = finish(chat)
+    assert (done.returncode, done.stderr) == (130, "")
+    shell.until(lambda status: status["engines"][0]["running"] == 0)
+
+
+def test_an_interrupted_serve_is_130_and_leaves_nothing_served(home: tuple[Shell, Node]) -> None:
+    shell, node = home
+    shell.run("stop", "--all")
+    serve = shell.start("serve", "tiny")
+    until(lambda: node.has_child("engine") or serve.poll() is not None)
+    serve.send_signal(signal.SIGINT)
+    done = finish(serve)
+    assert done.stderr == ""
+    if done.returncode != 0:  # it was not ready just before
+        assert done.returncode == 130
+        shell.until(lambda status: status["engines"] == [])
+    assert shell.run("serve", "tiny").returncode == 0
+
+
+def test_an_interrupted_pull_is_130_and_leaves_nothing(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    store = shell.data_dir / "models"
+    pull = shell.start("models", "pull", str(large_folder(tmp_path / "model")))
+    until(lambda: (store / ".pulling-model").is_dir() or pull.poll() is not None)
+    pull.send_signal(signal.SIGINT)
+    done = finish(pull)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert list(store.iterdir()) == []
+
+
+def test_a_node_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
+    process = Shell(tmp_path).start("node", "start", "--port", "0", "--http-port", "0", "--no-discovery", *SLOW)
+    assert process.stdout is not None
+    assert "is ready" in process.stdout.readline()
+    children = psutil.Process(process.pid).children()
+    assert children
+    process.kill()
+    finish(process)
+    _, alive = psutil.wait_procs(children, timeout=WAIT_S)
+    assert alive == []
