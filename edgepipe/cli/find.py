@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _LISTEN_S = 2.0  # nodes answer in milliseconds; a sleeping Wi-Fi card takes a second
 _DEFAULT_HTTP_PORT = 8117
+_TOLD = 2  # nodes named in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
 
 def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
     """Nodes announce themselves, but this command cannot ask them."""
-    names = ", ".join(sorted(f"'{one.node_name}' at {one.address}, cluster '{one.cluster_id}'" for one in found))
+    told = sorted(f"'{one.node_name}' at {one.address}, cluster '{one.cluster_id}'" for one in found)
+    names = "; ".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
     if all(one.host.startswith("127.") for one in found):
         return NodeUnreachable(
             "the node of this machine uses another data directory",
