@@ -121,10 +121,12 @@ async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes):
         assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
 
 
-async def test_a_backend_that_is_missing_is_shown_and_the_node_lives(nodes: Nodes):
-    node = await nodes.start("a", backend="abacus")
-    status = await node.until(lambda status: [d.state for d in status.members[0].node.devices] == ["failed"])
-    assert status.members[0].node.devices[0].error.code == "backend_unavailable"
+async def test_an_unknown_backend_ends_the_start_and_makes_nothing(nodes: Nodes):
+    process = await nodes.spawn("a", backend="abacus")
+    assert process.stderr is not None
+    assert "there is no backend 'abacus'" in (await process.stderr.read()).decode()
+    assert await process.wait() == 2
+    assert not (nodes.folder / "a").exists()
 
 
 async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
