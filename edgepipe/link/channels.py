@@ -43,7 +43,7 @@ _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: bulk and activations never share one
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # how long one attempt may take; when to try again is the others' affair
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]

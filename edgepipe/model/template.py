@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import struct
@@ -174,7 +175,7 @@ class TemplateRenderer:
                 await self._end_child()
                 raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc
             except (asyncio.IncompleteReadError, ConnectionError) as exc:
-                raise _failed(*_death(await self._end_child())) from exc
+                raise _failed(*_death(await self._end_child(ended=True))) from exc
             except BaseException:
                 await self._end_child()
                 raise
@@ -199,11 +200,19 @@ class TemplateRenderer:
             raise
         return self._child
 
-    async def _end_child(self) -> int | None:
-        """Kill and reap; the exit code if the child had ended by itself."""
+    async def _end_child(self, *, ended: bool = False) -> int | None:
+        """Kill and reap; the exit code if the child had ended by itself.
+
+        ``ended``: its pipe broke, so it is about to be reaped; a kill now would look for it first and take its exit
+        code away from the loop's watcher.
+        """
         child, self._child = self._child, None
         if child is None:
             return None
+        if ended:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.start_s):
+                    await child.wait()
         if child.returncode is None:
             try:
                 child.kill()

@@ -102,7 +102,7 @@ def test_nobody_starves_and_no_token_is_sampled_twice(
 @given(num_sequences=st.integers(1, 40), micro_batches=st.integers(1, 8), prompt=st.integers(1, 20))
 def test_decodes_become_and_stay_even(num_sequences: int, micro_batches: int, prompt: int) -> None:
     world = World(limits(num_blocks=2048, micro_batches=micro_batches))
-    world.submit(*(spec(index, prompt, max_tokens=100) for index in range(1, num_sequences + 1)))
+    world.submit(*(spec(index, prompt, max_tokens=200) for index in range(1, num_sequences + 1)))
     for _ in range(8 * micro_batches + 32):
         world.fill()
         world.retire()
