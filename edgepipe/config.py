@@ -65,7 +65,6 @@ class Timeouts:
     """Every deadline of the control plane, in one value. Profiles differ in what their network can do at its worst."""
 
     connect_s: float  # until a TCP connection and its first answer stand
-    rpc_s: float  # a small unary call
     beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
     refused_s: float = 0.3  # connection refused this long means that the process is gone: a restart takes longer
     dead_min_s: float = 2.0  # no heartbeat for this long means dead, unless the link's own gaps ask for more
@@ -82,17 +81,17 @@ class Timeouts:
     @classmethod
     def loopback(cls) -> Timeouts:
         """One machine: only its own load delays answers."""
-        return cls(connect_s=2.0, rpc_s=5.0)
+        return cls(connect_s=2.0)
 
     @classmethod
     def lan(cls) -> Timeouts:
         """Cables and a switch: one lost SYN costs 1 s."""
-        return cls(connect_s=3.0, rpc_s=5.0)
+        return cls(connect_s=3.0)
 
     @classmethod
     def wifi(cls) -> Timeouts:
         """Radio: bursts of loss and scans of up to a second, so two lost SYNs must pass (1 s + 2 s)."""
-        return cls(connect_s=5.0, rpc_s=10.0)
+        return cls(connect_s=5.0)
 
 
 def default_data_dir() -> Path:

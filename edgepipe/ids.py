@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 NodeId = NewType("NodeId", str)  # stable per data directory
-ClusterId = NewType("ClusterId", str)
 PipelineId = NewType("PipelineId", str)
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)  # unique within the gateway's node
 SequenceId = NewType("SequenceId", int)  # unique within a pipeline's epoch; one per choice of a request
 StepId = NewType("StepId", int)  # counts from 1 within an epoch
-BlockId = NewType("BlockId", int)  # physical KV block, one numbering for all stages
 
 
 @dataclass(frozen=True, slots=True, order=True)

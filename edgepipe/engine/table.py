@@ -51,11 +51,6 @@ class RequestTable:
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
 
-    @property
-    def num_unfinished(self) -> int:
-        """Choices that have not ended."""
-        return len(self._choices)
-
     def submit(self, stream: GatewayStream, submission: Submission) -> None:
         """A new request, or a new attempt at one. What cannot be is told as an ending with its error."""
         key = RequestKey(stream.node_id, submission.request_id)

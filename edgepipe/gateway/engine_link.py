@@ -48,11 +48,6 @@ class EngineLink:
         self._wanted = asyncio.Event()
         self._breaks = 0
 
-    @property
-    def num_active(self) -> int:
-        """Requests that wait for tokens."""
-        return len(self._active)
-
     def check_room(self, num_requests: int) -> None:
         """Raise QueueFull unless so many more requests may be opened."""
         if len(self._active) + num_requests > self._limits.max_requests:

@@ -154,11 +154,6 @@ def gguf_config(
     )
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """Names as ``config.json`` spells them."""
-    return tuple(_FAMILIES)
-
-
 def _unsupported(found: str) -> ArchitectureUnsupported:
     return ArchitectureUnsupported(
         f"the architecture '{found[:80]}' is not supported",

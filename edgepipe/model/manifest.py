@@ -78,11 +78,6 @@ class Manifest:
         """Files that every node needs, whatever its layers."""
         return tuple(entry for entry in self.files if entry.metadata)
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.info.num_bytes for entry in self.tensors)
-
     def to_json(self) -> bytes:
         """For a file or a peer; ``from_json`` gives an equal manifest back."""
         value = {

@@ -134,19 +134,3 @@ def profile_to_wire(profile: DeviceProfile) -> pb.DeviceProfile:
         block_sizes=profile.block_sizes,
         contiguous_kv=profile.contiguous_kv,
     )
-
-
-def profile_from_wire(profile: pb.DeviceProfile) -> DeviceProfile:
-    """A device's profile from the wire."""
-    return DeviceProfile(
-        backend=profile.backend,
-        device=profile.device,
-        name=profile.name,
-        compute_dtype=profile.compute_dtype,
-        memory_total_bytes=profile.memory_total_bytes,
-        memory_free_bytes=profile.memory_free_bytes,
-        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s,
-        flops=profile.flops,
-        block_sizes=tuple(profile.block_sizes),
-        contiguous_kv=profile.contiguous_kv,
-    )
