@@ -131,13 +131,15 @@ class BenchClient:
         """Take what the engine tells until cancelled, which ends the stream. Raises LinkError when the engine does."""
         while (event := await self._call.read()) is not grpc.aio.EOF:
             now_s = time.monotonic() - self._began_s
-            if event.HasField("tokens") and (underway := self._underway.get(event.tokens.request_id)):
-                underway.token_times_s.extend([now_s] * len(event.tokens.ids))
-                self._num_tokens += len(event.tokens.ids)
-            elif event.HasField("ended") and (underway := self._underway.get(event.ended.request_id)):
-                underway.cached_tokens = event.ended.cached_prompt_tokens
-                underway.error = str(error_from_wire(event.ended.error)) if event.ended.reason == "error" else ""
-                underway.ended.set()
+            for tokens in event.tokens:
+                if underway := self._underway.get(tokens.request_id):
+                    underway.token_times_s.extend([now_s] * len(tokens.ids))
+                    self._num_tokens += len(tokens.ids)
+            for ended in event.ended:
+                if underway := self._underway.get(ended.request_id):
+                    underway.cached_tokens = ended.cached_prompt_tokens
+                    underway.error = str(error_from_wire(ended.error)) if ended.reason == "error" else ""
+                    underway.ended.set()
         raise PeerClosed("the engine ended its stream during the run", next_step="see 'edgepipe logs'")
 
     async def _follow_steps(self, last: int, num_stages: int) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from edgepipe.ids import NodeId, RequestId, SequenceId
 from edgepipe.wire.requests import Ending, Submission, ending_to_wire, tokens_to_wire
 from edgepipe.wire.v1 import engine_pb2
+
+_MAX_CHOICES = 256  # told of in one message; what a resumed gateway lacks may be its whole context each
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +94,34 @@ class GatewayStream:
         await self._flushed.wait()
 
     async def events(self) -> AsyncGenerator[engine_pb2.EngineEvent]:
-        """Everything that is to be told, as it comes; ends after ``close``."""
+        """Everything that is to be told, as it comes and what is there at once in one message; ends after ``close``."""
         while True:
             while self._news:
-                choice = next(iter(self._news))
-                del self._news[choice]
-                if choice.request.stream is self:  # else its gateway has resumed it over another stream
-                    for event in _news_of(choice):
-                        yield event
+                if (event := self._take()) is not None:
+                    yield event
             self._flushed.set()
             if self._closed:
                 return
             self._wake.clear()
             await self._wake.wait()
 
+    def _take(self) -> engine_pb2.EngineEvent | None:
+        """The news of the choices marked first; None if another stream tells all of theirs."""
+        event = engine_pb2.EngineEvent()
+        for choice in list(islice(self._news, _MAX_CHOICES)):
+            del self._news[choice]
+            if choice.request.stream is self:  # else its gateway has resumed it over another stream
+                _tell(choice, event)
+        return event if event.tokens or event.ended else None
 
-def _news_of(choice: Choice) -> list[engine_pb2.EngineEvent]:
-    request, events = choice.request, list[engine_pb2.EngineEvent]()
+
+def _tell(choice: Choice, event: engine_pb2.EngineEvent) -> None:
+    request = choice.request
     name, attempt = request.key.request_id, request.attempt
     if choice.sent < len(choice.log):
         ids = choice.log[choice.sent :]
-        events.append(tokens_to_wire(name, attempt=attempt, choice=choice.index, position=choice.sent, ids=ids))
+        event.tokens.append(tokens_to_wire(name, attempt=attempt, choice=choice.index, position=choice.sent, ids=ids))
         choice.sent = len(choice.log)
     if choice.ending is not None and not choice.told:
-        events.append(ending_to_wire(name, attempt=attempt, choice=choice.index, ending=choice.ending))
+        event.ended.append(ending_to_wire(name, attempt=attempt, choice=choice.index, ending=choice.ending))
         choice.told = True
-    return events

@@ -14,7 +14,7 @@ import grpc.aio
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry, StageLost
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.generation import Generation
-from edgepipe.gateway.messages import event_from_wire
+from edgepipe.gateway.messages import events_from_wire
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.wire.common import check_hello
@@ -131,7 +131,7 @@ class EngineLink:
                 fact=f"tried {self._served.address} for {window_s:.0f} s",
                 next_step="see 'edgepipe status', then send the request again",
             ) from exc
-        if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
+        if first is grpc.aio.EOF or not first.HasField("welcome"):
             raise RemoteProtocolError(f"{self._peer()} did not begin with Welcome")
         check_hello(first.welcome.hello)
         self._engine_id = first.welcome.epoch.engine_id
@@ -140,10 +140,10 @@ class EngineLink:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self._breaks = 0
-                event = event_from_wire(message)
-                generation = self._active.get(event.request_id) if event else None
-                if event and generation:
-                    generation.apply(event)
+                for event in events_from_wire(message):
+                    generation = self._active.get(event.request_id)
+                    if generation is not None:
+                        generation.apply(event)
         except grpc.aio.AioRpcError as exc:
             return from_rpc_error(exc, peer=self._peer())
         return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from edgepipe.gateway.engine_types import ChoiceEnded, ServedModel, TokensArrived
 from edgepipe.ids import PipelineId, RequestId
 from edgepipe.wire.common import error_from_wire
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 
-def event_from_wire(event: engine_pb2.EngineEvent) -> TokensArrived | ChoiceEnded | None:
-    """What an engine reports of a request; None for messages about nothing that waits here."""
-    kind = event.WhichOneof("message")
-    if kind == "tokens":
-        tokens = event.tokens
-        return TokensArrived(
+def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[TokensArrived | ChoiceEnded]:
+    """What an engine reports of requests, in order."""
+    for tokens in event.tokens:
+        yield TokensArrived(
             request_id=RequestId(tokens.request_id),
             choice=tokens.choice,
             position=tokens.position,
             ids=tuple(tokens.ids),
         )
-    if kind == "ended":
-        ended = event.ended
-        return ChoiceEnded(
+    for ended in event.ended:
+        yield ChoiceEnded(
             request_id=RequestId(ended.request_id),
             choice=ended.choice,
             reason=ended.reason,
             cached_prompt_tokens=ended.cached_prompt_tokens,
             error=error_from_wire(ended.error) if ended.HasField("error") else None,
         )
-    return None
 
 
 def served_models(view: node_pb2.ClusterView) -> list[ServedModel]:

@@ -123,25 +123,21 @@ def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: 
 
 def tokens_to_wire(
     request_id: RequestId, *, attempt: int, choice: int, position: int, ids: Sequence[int]
-) -> engine_pb2.EngineEvent:
+) -> engine_pb2.Tokens:
     """Tokens of a choice from output position ``position`` on."""
-    return engine_pb2.EngineEvent(
-        tokens=engine_pb2.Tokens(request_id=request_id, attempt=attempt, choice=choice, position=position, ids=ids)
-    )
+    return engine_pb2.Tokens(request_id=request_id, attempt=attempt, choice=choice, position=position, ids=ids)
 
 
-def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: Ending) -> engine_pb2.EngineEvent:
+def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: Ending) -> engine_pb2.Ended:
     """The one ending of a choice."""
-    return engine_pb2.EngineEvent(
-        ended=engine_pb2.Ended(
-            request_id=request_id,
-            attempt=attempt,
-            choice=choice,
-            reason=ending.reason,
-            num_tokens=ending.num_tokens,
-            error=None if ending.error is None else error_to_wire(ending.error),
-            cached_prompt_tokens=ending.cached_prompt_tokens,
-        )
+    return engine_pb2.Ended(
+        request_id=request_id,
+        attempt=attempt,
+        choice=choice,
+        reason=ending.reason,
+        num_tokens=ending.num_tokens,
+        error=None if ending.error is None else error_to_wire(ending.error),
+        cached_prompt_tokens=ending.cached_prompt_tokens,
     )
 
 

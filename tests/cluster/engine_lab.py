@@ -182,17 +182,14 @@ class FakeGateway:
     async def _take(self, event: engine_pb2.EngineEvent) -> None:
         self.num_messages += 1
         async with self._changed:
-            kind = event.WhichOneof("message")
-            if kind == "welcome":
+            if event.HasField("welcome"):
                 self.welcome = event.welcome
-            elif kind == "tokens":
-                tokens = event.tokens
+            for tokens in event.tokens:
                 answer = self.answer(tokens.request_id, choice=tokens.choice, attempt=tokens.attempt)
                 assert answer.ended is None, "a token follows the ending"
                 answer.ids[tokens.position :] = tokens.ids
                 assert len(answer.ids) == tokens.position + len(tokens.ids), "a token was left out"
-            elif kind == "ended":
-                ended = event.ended
+            for ended in event.ended:
                 answer = self.answer(ended.request_id, choice=ended.choice, attempt=ended.attempt)
                 assert answer.ended is None, "a choice ended twice"
                 answer.ended = ended

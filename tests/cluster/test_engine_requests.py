@@ -222,7 +222,7 @@ async def test_a_slow_gateway_gets_fewer_larger_messages() -> None:
         await lab.until(lambda: lab.engine.state().running > 0)
         await lab.until(lambda: lab.engine.state().running == 0)
         events = [event async for event in _until_ended(call)]
-        ids = [token for event in events for token in event.tokens.ids]
+        ids = [token for event in events for tokens in event.tokens for token in tokens.ids]
         assert ids == oracle_tokens(PROMPT, 300)
         call.cancel()
         await gateway.close()
@@ -237,5 +237,5 @@ def _as_message() -> engine_pb2.GatewayMessage:
 async def _until_ended(call):  # type: ignore[no-untyped-def]
     async for event in call:
         yield event
-        if event.HasField("ended"):
+        if event.ended:
             return

@@ -191,33 +191,37 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class EngineEvent(_message.Message):
+    """What is new for a gateway, all its requests in one message: tokens come a step at a time, and a message costs more
+    than what it carries.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    WELCOME_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
-    WELCOME_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tokens(self) -> Global___Tokens: ...
-    @_builtins.property
-    def ended(self) -> Global___Ended: ...
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """first"""
+        """in the first, alone"""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tokens]: ...
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]:
+        """after the tokens"""
 
     def __init__(
         self,
         *,
-        tokens: Global___Tokens | None = ...,
-        ended: Global___Ended | None = ...,
         welcome: Global___Welcome | None = ...,
+        tokens: _abc.Iterable[Global___Tokens] | None = ...,
+        ended: _abc.Iterable[Global___Ended] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "message", b"message", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "message", b"message", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["tokens", "ended", "welcome"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineEvent: _TypeAlias = EngineEvent  # noqa: Y015
 

@@ -134,17 +134,16 @@ async def test_a_stream_tells_what_is_new_in_one_message() -> None:
     choice = _choice([5], stream)
     events = stream.events()
     stream.mark(choice)
-    assert list((await anext(events)).tokens.ids) == [5]
+    assert [list(tokens.ids) for tokens in (await anext(events)).tokens] == [[5]]
     for token in (6, 7, 8):
         choice.log.append(token)
         stream.mark(choice)
     choice.ending = Ending(reason="length", num_tokens=4)
     stream.mark(choice)
     stream.close()
-    told = [event async for event in events]
-    assert (told[0].tokens.position, list(told[0].tokens.ids)) == (1, [6, 7, 8])
-    assert told[1].ended.reason == "length"
-    assert len(told) == 2
+    (told,) = [event async for event in events]
+    assert [(tokens.position, list(tokens.ids)) for tokens in told.tokens] == [(1, [6, 7, 8])]
+    assert [ended.reason for ended in told.ended] == ["length"]
     await stream.flush()
 
 
@@ -157,7 +156,16 @@ async def test_a_stream_that_was_left_for_another_tells_nothing_more() -> None:
     old.close()
     new.close()
     assert [event async for event in old.events()] == []
-    assert [list(event.tokens.ids) async for event in new.events()] == [[5, 6]]
+    assert [list(tokens.ids) async for event in new.events() for tokens in event.tokens] == [[5, 6]]
+
+
+async def test_what_is_new_of_several_requests_is_one_message() -> None:
+    stream = GatewayStream(NodeId("n"))
+    for token in (5, 6, 7):
+        stream.mark(_choice([token], stream))
+    stream.close()
+    (event,) = [event async for event in stream.events()]
+    assert [list(tokens.ids) for tokens in event.tokens] == [[5], [6], [7]]
 
 
 def test_the_first_of_our_errors_is_the_one_to_read() -> None:

@@ -150,11 +150,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
 
 def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int]) -> engine_pb2.EngineEvent:
-    return engine_pb2.EngineEvent(
-        tokens=engine_pb2.Tokens(
-            request_id=submit.request_id, attempt=submit.attempt, choice=choice, position=position, ids=ids
-        )
+    tokens = engine_pb2.Tokens(
+        request_id=submit.request_id, attempt=submit.attempt, choice=choice, position=position, ids=ids
     )
+    return engine_pb2.EngineEvent(tokens=[tokens])
 
 
 def _ended(
@@ -169,7 +168,7 @@ def _ended(
     )
     if error is not None:
         ended.error.CopyFrom(error_to_wire(error))
-    return engine_pb2.EngineEvent(ended=ended)
+    return engine_pb2.EngineEvent(ended=[ended])
 
 
 async def start_engine(engine: FakeEngine, *, port: int = 0) -> tuple[Any, str]:
