@@ -1,0 +1,66 @@
+"""What channels and servers need to know of trust: who this process is, and whom it may talk to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from edgepipe.ids import NodeId
+
+
+class Role(StrEnum):
+    """What a member of a cluster may do."""
+
+    OWNER = "owner"  # changes who belongs to the cluster, and all that a member does
+    MEMBER = "member"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustedPeer:
+    """A node that belongs to the cluster now."""
+
+    node_id: NodeId  # the fingerprint of its certificate's public key
+    name: str  # as it was when it joined
+    role: Role
+    certificate_pem: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """A key and the self-signed certificate that belongs to it. The key is never logged, so it is not in the repr."""
+
+    node_id: NodeId
+    certificate_pem: bytes
+    key_pem: bytes
+
+    def __repr__(self) -> str:
+        return f"Credentials(node_id={self.node_id!r})"
+
+
+class TrustView(Protocol):
+    """Trust as it is at this moment. Every method may be called from any thread (gRPC asks from its own); what they
+    return never changes afterwards."""
+
+    @property
+    def credentials(self) -> Credentials:
+        """This process's own key and certificate."""
+        ...
+
+    def member(self, fingerprint: str) -> TrustedPeer | None:
+        """The member whose public key hashes to ``fingerprint`` (``certificates.fingerprint``, which is its node id);
+        None for strangers, for removed ones, and for everybody while the trust store is damaged."""
+        ...
+
+    def inbound(self) -> tuple[TrustedPeer, ...]:
+        """Members that may connect to this process: none while the trust store is damaged."""
+        ...
+
+    def outbound(self) -> tuple[TrustedPeer, ...]:
+        """Members that this process may connect to."""
+        ...
+
+    def changes(self) -> AsyncIterator[None]:
+        """Yields at once and then after every change of the members, on the event loop only."""
+        ...

@@ -1,0 +1,121 @@
+"""The audit log: who was let in, sent away or refused, as bounded lines of JSON in the node's data directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_FILE_BYTES = 1 << 20  # about 5,000 lines; one older file is kept, so 2 MB on disk in all
+_TEXT_CHARS = 200  # of what a peer can choose
+_REPEAT_S = 60.0  # the same thing again within this time is counted, not written
+_MAX_REPEATS = 256  # kinds and peers remembered for that; who invents more names only gets more lines
+
+
+class AuditKind(StrEnum):
+    """What happened."""
+
+    FOUNDED = "founded"
+    JOINED = "joined"
+    PAIRED = "paired"
+    PAIRING_FAILED = "pairing failed"
+    ADDED = "added"
+    REMOVED = "removed"
+    PROMOTED = "promoted"
+    DENIED = "denied"  # a call beyond the caller's role
+    FENCED = "fenced"  # an older epoch tried to act
+    HANDSHAKE_REFUSED = "handshake refused"
+    BAD_STATEMENT = "bad statement"  # a trust statement without a valid owner's signature
+    STORE_DAMAGED = "store damaged"
+    STORE_MENDED = "store mended"
+    IDENTITY_COPIED = "identity copied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One line."""
+
+    at_s: float  # seconds since 1970
+    kind: str
+    who: str  # node id, name or address
+    detail: str = ""
+    times: int = 1  # how often since the last line of the same kind and peer
+
+
+class AuditLog:
+    """Appends entries to a file of bounded size. Any thread may record; a full disk is logged, never raised."""
+
+    def __init__(self, path: Path, wall_s: Callable[[], float]) -> None:
+        self._path = path
+        self._wall_s = wall_s
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # written at, held back since
+
+    def record(self, kind: AuditKind, *, who: str, detail: str = "") -> None:
+        """Note one event. What repeats within a minute is only counted; the count is in the next line."""
+        now = self._wall_s()
+        with self._lock:
+            times = self._times(kind, who[:_TEXT_CHARS], now)
+            if not times:
+                return
+            entry = AuditEntry(at_s=now, kind=kind, who=who[:_TEXT_CHARS], detail=detail[:_TEXT_CHARS], times=times)
+            try:
+                self._append(json.dumps(asdict(entry), ensure_ascii=True))
+            except OSError as exc:
+                logger.warning("the audit log cannot be written: %s", exc)
+
+    def _times(self, kind: str, who: str, now: float) -> int:
+        """How many events the line stands for; 0: write none."""
+        key = (kind, who)
+        written_s, held = self._recent.get(key, (float("-inf"), 0))
+        if 0 <= now - written_s < _REPEAT_S:
+            self._recent[key] = (written_s, held + 1)
+            return 0
+        self._recent[key] = (now, 0)
+        self._recent.move_to_end(key)
+        if len(self._recent) > _MAX_REPEATS:
+            self._recent.popitem(last=False)
+        return held + 1
+
+    def _append(self, line: str) -> None:
+        if self._path.exists() and self._path.stat().st_size >= _FILE_BYTES:
+            self._path.replace(_older(self._path))
+        with self._path.open("a", encoding="ascii", opener=_private) as file:
+            file.write(line + "\n")
+
+
+def read_audit(path: Path, *, last: int) -> list[AuditEntry]:
+    """The newest ``last`` entries, oldest first; lines that a crash cut short are left out."""
+    lines: list[str] = []
+    for file in (_older(path), path):
+        try:
+            lines += file.read_text(encoding="ascii", errors="replace").splitlines()
+        except FileNotFoundError:
+            continue
+    entries = [entry for line in lines[-last:] if (entry := _entry(line)) is not None]
+    return entries[-last:]
+
+
+def _entry(line: str) -> AuditEntry | None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        return AuditEntry(**values)
+    except (ValueError, TypeError):
+        return None
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
