@@ -12,7 +12,8 @@
     ├─ LinkError        one hop failed                                  exit 3, HTTP 503
     │  └─ ConnectTimeout · SendTimeout · PeerClosed · LocalProtocolError · RemoteProtocolError
     ├─ ClusterError     the cluster cannot do this now                  exit 3, HTTP 503
-    │  └─ NodeUnreachable · NoPeersFound (exit 4) · StaleEpoch · PairingRejected (exit 5) · VersionMismatch (exit 9)
+    │  ├─ NodeUnreachable · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
+    │  └─ PairingRejected · CertificateInvalid · AccessDenied           exit 5
     └─ StageError       a stage failed                                  exit 1, HTTP 503
        └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
 
@@ -266,6 +267,20 @@ class PairingRejected(ClusterError):
     """The node was not let into the cluster."""
 
     code = "pairing_rejected"
+    exit_code = 5
+
+
+class CertificateInvalid(ClusterError):
+    """The certificate does not have the form that edgepipe gives its own."""
+
+    code = "certificate_invalid"
+    exit_code = 5
+
+
+class AccessDenied(ClusterError):
+    """The caller may not do this here."""
+
+    code = "access_denied"
     exit_code = 5
 
 
