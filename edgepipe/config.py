@@ -66,6 +66,7 @@ class Timeouts:
 
     connect_s: float  # until a TCP connection and its first answer stand
     beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
+    tick_s: float = 0.125  # silence is looked at this often
     refused_s: float = 0.3  # connection refused this long means that the process is gone: a restart takes longer
     dead_min_s: float = 2.0  # no heartbeat for this long means dead, unless the link's own gaps ask for more
     dead_max_s: float = 6.0  # a link with worse gaps than a third of this cannot carry a pipeline anyway
@@ -75,7 +76,8 @@ class Timeouts:
     forget_s: float = 3600.0  # a dead node is dialled this long; later it must announce itself again
     child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, on a busy machine more
     child_stop_s: float = 5.0  # a child that was told to stop is killed after this
-    load_s: float = 600.0  # reading a shard from a slow disk: 20 GB at 40 MB/s
+    load_s: float = 60.0  # a stage that loads tells of every tensor: 1 GB at 40 MB/s takes 25 s
+    hang_s: float = 5.0  # a child that tells nothing for this long hangs, unless it announced more
     transfer_idle_s: float = 20.0  # a transfer without a byte for this long goes on with another peer
 
     @classmethod

@@ -12,7 +12,16 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.membership import Command, Dial, HangUp, HeardBeat, IdentityTaken, MemberChanged, Membership
+from edgepipe.cluster.membership import (
+    Command,
+    Dial,
+    HangUp,
+    HeardBeat,
+    IdentityTaken,
+    MemberChanged,
+    Membership,
+    Probe,
+)
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
 from edgepipe.ids import NodeId
@@ -67,6 +76,8 @@ class Heartbeats:
         self._wakes: dict[int, asyncio.Event] = {}
         self._once = Once(logger)
         self._leaving = False
+        self._sleeping = False
+        self._probes: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._waiting: list[Command] = []  # commands from before ``run``
 
@@ -77,7 +88,7 @@ class Heartbeats:
             waiting, self._waiting = self._waiting, []
             self._perform(waiting)
             while True:
-                await asyncio.sleep(self._timeouts.beat_interval_s / 2)
+                await asyncio.sleep(self._timeouts.tick_s)
                 self._perform(self._membership.on_tick(now=self._clock.monotonic_s()))
 
     def found(self, address: str, *, node_id: str = "", manual: bool = False) -> None:
@@ -88,6 +99,11 @@ class Heartbeats:
         """This node's state changed: tell everybody now."""
         for wake in self._wakes.values():
             wake.set()
+
+    def sleeps(self, *, sleeping: bool) -> None:
+        """Tell everybody that this machine is about to sleep, or that it does not after all or has woken."""
+        self._sleeping = sleeping
+        self.announce()
 
     async def leave(self) -> None:
         """Tell everybody that this node goes; returns when the streams have ended or after 500 ms."""
@@ -141,6 +157,8 @@ class Heartbeats:
             elif isinstance(command, HangUp):
                 if task := self._dials.pop(command.address, None):
                     task.cancel()
+            elif isinstance(command, Probe):
+                self._start_probe(command.address, self._tasks)
             elif isinstance(command, IdentityTaken):
                 self._on_identity_taken(command.address)
             else:
@@ -149,6 +167,26 @@ class Heartbeats:
     def _start_dial(self, address: str, tasks: asyncio.TaskGroup) -> None:
         if address not in self._dials and not self._leaving:
             self._dials[address] = tasks.create_task(self._dial(address), name=f"dial:{address}")
+
+    def _start_probe(self, address: str, tasks: asyncio.TaskGroup) -> None:
+        if address not in self._probes and not self._leaving:
+            self._probes[address] = tasks.create_task(self._probe(address), name=f"probe:{address}")
+
+    async def _probe(self, address: str) -> None:
+        """One beat and its answer over a connection of its own: thin TCP streams wait seconds for a packet lost twice,
+        a new one does not wait for theirs."""
+        try:
+            async with make_channel(address) as channel:
+                with translated(address):
+                    call = node_pb2_grpc.NodeStub(channel).Heartbeat()
+                    conversation = _Conversation()
+                    await call.write(self._beat(conversation, first=True))
+                    first = await self._first_answer(call, address)
+                    self._hear(conversation, first, NodeId(self._admit(first.hello)), dialled="")
+        except EdgepipeError as error:
+            logger.debug("probe failed address=%s: %s", address, error)
+        finally:
+            self._probes.pop(address, None)
 
     async def _dial(self, address: str) -> None:
         """Hold a stream to ``address``, for ever anew."""
@@ -228,7 +266,7 @@ class Heartbeats:
         conversation.sent_at_s[conversation.sequence] = now
         if len(conversation.sent_at_s) > _ECHO_MEMORY:
             conversation.sent_at_s.popitem(last=False)
-        beat = node_pb2.Beat(sequence=conversation.sequence, leaving=self._leaving)
+        beat = node_pb2.Beat(sequence=conversation.sequence, leaving=self._leaving, sleeping=self._sleeping)
         if first or conversation.sequence == 1:
             beat.hello.CopyFrom(self._hello)
         if conversation.heard:
@@ -256,6 +294,7 @@ class Heartbeats:
             state=state,
             known=tuple((one.node_id, one.address) for one in beat.known),
             leaving=beat.leaving,
+            sleeping=beat.sleeping,
             dialled=dialled,
         )
         self._perform(self._membership.on_beat(heard, now=now))

@@ -6,17 +6,18 @@ death is told on. PURE: no clock, no network; the shell is ``heartbeats.py``.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edgepipe.cluster.gaps import GapHistory
 from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
 
-_GAP_HISTORY = 480  # beats in two minutes
 _MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
-_STALL_S = 1.0  # a longer pause between two ticks is this process's own (sleep, stop), not the others' silence
+_LATE_S = 0.25  # a tick that comes later than this is this process's own lag, not the others' silence
+_LAG_MEMORY_S = 10.0  # who was slow lately is slow to hear, so for so long it is more patient by what it lagged
+_SLEEPY_S = 1.0  # beats that were under way when a node went to sleep do not wake it
 
 
 class MemberStatus(StrEnum):
@@ -25,6 +26,7 @@ class MemberStatus(StrEnum):
     ALIVE = "alive"
     SUSPECT = "suspect"  # silent for half the dead limit
     DEAD = "dead"
+    ASLEEP = "asleep"  # said that it goes to sleep
     LEFT = "left"  # said so itself
 
 
@@ -36,6 +38,7 @@ class MembershipLimits:
     dead_min_s: float
     dead_max_s: float
     forget_s: float
+    tick_s: float  # the shell ticks this often
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class Member:
     last_heard_s: float
     rtt_ms: float = 0.0
     refused_since_s: float | None = None  # first refused connection since it was heard
-    gaps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_GAP_HISTORY))
+    gaps: GapHistory = field(default_factory=GapHistory)
+    status_since_s: float = 0.0  # DEAD: since it was last heard
 
     @property
     def reachable(self) -> bool:
@@ -78,13 +82,20 @@ class MemberChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask at ``address`` over a new connection: the one that stands may only be held up by lost packets."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class IdentityTaken:
     """A running node has this node's id: one data directory is a copy of the other."""
 
     address: str
 
 
-Command = Dial | HangUp | MemberChanged | IdentityTaken
+Command = Dial | HangUp | MemberChanged | Probe | IdentityTaken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +106,7 @@ class HeardBeat:
     state: pb.NodeState | None = None
     known: tuple[tuple[str, str], ...] = ()  # (node id, address) of nodes that the sender knows
     leaving: bool = False
+    sleeping: bool = False
     dialled: str = ""  # the address that was dialled; empty when the other side dialled
 
 
@@ -117,6 +129,8 @@ class Membership:
         self._members: dict[NodeId, Member] = {}
         self._targets: dict[str, _Target] = {}
         self._last_tick_s: float | None = None
+        self._lag_s = 0.0  # the worst of late
+        self._lagged_at_s = 0.0
 
     def member(self, node_id: str) -> Member | None:
         """What is known of a node."""
@@ -125,6 +139,22 @@ class Membership:
     def reachable(self) -> list[Member]:
         """Members that work may be given to, by node id; this node itself is not among them."""
         return [self._members[key] for key in sorted(self._members) if self._members[key].reachable]
+
+    def absent(self) -> list[Member]:
+        """Members that went without a goodbye, by node id."""
+        gone = (MemberStatus.DEAD, MemberStatus.ASLEEP)
+        return [self._members[key] for key in sorted(self._members) if self._members[key].status in gone]
+
+    def broken_links(self) -> list[tuple[NodeId, NodeId]]:
+        """Pairs of reachable members of which at least one does not hear the other. Neither is dead."""
+        known = {member.node.node_id for member in self.reachable()}
+        pairs = {
+            (min(member.node.node_id, other), max(member.node.node_id, other))
+            for member in self.reachable()
+            for other in member.node.silent
+            if other in known
+        }
+        return [(NodeId(one), NodeId(other)) for one, other in sorted(pairs)]
 
     def introductions(self) -> list[tuple[str, str]]:
         """(node id, address) of every reachable member, to be told to others."""
@@ -161,7 +191,11 @@ class Membership:
         if self._is_stale(member, beat):
             return []
         if beat.leaving:
-            return self._on_leaving(member)
+            return self._on_leaving(member, now)
+        if beat.sleeping:
+            return self._on_sleeping(member, now)
+        if member is not None and member.status is MemberStatus.ASLEEP and now - member.status_since_s < _SLEEPY_S:
+            return []
         if member is None:
             assert beat.state is not None
             member = Member(node=beat.state, status=MemberStatus.DEAD, last_heard_s=now)
@@ -184,7 +218,7 @@ class Membership:
             member.refused_since_s = now
         if now - member.refused_since_s < self._limits.refused_s:
             return []
-        return self._set_status(member, MemberStatus.DEAD)
+        return self._set_status(member, MemberStatus.DEAD, since_s=member.last_heard_s)
 
     def on_rtt(self, node_id: NodeId, *, rtt_ms: float) -> None:
         """A round trip was measured; smoothed over about eight beats."""
@@ -193,24 +227,26 @@ class Membership:
 
     def on_tick(self, *, now: float) -> list[Command]:
         """Silent members become suspect, then dead, then forgotten."""
-        self._forgive_own_stall(now)
+        self._forgive_own_lag(now)
         commands: list[Command] = []
         for member in list(self._members.values()):
             silence = now - member.last_heard_s
-            limit = self.dead_limit_s(member)
+            limit = self.dead_limit_s(member, now=now)
             if member.reachable and silence >= limit:
-                commands += self._set_status(member, MemberStatus.DEAD)
+                commands += self._set_status(member, MemberStatus.DEAD, since_s=member.last_heard_s)
             elif member.status is MemberStatus.ALIVE and silence >= limit / 2:
-                commands += self._set_status(member, MemberStatus.SUSPECT)
+                commands += self._set_status(member, MemberStatus.SUSPECT, since_s=now)
+                commands.append(Probe(member.node.address))
             elif not member.reachable and silence >= self._limits.forget_s:
                 commands += self._forget(member)
         return [*commands, *self._give_up(now)]
 
-    def dead_limit_s(self, member: Member) -> float:
-        """Silence after which ``member`` is dead: 3 x the 99th percentile of its gaps, within the limits."""
-        gaps = sorted(member.gaps_s)
-        p99 = gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)] if gaps else 0.0
-        return min(max(self._limits.dead_min_s, 3 * p99), self._limits.dead_max_s)
+    def dead_limit_s(self, member: Member, *, now: float) -> float:
+        """Silence after which ``member`` is dead: 3 x the 99th percentile of its gaps in two minutes, and what this
+        process lagged lately, within the limits."""
+        lag_s = self._lag_s if now - self._lagged_at_s < _LAG_MEMORY_S else 0.0
+        wanted_s = max(self._limits.dead_min_s, 3 * member.gaps.p99_s(now=now)) + lag_s
+        return min(wanted_s, self._limits.dead_max_s)
 
     def _is_stale(self, member: Member | None, beat: HeardBeat) -> bool:
         """A beat of an earlier life, of one that has left, or of a stranger that has not told of itself."""
@@ -233,21 +269,28 @@ class Membership:
         self._targets.pop(beat.dialled, None)
         return [HangUp(beat.dialled)]
 
-    def _on_leaving(self, member: Member | None) -> list[Command]:
+    def _on_leaving(self, member: Member | None, now: float) -> list[Command]:
         if member is None or member.status is MemberStatus.LEFT:
             return []
-        commands = self._set_status(member, MemberStatus.LEFT)
+        commands = self._set_status(member, MemberStatus.LEFT, since_s=now)
         return [*commands, *self._drop_targets(member.node.node_id)]
+
+    def _on_sleeping(self, member: Member | None, now: float) -> list[Command]:
+        if member is None or not member.reachable:
+            return []
+        member.last_heard_s = now
+        return self._set_status(member, MemberStatus.ASLEEP, since_s=now)
 
     def _refresh(self, member: Member, beat: HeardBeat, now: float) -> list[Command]:
         if member.reachable:
-            member.gaps_s.append(max(0.0, now - member.last_heard_s))
+            member.gaps.add(max(0.0, now - member.last_heard_s), now=now)
         else:
-            member.gaps_s.clear()
+            member.gaps.clear()
         member.last_heard_s = now
         member.refused_since_s = None
         changed = member.status is not MemberStatus.ALIVE
-        member.status = MemberStatus.ALIVE
+        if changed:
+            member.status, member.status_since_s = MemberStatus.ALIVE, now
         if beat.state is not None and _order(beat.state) > _order(member.node):
             member.node = beat.state
             changed = True
@@ -278,10 +321,10 @@ class Membership:
         own = self._targets.get(member.node.address)
         return address != member.node.address and own is not None and own.dialling
 
-    def _set_status(self, member: Member, status: MemberStatus) -> list[Command]:
-        member.status = status
+    def _set_status(self, member: Member, status: MemberStatus, *, since_s: float) -> list[Command]:
+        member.status, member.status_since_s = status, since_s
         commands: list[Command] = [MemberChanged(NodeId(member.node.node_id), status)]
-        if status is MemberStatus.DEAD:
+        if status in (MemberStatus.DEAD, MemberStatus.ASLEEP):
             commands += self._redial(member.node.node_id)
         return commands
 
@@ -316,12 +359,19 @@ class Membership:
             del self._targets[address]
         return [HangUp(address) for address in lost]
 
-    def _forgive_own_stall(self, now: float) -> None:
-        pause = 0.0 if self._last_tick_s is None else now - self._last_tick_s
+    def _forgive_own_lag(self, now: float) -> None:
+        """While this process did not run (sleep, stop, load), nobody could be heard: that silence is its own.
+
+        Who is slow distrusts its own clock first: Lifeguard (Dadgar et al. 2017), section 3.
+        """
+        lag_s = 0.0 if self._last_tick_s is None else now - self._last_tick_s - self._limits.tick_s
         self._last_tick_s = now
-        if pause >= _STALL_S:
-            for member in self._members.values():
-                member.last_heard_s = min(now, member.last_heard_s + pause)
+        if lag_s < _LATE_S:
+            return
+        if lag_s >= self._lag_s or now - self._lagged_at_s >= _LAG_MEMORY_S:
+            self._lag_s, self._lagged_at_s = lag_s, now
+        for member in self._members.values():
+            member.last_heard_s = min(now, member.last_heard_s + lag_s)
 
 
 def _order(state: pb.NodeState) -> tuple[int, int]:

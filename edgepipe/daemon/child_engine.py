@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import grpc.aio
+
 from edgepipe.clock import Clock
 from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.daemon.child_progress import report_progress
 from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import RandomIds, SystemClock
@@ -25,6 +30,22 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     network = make_network(settings.link, clock)
     port = bind_one_of(server, settings)
     link.started(port=port)
+    reporter = asyncio.create_task(report_progress(link, pb.ChildProgress), name="progress")
+    try:
+        await _serve(settings, link, server, clock=clock, network=network, port=port)
+    finally:
+        reporter.cancel()
+
+
+async def _serve(
+    settings: ChildSettings,
+    link: DaemonLink,
+    server: grpc.aio.Server,
+    *,
+    clock: Clock,
+    network: Network | None,
+    port: int,
+) -> None:
     async for command in link.commands():
         if not command.HasField("run"):
             continue

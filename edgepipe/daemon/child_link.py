@@ -11,6 +11,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
+_MAX_WAITING = 64  # more reports than this wait only while the daemon does not run: progress is worth nothing then
 _MAX_REPORTS = 1024  # the daemon reads at once; more waiting means that it hangs, and then the child ends
 
 
@@ -55,6 +56,11 @@ class DaemonLink:
             report.child_id = self.settings.child_id
         self.has_reported = True
         self._reports.put_nowait(report)
+
+    def progress(self, progress: node_pb2.ChildProgress) -> None:
+        """Report how far this child is; left out while many reports wait, as when the machine's daemon was stopped."""
+        if self._reports.qsize() < _MAX_WAITING:
+            self.report(node_pb2.ChildReport(progress=progress))
 
     def fault(self, error: EdgepipeError) -> None:
         """Report why this child cannot go on."""

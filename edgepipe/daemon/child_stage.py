@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
 from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.daemon.child_progress import report_progress
 from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import SystemClock
@@ -20,7 +22,7 @@ from edgepipe.stage.stage import Stage
 from edgepipe.wire.common import activation_type_from_wire, make_hello, profile_to_wire, slices_from_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
-_REPORT_INTERVAL_S = 0.25  # ARCHITECTURE: progress four times a second
+_IMPORT_S = 60.0  # a spare that makes its backend anew may hold the interpreter for long
 _LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
 
 
@@ -36,8 +38,11 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     port = bind_one_of(server, settings)
     link.started(port=port, profile=profile_to_wire(profile))
     stage: Stage | None = None
+    reporter = asyncio.create_task(report_progress(link, lambda: _progress(stage)), name="progress")
     try:
         async for command in link.commands():
+            if command.HasField("pause") and stage is not None:
+                stage.pause(paused=command.pause.paused)
             if not command.HasField("load") or stage is not None:
                 continue
             if (wanted := _options(settings, command.load)) != options:
@@ -61,6 +66,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             await server.start()
             await _load(stage, link, command.load, profile, clock)
     finally:
+        reporter.cancel()
         await server.stop(grace=0.2)
         if stage is not None:
             await stage.close()
@@ -86,6 +92,20 @@ async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: Dev
     )
     loaded = pb.ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes)
     link.report(pb.ChildReport(loaded=loaded))
+
+
+def _progress(stage: Stage | None) -> pb.ChildProgress:
+    if stage is None:
+        return pb.ChildProgress(limit_ms=round(_IMPORT_S * 1e3))
+    told = stage.progress()
+    return pb.ChildProgress(
+        received=told.received,
+        started=told.started,
+        finished=told.finished,
+        sent=told.sent,
+        limit_ms=round(told.limit_s * 1e3),
+        fenced=told.strays,
+    )
 
 
 def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:

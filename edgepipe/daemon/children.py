@@ -11,7 +11,9 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
+from edgepipe.clock import Clock
 from edgepipe.config import Timeouts, child_environment
+from edgepipe.daemon.hang_watch import HangWatch
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
 from edgepipe.wire.common import error_from_wire
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
+_LOOK_S = 0.25  # at children that may hang
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
 
@@ -34,6 +37,9 @@ class Child:
         self.exited = asyncio.Event()
         self.stopping = False
         self.fault: EdgepipeError | None = None
+        self.hang = ""  # what showed that it hangs
+        self.progress = pb.ChildProgress()  # the newest
+        self.on_progress: Callable[[pb.ChildProgress], None] = lambda _progress: None
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
         self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
@@ -82,6 +88,10 @@ class Child:
             self.started.set_result(report.started)
         if report.HasField("fault"):
             self.fault = error_from_wire(report.fault)
+        if report.HasField("progress"):
+            self.progress = report.progress
+            self.on_progress(report.progress)
+            return
         self.on_report(report)
 
     def kill(self) -> None:
@@ -102,6 +112,8 @@ class Child:
         """Why it ended, as far as is known."""
         if self.fault is not None:
             return self.fault
+        if self.hang:
+            return StageLost(f"the {self.kind} process hung and was ended", fact=self.hang, stage=self.kind)
         return StageLost(
             f"the {self.kind} process ended",
             fact=_how_it_ended(self.process.returncode, self.last_lines),
@@ -113,8 +125,10 @@ class Child:
 class Children:
     """All child processes of a node."""
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, clock: Clock) -> None:
         self._timeouts = timeouts
+        self._clock = clock
+        self._hang_watches: dict[str, HangWatch] = {}  # by child id, from a child's first progress report on
         self._children: dict[str, Child] = {}
 
     def running(self, kind: str = "") -> list[Child]:
@@ -157,6 +171,21 @@ class Children:
                 f"the {child.kind} process did not start", fact=f"no report in {self._timeouts.child_start_s:.0f} s"
             ) from exc
 
+    async def watch_hangs(self) -> None:
+        """Kill children that hang, until cancelled. Whoever waits for them hears of their end."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self._clock.monotonic_s()
+            for child_id, watch in list(self._hang_watches.items()):
+                child = self._children.get(child_id)
+                if child is None or child.exited.is_set():
+                    del self._hang_watches[child_id]
+                elif why := watch.why_hung(now=now, every_s=_LOOK_S):
+                    del self._hang_watches[child_id]
+                    logger.error("child=%s pid=%d hangs and is killed: %s", child.kind, child.pid, why)
+                    child.hang = why
+                    child.kill()
+
     async def stop(self, child: Child) -> None:
         """Ask it to stop, then kill it; returns when the process is gone."""
         child.stopping = True
@@ -186,7 +215,7 @@ class Children:
         child = self._children.get(first.child_id) if first is not None else None
         if first is None or child is None:
             raise PairingRejected("this process is no child of the node", fact="its child id is unknown")
-        child.take_report(first)
+        self._take(child, first)
         reader = asyncio.create_task(self._read(child, reports), name=f"reports:{child.kind}:{child.pid}")
         try:
             async for command in child.commands():
@@ -196,7 +225,18 @@ class Children:
 
     async def _read(self, child: Child, reports: AsyncIterator[pb.ChildReport]) -> None:
         async for report in reports:
-            child.take_report(report)
+            self._take(child, report)
+
+    def _take(self, child: Child, report: pb.ChildReport) -> None:
+        now = self._clock.monotonic_s()
+        watch = self._hang_watches.get(child.settings.child_id)
+        if report.HasField("progress"):
+            if watch is None and not child.exited.is_set() and not child.hang:
+                watch = HangWatch(hang_s=self._timeouts.hang_s, now=now)
+                self._hang_watches[child.settings.child_id] = watch
+            if watch is not None:
+                watch.report(report.progress, now=now)
+        child.take_report(report)
 
     async def _watch(self, child: Child) -> None:
         assert child.process.stdout is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from edgepipe.config import Timeouts
@@ -76,6 +76,7 @@ class DeviceHost:
         if self._ledger is not None:
             told.reserved_bytes = self._ledger.reserved_bytes
             told.free_bytes = self._ledger.free_bytes
+        told.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
         if self._error is not None:
             told.error.CopyFrom(error_to_wire(self._error))
         return [told]
@@ -136,6 +137,24 @@ class DeviceHost:
         for pipeline_id, hold in list(self._holds.items()):
             await self._end(pipeline_id, hold)
         await self._children.stop_all("stage")
+
+    def pause(self) -> None:
+        """Let no stage start another step."""
+        for hold in self._holds.values():
+            if hold.child is not None:
+                hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=True)))
+
+    async def resume_unchanged(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
+        """Let stages go on whose engine still works at their epoch; the others wait for their release or a new epoch.
+
+        ``engine_epoch(node_id, pipeline_id)`` asks; None if nobody can say.
+        """
+        for pipeline_id, hold in list(self._holds.items()):
+            epoch = await engine_epoch(hold.engine_node, pipeline_id)
+            if epoch == hold.epoch and hold.child is not None and self._holds.get(pipeline_id) is hold:
+                hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=False)))
+            else:
+                logger.warning("stage waits pipeline=%s epoch=%s: its engine is at %s", pipeline_id, hold.epoch, epoch)
 
     def release_of_engines_on(self, node_id: str) -> None:
         """The node is gone, so nobody drives its pipelines."""

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable
 
 from edgepipe import __version__
+from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.data_dir import Identity
@@ -39,7 +40,7 @@ class LocalNode:
         """Build the state again; if it differs, others hear of it: at once when ``urgent``, else with the next beat."""
         fresh = pb.NodeState()
         fresh.CopyFrom(self.state)
-        for field in ("devices", "engines", "models", "transfers"):
+        for field in ("devices", "engines", "models", "transfers", "silent"):
             fresh.ClearField(field)
         for part in self._parts:
             part(fresh)
@@ -59,3 +60,17 @@ def member_states(local: LocalNode, membership: Membership) -> list[pb.MemberSta
         pb.MemberState(node=member.node, state=member.status, rtt_ms=member.rtt_ms) for member in membership.reachable()
     ]
     return [own, *others]
+
+
+def absent_nodes(membership: Membership, clock: Clock) -> list[pb.AbsentNode]:
+    """Who went without a goodbye, and since when by this machine's wall clock."""
+    now_s, wall_s = clock.monotonic_s(), clock.wall_s()
+    return [
+        pb.AbsentNode(
+            node_id=member.node.node_id,
+            name=member.node.name,
+            state=member.status,
+            since_us=int((wall_s - (now_s - member.status_since_s)) * 1e6),
+        )
+        for member in membership.absent()
+    ]

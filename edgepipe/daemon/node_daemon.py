@@ -21,13 +21,14 @@ from edgepipe.daemon.data_dir import DataDir, Identity
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
-from edgepipe.daemon.local_node import LocalNode, member_states
+from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.sleep_guard import SleepGuard
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.link.channels import bind, bind_unix, make_server
 from edgepipe.wire.common import error_to_wire, make_hello
@@ -72,7 +73,7 @@ class NodeDaemon:
         self._hello = make_hello(
             role="node", node_id=identity.node_id, node_name=config.name, cluster_id=config.cluster
         )
-        self.children = Children(self._timeouts)
+        self.children = Children(self._timeouts, self._clock)
 
     async def run(self) -> None:
         """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
@@ -103,6 +104,7 @@ class NodeDaemon:
                 dead_min_s=timeouts.dead_min_s,
                 dead_max_s=timeouts.dead_max_s,
                 forget_s=timeouts.forget_s,
+                tick_s=timeouts.tick_s,
             ),
         )
         self._local = LocalNode(
@@ -122,6 +124,9 @@ class NodeDaemon:
         )
         self._peers = Peers(
             own=lambda: self._local.state, membership=self._membership, hello=self._hello, timeouts=timeouts
+        )
+        self._sleep = SleepGuard(
+            self._clock, tell=lambda sleeping: self._heartbeats.sleeps(sleeping=sleeping), on_wake=self._wake
         )
         self._build_parts(tasks)
 
@@ -173,6 +178,7 @@ class NodeDaemon:
         state.models.extend(self._models.on_disk())
         state.transfers.extend(self._models.transfers())
         state.http_port = self._gateway.http_port
+        state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
     def _register(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
         admit = admit_to(self._config.cluster, node_name=self._config.name)
@@ -207,6 +213,8 @@ class NodeDaemon:
         tasks.create_task(self._gateway.keep(gateway), name="gateway")
         tasks.create_task(self._device.keep_spare(), name="spare")
         tasks.create_task(self._heartbeats.run(), name="heartbeats")
+        tasks.create_task(self.children.watch_hangs(), name="hangs")
+        tasks.create_task(self._sleep.run(), name="sleep")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
         for address in self._config.peers:
             self._heartbeats.found(address, manual=True)
@@ -263,7 +271,17 @@ class NodeDaemon:
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
             logger.warning("node is %s node=%s", change.status, change.node_id)
             self._device.release_of_engines_on(change.node_id)
+        self._local.refresh()  # whom it does not hear is part of what it tells
         self._local.changes.notify()
+
+    async def _wake(self, slept_s: float) -> None:
+        """The others went on without this machine: nothing runs here until its engine says that it still counts."""
+        self._device.pause()
+        await self._device.resume_unchanged(self._peers.engine_epoch)
+
+    def will_sleep(self) -> None:
+        """The system says that the machine is about to sleep."""
+        self._sleep.announce()
 
     def _on_identity_taken(self, address: str) -> None:
         logger.warning("another node has the id of this one: node=%s address=%s", self._identity.node_id, address)
@@ -303,6 +321,7 @@ class NodeDaemon:
     def _view(self) -> pb.ClusterView:
         view = pb.ClusterView(cluster_id=self._config.cluster)
         view.members.extend(member_states(self._local, self._membership))
+        view.absent.extend(absent_nodes(self._membership, self._clock))
         for _, engine in self._serving.engines():
             if path := self._models.metadata_path(engine.model, engine.manifest_hash):
                 view.served.add(engine=engine, model_path=str(path))
@@ -317,6 +336,9 @@ class NodeDaemon:
             data_dir=str(self._data_dir.path),
         )
         status.members.extend(member_states(self._local, self._membership))
+        status.absent.extend(absent_nodes(self._membership, self._clock))
+        for one, other in self._membership.broken_links():
+            status.broken_links.add(node_id=one, other_id=other)
         status.engines.extend(engine for _, engine in self._serving.engines())
         status.children.extend(_child_state(child) for child in self.children.running())
         for peer, error in self._heartbeats.refusals.items():

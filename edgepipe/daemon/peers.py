@@ -8,10 +8,14 @@ import grpc.aio
 
 from edgepipe.cluster.membership import Membership
 from edgepipe.config import Timeouts
-from edgepipe.errors import NodeUnreachable
+from edgepipe.errors import EdgepipeError, NodeUnreachable
+from edgepipe.ids import Epoch
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.wire.common import epoch_from_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1.engine_pb2 import DescribeEngine
+from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 
 class Peers:
@@ -59,6 +63,19 @@ class Peers:
         request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id)
         with translated(self.node(node_id).name):
             await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
+        """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""
+        try:
+            engine = next(one for one in self.node(node_id).engines if one.pipeline_id == pipeline_id)
+            async with make_channel(engine.address) as channel:
+                with translated("the engine"):
+                    state = await EngineStub(channel).Describe(
+                        DescribeEngine(), wait_for_ready=True, timeout=self._timeouts.connect_s
+                    )
+        except (StopIteration, EdgepipeError):
+            return None
+        return epoch_from_wire(state.epoch)
 
     async def close(self) -> None:
         """Close the control channels."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
+
+# Which clock goes on while the machine sleeps. On macOS that is CLOCK_MONOTONIC, and time.monotonic() stands still; on
+# Linux it is the other way round with CLOCK_BOOTTIME. Elsewhere time.monotonic() itself goes on, and no sleep is seen.
+_CLOCK_WITH_SLEEP = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
 
 
 class SystemClock:
@@ -12,6 +17,10 @@ class SystemClock:
     def monotonic_s(self) -> float:
         """Seconds since an arbitrary start."""
         return time.monotonic()
+
+    def boot_s(self) -> float:
+        """Seconds since an arbitrary start, those that the machine slept included."""
+        return time.monotonic() if _CLOCK_WITH_SLEEP is None else time.clock_gettime(_CLOCK_WITH_SLEEP)
 
     def wall_s(self) -> float:
         """Seconds since 1970."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from edgepipe.backend.protocol import Backend, Prepared, Ticket
 from edgepipe.backend.types import Activations, StepOutput, TokenIds
 from edgepipe.clock import Clock
+from edgepipe.stage.step_times import StepTimes
 
 T = TypeVar("T")
 
@@ -21,6 +22,11 @@ class Work(Protocol):
     """One step on one slice, as the compute thread sees it. The methods are called on that thread."""
 
     prepared: Prepared
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of its inputs: how long it takes is a function of these."""
+        ...
 
     def take_inputs(self) -> TokenIds | Activations:
         """What it computes on; called once, so that the memory is free when the backend is done with it."""
@@ -65,12 +71,17 @@ class ComputeThread:
         self.finished = 0  # steps collected
         self._clock = clock
         self._backend: Backend | None = None
+        self._times = StepTimes()
         self._jobs: SimpleQueue[Work | Callable[[], None]] = SimpleQueue()
         self._outstanding: deque[_Outstanding] = deque()
         self._idle_since_s = clock.monotonic_s()
         self._open = True
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def limit_s(self) -> float:
+        """How long what the thread does now may take before it counts as hung."""
+        return self._times.limit_s()
 
     @property
     def backend(self) -> Backend:
@@ -120,7 +131,9 @@ class ComputeThread:
                 self._collect()
             elif callable(job):
                 self._drain()
+                self._times.calls(calling=True)
                 job()
+                self._times.calls(calling=False)
             else:
                 self._submit(job)
 
@@ -141,9 +154,11 @@ class ComputeThread:
         entered_s = self._clock.monotonic_s()
         idle_s = 0.0 if self._outstanding else entered_s - self._idle_since_s
         self.started += 1
+        self._times.starts(work.num_tokens)
         try:
             ticket = self.backend.submit(work.prepared, work.take_inputs())
         except Exception as exc:
+            self.finished += 1  # it does not run any more
             work.failed(exc)
             return
         self._outstanding.append(_Outstanding(work, ticket, entered_s, idle_s))
@@ -153,10 +168,12 @@ class ComputeThread:
         try:
             output = self.backend.collect(oldest.ticket)
         except Exception as exc:
+            self.finished += 1
             oldest.work.failed(exc)
             return
         now_s = self._idle_since_s = self._clock.monotonic_s()
         self.finished += 1
+        self._times.ended(oldest.work.num_tokens, now_s - oldest.submitted_s)
         oldest.work.done(output, Span(oldest.submitted_s, now_s, oldest.idle_s))
 
     def _drain(self) -> None:

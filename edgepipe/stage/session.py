@@ -51,6 +51,13 @@ class Counters:
     strays: int = 0  # plans and frames of other epochs, dropped
 
 
+@dataclass(slots=True)
+class Gate:
+    """Shut while the stage must not start steps."""
+
+    is_open: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """What outlives an epoch."""
@@ -60,6 +67,7 @@ class Tools:
     clock: Clock
     trace: Trace
     counters: Counters
+    gate: Gate
     dial: Dial
     connect_s: float  # for the next stage to open its end of the link
     node: str  # names for errors
@@ -107,6 +115,11 @@ class Session:
             logger.debug("epoch %s ended", self.spec.epoch)
         finally:
             self.end()
+
+    def go_on(self) -> None:
+        """The gate is open again."""
+        if not self.over:
+            self._pump()
 
     def fault(self, error: EdgepipeError) -> None:
         """End the epoch and tell the engine why. Only the first counts."""
@@ -285,7 +298,7 @@ class Session:
             self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StepWork]:
-        for lane in self._lanes.values():
+        for lane in self._lanes.values() if self._tools.gate.is_open else ():
             while self._in_compute < self._max_in_compute and (work := lane.next_ready()) is not None:
                 yield work
 

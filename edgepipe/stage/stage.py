@@ -26,7 +26,7 @@ from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.sampler import Sampler, SamplerPool
 from edgepipe.stage.service import add_service, first_message
-from edgepipe.stage.session import Counters, Dial, Session, Tools
+from edgepipe.stage.session import Counters, Dial, Gate, Session, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
 from edgepipe.wire.plans import PipelineSpec, spec_from_wire
@@ -56,6 +56,7 @@ class StageProgress:
     sent: int
     strays: int = 0  # messages of other epochs, dropped
     repeats: int = 0  # plans that had come before, dropped
+    limit_s: float = 0.0  # what is started must go on within this, or the device hangs
 
 
 class Stage:
@@ -92,6 +93,7 @@ class Stage:
             clock=clock,
             trace=self._trace,
             counters=self._counters,
+            gate=Gate(),
             dial=dial or grpc_dial(hello=hello, clock=clock, network=network),
             connect_s=open_s,
             node=hello.node_name,
@@ -140,6 +142,12 @@ class Stage:
         """Answer engines and predecessors on ``server``."""
         add_service(self, server)
 
+    def pause(self, *, paused: bool) -> None:
+        """Start no further step, or go on."""
+        self._tools.gate.is_open = not paused
+        if not paused and self._session is not None:
+            self._session.go_on()
+
     def progress(self) -> StageProgress:
         """Counters for the daemon, which ends a stage that hangs."""
         counters = self._counters
@@ -150,6 +158,7 @@ class Stage:
             sent=counters.sent,
             strays=counters.strays,
             repeats=counters.repeats,
+            limit_s=self._compute.limit_s(),
         )
 
     def trace(self) -> list[TraceEntry]:

@@ -9,10 +9,15 @@ class FakeClock:
     def __init__(self, *, monotonic_s: float = 1000.0, wall_s: float = 1_700_000_000.0) -> None:
         self._monotonic_s = monotonic_s
         self._wall_s = wall_s
+        self._slept_s = 0.0
 
     def monotonic_s(self) -> float:
         """Seconds since an arbitrary start."""
         return self._monotonic_s
+
+    def boot_s(self) -> float:
+        """Seconds since an arbitrary start, sleep included."""
+        return self._monotonic_s + self._slept_s
 
     def wall_s(self) -> float:
         """Seconds since 1970."""
@@ -23,6 +28,11 @@ class FakeClock:
         if seconds < 0:
             raise ValueError("time does not go back")
         self._monotonic_s += seconds
+        self._wall_s += seconds
+
+    def sleep(self, seconds: float) -> None:
+        """Let the machine sleep: its monotonic clock stands still meanwhile."""
+        self._slept_s += seconds
         self._wall_s += seconds
 
     def wall_jump(self, seconds: float) -> None:

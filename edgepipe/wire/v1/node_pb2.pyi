@@ -33,12 +33,15 @@ class Beat(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     echo: _builtins.int
     """the highest sequence seen from the other side"""
     echo_delay_us: _builtins.int
     """how long ago it came"""
     leaving: _builtins.bool
+    sleeping: _builtins.bool
+    """its machine is about to sleep: it comes back as it is"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello:
         """in the first beat of a stream"""
@@ -61,10 +64,11 @@ class Beat(_message.Message):
         state: Global___NodeState | None = ...,
         known: _abc.Iterable[Global___Introduction] | None = ...,
         leaving: _builtins.bool = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -113,6 +117,7 @@ class NodeState(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     address: _builtins.str
@@ -134,6 +139,10 @@ class NodeState(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelOnDisk]: ...
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]: ...
+    @_builtins.property
+    def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node ids that it knows and does not hear"""
+
     def __init__(
         self,
         *,
@@ -149,10 +158,11 @@ class NodeState(_message.Message):
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
         http_port: _builtins.int = ...,
         version: _builtins.int = ...,
+        silent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,11 +177,14 @@ class DeviceState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    FENCED_MESSAGES_FIELD_NUMBER: _builtins.int
     reserved_bytes: _builtins.int
     state: _builtins.str
     """"starting" | "idle" | "loading" | "serving" | "failed" """
     free_bytes: _builtins.int
     """what can still be reserved: headroom and reservations taken off"""
+    fenced_messages: _builtins.int
+    """of replaced epochs, dropped by stages that run"""
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
@@ -184,10 +197,11 @@ class DeviceState(_message.Message):
         state: _builtins.str = ...,
         error: _common_pb2.Error | None = ...,
         free_bytes: _builtins.int = ...,
+        fenced_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "free_bytes", b"free_bytes", "profile", b"profile", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fenced_messages", b"fenced_messages", "free_bytes", b"free_bytes", "profile", b"profile", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,7 +821,7 @@ Global___ChildStarted: _TypeAlias = ChildStarted  # noqa: Y015
 
 @_typing.final
 class ChildProgress(_message.Message):
-    """Stages: steps so far. Four times a second while work is pending."""
+    """Stages: steps so far. Engines: that their loop runs. Four times a second while work is pending, else once a second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -815,10 +829,16 @@ class ChildProgress(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
+    LIMIT_MS_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     received: _builtins.int
     started: _builtins.int
     finished: _builtins.int
     sent: _builtins.int
+    limit_ms: _builtins.int
+    """no progress for so long while something is started, or no report for so long: it hangs"""
+    fenced: _builtins.int
+    """plans and frames of replaced epochs, dropped"""
     def __init__(
         self,
         *,
@@ -826,10 +846,12 @@ class ChildProgress(_message.Message):
         started: _builtins.int = ...,
         finished: _builtins.int = ...,
         sent: _builtins.int = ...,
+        limit_ms: _builtins.int = ...,
+        fenced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "received", b"received", "sent", b"sent", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "sent", b"sent", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -869,6 +891,7 @@ class ChildCommand(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
         """stages"""
@@ -883,6 +906,10 @@ class ChildCommand(_message.Message):
 
     @_builtins.property
     def stop(self) -> Global___StopChild: ...
+    @_builtins.property
+    def pause(self) -> Global___PauseStage:
+        """stages"""
+
     def __init__(
         self,
         *,
@@ -890,12 +917,13 @@ class ChildCommand(_message.Message):
         cluster: Global___ClusterView | None = ...,
         run: Global___RunEngine | None = ...,
         stop: Global___StopChild | None = ...,
+        pause: Global___PauseStage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "pause"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -979,21 +1007,25 @@ class ClusterView(_message.Message):
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberState]: ...
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentNode]: ...
     def __init__(
         self,
         *,
         cluster_id: _builtins.str = ...,
         members: _abc.Iterable[Global___MemberState] | None = ...,
         served: _abc.Iterable[Global___ServedModel] | None = ...,
+        absent: _abc.Iterable[Global___AbsentNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "members", b"members", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "cluster_id", b"cluster_id", "members", b"members", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1037,6 +1069,27 @@ class StopChild(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopChild: _TypeAlias = StopChild  # noqa: Y015
+
+@_typing.final
+class PauseStage(_message.Message):
+    """Start no further step until told otherwise: the machine slept, and its epoch may have been replaced."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSED_FIELD_NUMBER: _builtins.int
+    paused: _builtins.bool
+    def __init__(
+        self,
+        *,
+        paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseStage: _TypeAlias = PauseStage  # noqa: Y015
 
 @_typing.final
 class MemberState(_message.Message):
@@ -1102,6 +1155,8 @@ class ClusterStatus(_message.Message):
     CHILDREN_FIELD_NUMBER: _builtins.int
     DATA_DIR_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
+    BROKEN_LINKS_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     cluster_name: _builtins.str
     node_id: _builtins.str
@@ -1115,6 +1170,10 @@ class ClusterStatus(_message.Message):
     def children(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChildState]: ...
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedPeer]: ...
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentNode]: ...
+    @_builtins.property
+    def broken_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]: ...
     def __init__(
         self,
         *,
@@ -1127,14 +1186,72 @@ class ClusterStatus(_message.Message):
         children: _abc.Iterable[Global___ChildState] | None = ...,
         data_dir: _builtins.str = ...,
         refused: _abc.Iterable[Global___RefusedPeer] | None = ...,
+        absent: _abc.Iterable[Global___AbsentNode] | None = ...,
+        broken_links: _abc.Iterable[Global___BrokenLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "engines", b"engines", "members", b"members", "node_id", b"node_id", "refused", b"refused", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "engines", b"engines", "members", b"members", "node_id", b"node_id", "refused", b"refused", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class AbsentNode(_message.Message):
+    """A node that was here and did not say goodbye."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SINCE_US_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    name: _builtins.str
+    state: _builtins.str
+    """"dead" | "asleep" """
+    since_us: _builtins.int
+    """wall clock of the asked node"""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        state: _builtins.str = ...,
+        since_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "node_id", b"node_id", "since_us", b"since_us", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbsentNode: _TypeAlias = AbsentNode  # noqa: Y015
+
+@_typing.final
+class BrokenLink(_message.Message):
+    """Two nodes that the asked one hears and that do not hear each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    OTHER_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    other_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        other_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "other_id", b"other_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BrokenLink: _TypeAlias = BrokenLink  # noqa: Y015
 
 @_typing.final
 class RefusedPeer(_message.Message):

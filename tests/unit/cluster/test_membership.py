@@ -18,11 +18,12 @@ from edgepipe.cluster.membership import (
     Membership,
     MembershipLimits,
     MemberStatus,
+    Probe,
 )
 from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
 
-LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0)
+LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0, tick_s=0.75)
 ME, OTHER, THIRD = NodeId("node-0"), NodeId("node-1"), NodeId("node-2")
 MY_ADDRESS = "10.0.0.1:7117"
 
@@ -166,7 +167,7 @@ def test_a_jittery_link_gets_more_patience_up_to_a_limit():
         cluster.on_beat(beat(OTHER), now=float(second))
     member = cluster.member(OTHER)
     assert member is not None
-    assert cluster.dead_limit_s(member) == 3.0
+    assert cluster.dead_limit_s(member, now=60.0) == 3.0
 
 
 def test_the_dead_are_dialled_for_a_while_and_then_forgotten():
@@ -178,6 +179,55 @@ def test_the_dead_are_dialled_for_a_while_and_then_forgotten():
     commands = [command for half in range(120, 140) for command in cluster.on_tick(now=half / 2)]
     assert HangUp(address_of(OTHER)) in commands
     assert cluster.member(OTHER) is None
+
+
+def test_silence_is_probed_over_a_new_connection_before_it_is_death():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER), now=0.0)
+    commands = [command for tenth in range(1, 15) for command in cluster.on_tick(now=tenth / 10)]
+    assert commands.count(Probe(address_of(OTHER))) == 1
+    assert statuses(cluster.on_beat(beat(OTHER), now=1.5)) == [MemberStatus.ALIVE]
+
+
+def test_who_lags_itself_waits_longer():
+    limits = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0, tick_s=0.125)
+    cluster = Membership(node_id=ME, incarnation=5, address=MY_ADDRESS, limits=limits)
+    cluster.on_beat(beat(OTHER), now=0.0)
+    cluster.on_tick(now=0.0)
+    assert statuses(cluster.on_tick(now=1.5)) == []  # nothing ran here meanwhile
+    changes = [(tick, status) for tick in range(13, 60) for status in statuses(cluster.on_tick(now=tick / 8))]
+    assert [status for _, status in changes] == [MemberStatus.SUSPECT, MemberStatus.DEAD]
+    assert changes[-1][0] / 8 > 1.375 + 2.0 + 1.0
+
+
+def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER), now=0.0)
+    asleep = HeardBeat(node_id=OTHER, sleeping=True)
+    assert statuses(cluster.on_beat(asleep, now=1.0)) == [MemberStatus.ASLEEP]
+    assert cluster.on_beat(beat(OTHER), now=1.1) == []  # it was under way
+    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, 1.0)]
+    assert cluster.reachable() == []
+    assert MemberStatus.ALIVE in statuses(cluster.on_beat(beat(OTHER), now=50.0))
+
+
+def test_a_dead_node_is_absent_since_it_was_last_heard():
+    cluster = membership()
+    cluster.on_beat(beat(OTHER), now=3.0)
+    for half in range(6, 14):
+        cluster.on_tick(now=half / 2)
+    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.DEAD, 3.0)]
+
+
+def test_two_nodes_that_do_not_hear_each_other_are_not_dead():
+    cluster = membership()
+    told = state(OTHER, version=2)
+    told.silent.append(THIRD)
+    cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=0.0)
+    assert cluster.broken_links() == []  # the third may as well be dead
+    cluster.on_beat(beat(THIRD), now=0.0)
+    assert cluster.broken_links() == [(OTHER, THIRD)]
+    assert len(cluster.reachable()) == 2
 
 
 NODES = st.sampled_from([OTHER, THIRD])

@@ -44,6 +44,7 @@ class Item:
 
     def __init__(self, number: int, *, wanted: bool = True) -> None:
         self.prepared = number
+        self.num_tokens = 1
         self.span: Span | None = None
         self.error: Exception | None = None
         self._wanted = wanted

@@ -1,0 +1,75 @@
+"""When a child hangs, and when it only works or waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgepipe.daemon.hang_watch import HangWatch
+from edgepipe.stage.step_times import StepTimes
+from edgepipe.wire.v1 import node_pb2 as pb
+
+EVERY_S = 0.25
+
+
+def watched(*reports: tuple[float, pb.ChildProgress], until: float) -> str:
+    """What a daemon that looks four times a second says in the end."""
+    watch = HangWatch(hang_s=5.0, now=0.0)
+    due = list(reports)
+    for look in range(1, int(until / EVERY_S) + 1):
+        now = look * EVERY_S
+        while due and due[0][0] <= now:
+            watch.report(due.pop(0)[1], now=now)
+        if why := watch.why_hung(now=now, every_s=EVERY_S):
+            return f"{now:g} s: {why}"
+    return ""
+
+
+def idle(now: float) -> tuple[float, pb.ChildProgress]:
+    return now, pb.ChildProgress(started=3, finished=3)
+
+
+def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, pb.ChildProgress]:
+    return now, pb.ChildProgress(started=finished + 1, finished=finished, limit_ms=int(limit_s * 1e3))
+
+
+@pytest.mark.parametrize(
+    ("reports", "until", "hung"),
+    [
+        ([idle(second) for second in range(30)], 30.0, ""),
+        ([idle(1.0)], 30.0, "6 s: it has told nothing"),
+        ([busy(second, finished=second) for second in range(30)], 30.0, ""),
+        ([busy(second, finished=7) for second in range(30)], 30.0, "5.25 s: step 8 of 8 started ones runs"),
+        ([busy(second, finished=7, limit_s=60.0) for second in range(40)], 40.0, ""),
+        ([busy(second, finished=7, limit_s=20.0) for second in range(40)], 40.0, "20.25 s: step 8"),
+    ],
+)
+def test_only_silence_and_a_step_without_end_are_hangs(
+    reports: list[tuple[float, pb.ChildProgress]], until: float, hung: str
+):
+    said = watched(*reports, until=until)
+    assert said.startswith(hung) if hung else not said
+
+
+def test_a_daemon_that_was_stopped_itself_blames_nobody():
+    watch = HangWatch(hang_s=5.0, now=0.0)
+    watch.report(pb.ChildProgress(started=1), now=0.0)
+    assert not watch.why_hung(now=0.25, every_s=EVERY_S)
+    assert not watch.why_hung(now=60.0, every_s=EVERY_S)
+    assert watch.why_hung(now=60.25, every_s=EVERY_S) == ""
+
+
+def test_a_step_gets_eight_times_what_its_size_took_and_a_minute_the_first_time():
+    times = StepTimes()
+    times.starts(16)
+    assert times.limit_s() == 60.0
+    times.ended(16, 2.0)
+    times.starts(17)
+    assert times.limit_s() == 16.0
+    times.ended(17, 0.001)
+    times.starts(1)
+    assert times.limit_s() == 60.0
+    times.ended(1, 0.001)
+    times.starts(1)
+    assert times.limit_s() == 5.0
+    times.calls(calling=True)
+    assert times.limit_s() == 60.0
