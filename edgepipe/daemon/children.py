@@ -69,6 +69,16 @@ class Child:
             return "stopping"
         return "running" if self.started.done() else "starting"
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, also in the moment before its end has been noticed here."""
+        if self.exited.is_set() or self.stopping:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
     def send(self, command: pb.ChildCommand) -> None:
         """Queue a command. A child that takes none for so long is killed: it hangs."""
         try:

@@ -32,6 +32,8 @@ class _Hold:
     engine_node: str  # node id of the engine that asked
     child: Child | None = None
     ready: bool = False
+    loaded: bytes = b""  # what the stage was told to load, epoch left out
+    prepared: pb.Prepared | None = None  # once ready
     reports: asyncio.Queue[pb.ChildReport | None] = field(default_factory=asyncio.Queue[pb.ChildReport | None])
 
 
@@ -103,23 +105,30 @@ class DeviceHost:
     ) -> AsyncGenerator[pb.PrepareEvent]:
         """Reserve memory and load a stage; progress, then ``prepared``. Whatever goes wrong gives all back.
 
-        Raises StaleEpoch, NoFeasiblePlacement, BackendUnavailable and what loading raises.
+        A stage that lives and holds just that already stays as it is, with its weights and KV. Raises StaleEpoch,
+        NoFeasiblePlacement, BackendUnavailable and what loading raises.
         """
+        load = _load_command(request, path)
+        if (kept := self._keep(request, load)) is not None:
+            yield pb.PrepareEvent(prepared=kept)
+            return
         hold = await self._admit(request)
         try:
             kv_bytes = self._reserve(request, config)
+            hold.loaded = _shard_key(load)
             child = hold.child = await self._take_stage()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
             child.on_report = hold.reports.put_nowait
-            child.send(pb.ChildCommand(load=_load_command(request, path)))
+            child.send(pb.ChildCommand(load=load))
             self._on_change()
             async for report in self._reports(hold, child):
                 if report.HasField("loading"):
                     yield pb.PrepareEvent(progress=report.loading)
                 if report.HasField("loaded"):
                     hold.ready = True
+                    hold.prepared = self._prepared(child, report.loaded, request, kv_bytes)
                     self._on_change()
-                    yield pb.PrepareEvent(prepared=self._prepared(child, report.loaded, request, kv_bytes))
+                    yield pb.PrepareEvent(prepared=hold.prepared)
                     return
         finally:
             if not hold.ready:  # also when the engine goes away half-way
@@ -186,14 +195,26 @@ class DeviceHost:
         spare, self._spare = self._spare, None
         return spare or await self._start_stage()
 
-    async def _admit(self, request: pb.PrepareRequest) -> _Hold:
-        epoch = epoch_from_wire(request.epoch)
-        known = self._holds.get(request.pipeline_id)
+    def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
+        """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""
+        hold = self._known(request)
+        if hold is None or hold.child is None or not hold.child.alive or hold.loaded != _shard_key(load):
+            return None
+        hold.epoch, hold.engine_node = epoch_from_wire(request.epoch), request.hello.node_id
+        return hold.prepared
+
+    def _known(self, request: pb.PrepareRequest) -> _Hold | None:
+        """What the pipeline has here from an epoch before. Raises StaleEpoch."""
+        epoch, known = epoch_from_wire(request.epoch), self._holds.get(request.pipeline_id)
         if known is not None and epoch <= known.epoch:
             raise StaleEpoch(
                 fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
                 node=self._node_name,
             )
+        return known
+
+    async def _admit(self, request: pb.PrepareRequest) -> _Hold:
+        epoch, known = epoch_from_wire(request.epoch), self._known(request)
         if known is not None:
             await self._end(request.pipeline_id, known)
         if self._ledger is None:
@@ -302,6 +323,14 @@ class DeviceHost:
     def _named(self, error: EdgepipeError) -> EdgepipeError:
         error.node = error.node or self._node_name
         return error
+
+
+def _shard_key(load: pb.LoadShard) -> bytes:
+    """What is the same for two requests that one loaded stage can serve."""
+    key = pb.LoadShard()
+    key.CopyFrom(load)
+    key.ClearField("epoch")
+    return key.SerializeToString(deterministic=True)
 
 
 def _load_command(request: pb.PrepareRequest, path: str) -> pb.LoadShard:

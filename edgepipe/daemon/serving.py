@@ -106,7 +106,7 @@ class Serving:
 
     def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
         for node, engine in self.engines():
-            if engine.model == model and engine.state in ("starting", "loading", "ready"):
+            if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering"):
                 return node, engine
         return None
 

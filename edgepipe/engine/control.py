@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
-from edgepipe.ids import NodeId
+from edgepipe.ids import NodeId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.model.facts import Slice
@@ -57,6 +57,7 @@ class StageControl:
         self._network = network
         self._on_report = on_report
         self._channel = make_channel(site.address)
+        self.crashed_step: StepId | None = None  # told with a fault: computing it failed
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
         self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
@@ -127,6 +128,7 @@ class StageControl:
         elif kind == "timings":
             self._on_report(self.site, timings_from_wire(report.timings))
         elif kind == "fault":
+            self.crashed_step = StepId(report.crashed_step) if report.crashed_step else None
             raise self._named(error_from_wire(report.fault))
 
     def _lost(self, exc: grpc.aio.AioRpcError | None) -> EdgepipeError:

@@ -1,48 +1,39 @@
-"""The engine of one served model: from placements to tokens, until it is stopped or a stage fails."""
+"""The engine of one served model: from placements to tokens, over all epochs, until it is stopped or cannot go on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from edgepipe.clock import Clock
-from edgepipe.engine.control import StageControl, StageSite
-from edgepipe.engine.groups import first_error
-from edgepipe.engine.micro_batches import MicroBatches
+from edgepipe.engine.control import StageSite
+from edgepipe.engine.epoch import EpochRun, Surroundings
 from edgepipe.engine.preparation import Nodes, Preparation
-from edgepipe.engine.pump import Pump
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import ClusterError, EdgepipeError, NoFeasiblePlacement, PlanInvalid
+from edgepipe.errors import ClusterError, EdgepipeError, PlanInvalid, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
-from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits, ThrottledPolicy, make_policy
+from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec, StageState
-from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pipeline:
-    """What stands while one epoch lasts."""
-
-    limits: SchedulerLimits
-    controls: list[StageControl]
-    pump: Pump
-    table: RequestTable
-
-
 class Engine:
-    """``start``, then ``run`` until it returns (stopped) or raises (the epoch failed). Then nodes have all back."""
+    """``start``, then ``run`` until it returns (stopped) or raises (it cannot go on). Then nodes have all back.
+
+    When a stage is lost, requests wait while the next epoch is prepared, and go on where they were: what a request was
+    given is never computed differently, since its tokens are the prompt of what follows.
+    """
 
     def __init__(
         self,
@@ -74,35 +65,30 @@ class Engine:
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
-        self._config = config
         self._spec = spec
-        self._hello = hello
-        self._network = network
-        self._clock = clock
+        self._nodes = Nodes(addresses=nodes, names=node_names or {})
         self._on_state = on_state
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
-        self._policy = policy or _policy(spec.policy, self._limits)
+        self._around = Surroundings(
+            config=config,
+            pipeline_id=pipeline_id,
+            hello=hello,
+            clock=clock,
+            policy=policy or _policy(spec.policy, self._limits),
+            limits=self._limits,
+            timeouts=self._timeouts,
+            network=network,
+        )
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
-        self._pipeline_id = pipeline_id
-        self._pipeline: _Pipeline | None = None
-        self._controls: list[StageControl] = []
+        self._run: EpochRun | None = None
+        self._table: RequestTable | None = None
         self._door: Door | None = None
         self._stopping = asyncio.Event()
         self._running = False
         self._over = asyncio.Event()
         self._given_back = False
-        self._preparation = Preparation(
-            config=config,
-            spec=spec,
-            nodes=Nodes(addresses=nodes, names=node_names or {}),
-            pipeline_id=pipeline_id,
-            epoch=self._epoch,
-            hello=hello,
-            limits=self._limits,
-            timeouts=self._timeouts,
-            on_progress=self._note_progress,
-        )
+        self._preparation = self._new_preparation()
         self._base = EngineState(
             model=spec.model,
             pipeline_id=pipeline_id,
@@ -118,17 +104,17 @@ class Engine:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve gateways there."""
-        service = EngineService(hello=self._hello, door=lambda: self._door, state=self.state, trace=self._trace)
+        service = EngineService(hello=self._around.hello, door=lambda: self._door, state=self.state, trace=self._trace)
         engine_pb2_grpc.add_EngineServicer_to_server(service, server)
 
     def _trace(self, after_step: int) -> EngineTrace | None:
-        return self._pipeline.pump.trace(after_step=after_step) if self._pipeline is not None else None
+        return self._run.pump.trace(after_step=after_step) if self._run is not None else None
 
     def state(self) -> EngineState:
         """What it is and does at this moment."""
-        if self._pipeline is None:
+        if self._run is None:
             return self._base
-        pump, stats = self._pipeline.pump, self._pipeline.pump.stats()
+        pump, stats = self._run.pump, self._run.pump.stats()
         sizing = pump.micro_batches.sizing
         stages = tuple(
             replace(
@@ -161,10 +147,9 @@ class Engine:
         Raises what the nodes and stages raise; then nodes have got everything back and the state is ``failed``.
         """
         try:
+            self._table = RequestTable(config=self._around.config, limits=self._limits, timeouts=self._timeouts)
             self._tell(state="loading", message="asking nodes for memory")
-            sites = await self._preparation.prepare()
-            self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
-            self._pipeline = await self._open(sites)
+            await self._begin_epoch(self._table)
         except BaseException as exc:
             if isinstance(exc, EdgepipeError):
                 self._tell(state="failed", error=exc, message="")
@@ -172,20 +157,19 @@ class Engine:
             raise
 
     async def run(self) -> None:
-        """Serve until ``stop`` (returns) or until a stage fails (raises why, when all requests have been told)."""
-        if self._pipeline is None:
+        """Serve until ``stop`` (returns) or until it cannot go on (raises why, when all requests have been told)."""
+        if self._run is None or self._table is None:
             raise RuntimeError("start the engine first")
         self._running = True
         error: EdgepipeError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._door = Door(self._pipeline.table, tasks, pipeline_id=self._pipeline_id, epoch=self._epoch)
+                self._door = Door(self._table, tasks, pipeline_id=self._around.pipeline_id, epoch=lambda: self._epoch)
                 reporter = tasks.create_task(self._report(), name="state")
-                self._tell(state="ready", message="", progress=1.0)
                 try:
-                    error = await self._drive(self._pipeline)
+                    error = await self._serve(self._table)
                 finally:  # cancelled, too: gateways are told
-                    await self._wind_up(self._pipeline, self._door, error)
+                    await self._wind_up(self._table, self._door, error)
                 reporter.cancel()
         finally:
             self._door = None
@@ -203,141 +187,119 @@ class Engine:
         else:
             await self._give_back()
 
-    async def _open(self, sites: list[StageSite]) -> _Pipeline:
-        """Open every stage, the last one first: each is ready when it has reached the next."""
-        limits = self._scheduler_limits(sites)
-        micro_batches = MicroBatches(
-            slices=[[part.index for part in site.slices] for site in sites],
-            row_bytes=self._config.hidden_size * self._spec.activation_type.num_bytes,
-            fixed=self._spec.micro_batches,
-        )
-        pump = Pump(
-            scheduler=Scheduler(limits, self._policy),
-            micro_batches=micro_batches,
-            epoch=self._epoch,
-            num_slices=sum(len(site.slices) for site in sites),
-            vocab_size=self._config.vocab_size,
-            clock=self._clock,
-            timeouts=self._timeouts,
-        )
-        table = RequestTable(config=self._config, queue=pump, limits=self._limits, timeouts=self._timeouts)
-        max_queued = micro_batches.most + self._limits.max_queued_messages
-        for site in sites:
-            self._controls.append(
-                StageControl(
-                    site,
-                    on_report=pump.on_report,
-                    max_queued=max_queued,
-                    network=self._network if site.node_id != self._hello.node_id else None,
-                )
-            )
-        await self._open_stages(sites, limits, max_in_flight=micro_batches.most)
-        pump.connect(self._controls, registration=table.registration, on_events=table.note)
+    async def _serve(self, table: RequestTable) -> EdgepipeError | None:
+        """Epoch after epoch, until stopped (None) or until there cannot be another (why)."""
+        while self._run is not None:
+            run = self._run
+            table.go_on(run.pump)
+            self._tell(state="ready", message="", progress=1.0, error=None)
+            error = await run.drive(self._stopping)
+            if error is None:
+                return None
+            table.pause()
+            table.note_crash(run.crashed(), error)
+            run.pump.fail(error)
+            logger.warning("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error)
+            if isinstance(error, StaleEpoch):
+                return error  # another engine has taken over; whoever outbids it does harm
+            if (error := await self._recover(table, error)) is not None:
+                return error
+        return None
+
+    async def _recover(self, table: RequestTable, cause: EdgepipeError) -> EdgepipeError | None:
+        """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
+        self._tell(state="recovering", message="continuing without what was lost", error=cause)
+        failures = 0
+        while True:
+            await self._close_run()
+            self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
+            self._tell(epoch=self._epoch)
+            try:
+                await self._unless_stopped(self._begin_epoch(table))
+                return None
+            except EdgepipeError as error:
+                failures += 1
+                logger.warning("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
+                if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
+                    return error
+            pause_s = min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
+            await self._unless_stopped(asyncio.sleep(pause_s))
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, or as much of it as there is time for until the engine is to stop. Raises what it raises."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.wait((working, stopping))
+
+    async def _begin_epoch(self, table: RequestTable) -> None:
+        """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
+        self._preparation = self._new_preparation()
+        sites = await self._preparation.prepare()
+        self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
+        run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
+        try:
+            await run.open(registration=table.registration, on_events=table.note)
+        except BaseException:
+            await run.close()
+            raise
+        self._run = run
         self._base = replace(
             self._base,
-            context_length=limits.max_tokens,
+            context_length=run.limits.max_tokens,
             stages=tuple(
-                replace(stage, kv_bytes=limits.num_blocks * site.kv_block_bytes)
+                replace(stage, kv_bytes=run.limits.num_blocks * site.kv_block_bytes)
                 for stage, site in zip(self._base.stages, sites, strict=True)
             ),
         )
-        return _Pipeline(limits=limits, controls=self._controls, pump=pump, table=table)
 
-    async def _open_stages(self, sites: list[StageSite], limits: SchedulerLimits, *, max_in_flight: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for control in reversed(self._controls):
-                    spec = self._pipeline_spec(sites, control.site, limits, max_in_flight)
-                    opening = control.open(spec, self._hello, timeout_s=self._timeouts.open_s)
-                    tasks.create_task(opening, name=f"open:{control.site.index}")
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-
-    def _scheduler_limits(self, sites: list[StageSite]) -> SchedulerLimits:
-        """One number of blocks for all stages: what the smallest can hold. Raises NoFeasiblePlacement."""
-        block_size = self._limits.block_size
-        smallest = min(sites, key=lambda site: site.max_blocks)
-        num_blocks = smallest.max_blocks
-        if self._spec.kv_tokens:
-            num_blocks = min(num_blocks, -(-self._spec.kv_tokens // block_size))
-        if num_blocks < 1:
-            raise NoFeasiblePlacement(
-                f"node {smallest.node_name} has no room for a KV cache",
-                fact=f"one block of {block_size} tokens takes {smallest.kv_block_bytes} bytes there",
-                next_step="add a node or choose a smaller model",
-                node=smallest.node_name,
-            )
-        return SchedulerLimits(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            context_length=self._base.context_length,
-            micro_batches=self._base.micro_batches,
-            max_running=self._limits.max_running,
-            max_waiting=self._limits.max_waiting,
-            contiguous_kv=any(site.contiguous_kv for site in sites),
-        )
-
-    def _pipeline_spec(
-        self, sites: list[StageSite], site: StageSite, limits: SchedulerLimits, max_in_flight: int
-    ) -> PipelineSpec:
-        holder = {part.index: each for each in sites for part in each.slices}
-        following = [holder[part.index + 1] for part in site.slices if holder.get(part.index + 1, site) is not site]
-        return PipelineSpec(
-            pipeline_id=self._pipeline_id,
+    def _new_preparation(self) -> Preparation:
+        return Preparation(
+            config=self._around.config,
+            spec=self._spec,
+            nodes=self._nodes,
+            pipeline_id=self._around.pipeline_id,
             epoch=self._epoch,
-            slices=site.slices,
-            num_slices=sum(len(each.slices) for each in sites),
-            hidden_size=self._config.hidden_size,
-            activation_type=self._spec.activation_type,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            next_address=following[0].address if following else "",
-            max_in_flight=max_in_flight,
-            step_deadline_ms=round(self._timeouts.step_first_s * 1000),
+            hello=self._around.hello,
+            limits=self._limits,
+            timeouts=self._timeouts,
+            on_progress=self._note_progress,
         )
 
-    async def _drive(self, pipeline: _Pipeline) -> EdgepipeError | None:
-        """Until stopped (None) or until the epoch ends (why)."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(control.run(), name=f"control:{control.site.index}")
-                    for control in pipeline.controls
-                ]
-                running.append(tasks.create_task(pipeline.pump.run(), name="pump"))
-                await self._stopping.wait()
-                for task in running:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            error = first_error(group)
-            if isinstance(error, EdgepipeError):
-                return error
-            raise
-        return None
-
-    async def _wind_up(self, pipeline: _Pipeline, door: Door, error: EdgepipeError | None) -> None:
+    async def _wind_up(self, table: RequestTable, door: Door, error: EdgepipeError | None) -> None:
         """Every request ends, and every gateway is told."""
         if error is None:
             self._tell(state="stopping", message="ending requests")
         else:
-            logger.error("pipeline=%s epoch=%s failed: %s", self._pipeline_id, self._epoch, error)
+            logger.error("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
             self._tell(state="failed", error=error, message="")
         reason = error or ClusterError(
             f"'{self._spec.model}' was stopped", next_step="serve it again with: edgepipe serve MODEL"
         )
-        pipeline.pump.fail(reason)
-        pipeline.table.fail_all(reason)
+        if self._run is not None:
+            self._run.pump.fail(reason)
+        table.fail_all(reason)
         await door.close(flush_s=self._timeouts.flush_s)
+
+    async def _close_run(self) -> None:
+        if self._run is not None:
+            await self._run.close()
+            self._run = None
 
     async def _give_back(self) -> None:
         """Close the stages' streams and release their memory, once."""
         if self._given_back:
             return
         self._given_back = True
-        if self._pipeline is not None:
-            self._pipeline.table.close()
-        for control in self._controls:
-            await control.close()
+        if self._table is not None:
+            self._table.close()
+        await self._close_run()
         await self._preparation.release()
 
     async def _report(self) -> None:

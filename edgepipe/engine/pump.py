@@ -89,11 +89,11 @@ class Pump:
         finally:
             self._watch.close()
 
-    def submit(self, specs: Sequence[SequenceSpec]) -> list[Event]:
-        """Queue sequences. Raises PromptTooLong, QueueFull, or what ended the epoch."""
+    def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
+        """Queue sequences. Raises PromptTooLong, QueueFull (not for those accepted before), or what ended the epoch."""
         if self._error is not None:
             raise self._error
-        events = self._scheduler.submit(specs)
+        events = self._scheduler.submit(specs, accepted=accepted)
         self._prompts_wait = True
         self._wake.set()
         return events
@@ -124,6 +124,10 @@ class Pump:
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif self._error is None:
             self._retire(site, report)
+
+    def sequences_of(self, step: StepId) -> tuple[SequenceId, ...]:
+        """Who is computed in a step that is in flight."""
+        return next((one.sequences for one in self._in_flight if one.step == step), ())
 
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""

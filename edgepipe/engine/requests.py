@@ -31,6 +31,7 @@ class Choice:
     sequence: SequenceId
     log: list[int]  # output tokens by position, those of earlier attempts first
     sent: int  # of the log, over the stream in use
+    wanted: int | None = None  # cancelled at this output position
     ending: Ending | None = None
     told: bool = False  # the ending, over the stream in use
 
@@ -42,6 +43,7 @@ class Request:
     key: RequestKey
     submission: Submission
     choices: list[Choice] = field(default_factory=list[Choice])
+    crashes: int = 0  # steps with it that could not be computed
     stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
     expiry: asyncio.TimerHandle | None = None  # while there is no stream
 

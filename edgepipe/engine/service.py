@@ -32,7 +32,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Door:
     """The streams of all gateways, while requests can be taken."""
 
-    def __init__(self, table: RequestTable, tasks: asyncio.TaskGroup, *, pipeline_id: PipelineId, epoch: Epoch) -> None:
+    def __init__(
+        self, table: RequestTable, tasks: asyncio.TaskGroup, *, pipeline_id: PipelineId, epoch: Callable[[], Epoch]
+    ) -> None:
         self._table = table
         self._tasks = tasks
         self._pipeline_id = pipeline_id
@@ -47,7 +49,7 @@ class Door:
         reader = self._tasks.create_task(self._read(stream, messages), name=f"gateway:{gateway.node_id}")
         self._readers[stream] = reader
         try:
-            yield welcome_to_wire(own, pipeline_id=self._pipeline_id, epoch=self._epoch)
+            yield welcome_to_wire(own, pipeline_id=self._pipeline_id, epoch=self._epoch())
             async for event in stream.events():
                 yield event
         finally:  # perhaps in another task, when a broken call leaves the generator to the collector: nothing may wait

@@ -17,6 +17,8 @@ class EngineTimeouts:
     step_first_s: float = 60.0  # a size not seen before: kernels are compiled, caches are cold
     resume_s: float = 10.0  # a gateway's stream that broke is waited for, and results are kept
     flush_s: float = 1.0  # gateways are told of the end before their streams are closed
+    again_min_s: float = 0.1  # between an epoch that could not begin and the next try, doubling
+    again_max_s: float = 5.0
     report_interval_s: float = 0.5  # the state is told this often while it changes
 
 
@@ -31,4 +33,5 @@ class EngineLimits:
     max_choices: int = 128  # per request, as in OpenAI's API
     max_finished: int = 1024  # requests whose result is kept for a gateway that resumes
     default_contexts: int = 4  # full contexts that the KV pool shall hold where nobody says how large it is
+    max_failed_epochs: int = 8  # in a row: with the pauses between them about half a minute
     max_queued_messages: int = 64  # per stage, beyond M: a stage that takes no plans is at fault

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, PeerClosed, RequestInvalid
+from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RequestInvalid
 from edgepipe.ids import RequestId, SequenceId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams
@@ -20,12 +20,15 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)
 
+_MOST_CRASHES = 3  # steps of a request that could not be computed
+
 
 class Queue(Protocol):
     """Where sequences are computed, for as long as an epoch lasts."""
 
-    def submit(self, specs: Sequence[SequenceSpec]) -> list[Event]:
-        """Queue sequences: all or none. Raises PromptTooLong, QueueFull, or why nothing can be computed now."""
+    def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
+        """Queue sequences: all or none. Raises PromptTooLong, QueueFull (not for those accepted before), or why
+        nothing can be computed now."""
         ...
 
     def cancel(self, sequence: SequenceId, *, at_position: int) -> list[Event]:
@@ -39,9 +42,10 @@ class RequestTable:
     Requests are keyed by (gateway's node, request id); a higher attempt cancels a lower one. Runs on one event loop.
     """
 
-    def __init__(self, *, config: ModelConfig, queue: Queue, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
+    def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
+        """No epoch stands at first: see ``go_on``."""
         self._config = config
-        self._queue = queue
+        self._queue: Queue | None = None  # while an epoch stands
         self._limits = limits
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
@@ -50,6 +54,39 @@ class RequestTable:
         self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # when to forget, in order
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
+
+    def go_on(self, queue: Queue) -> None:
+        """An epoch stands: what was asked before and meanwhile is computed there, from its tokens so far."""
+        self._queue = queue
+        for request in list(self._requests.values()):
+            waiting = [choice for choice in request.choices if choice.ending is None]
+            try:
+                self.note(queue.submit([self._spec(choice) for choice in waiting], accepted=True))
+            except EdgepipeError as error:  # the new pipeline holds less
+                for choice in waiting:
+                    self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+                continue
+            for choice in waiting:
+                if choice.wanted is not None and choice.ending is None:
+                    self.note(queue.cancel(choice.sequence, at_position=choice.wanted))
+
+    def pause(self) -> None:
+        """The epoch has ended. Requests are taken and kept until the next one."""
+        self._queue = None
+
+    def note_crash(self, sequences: Iterable[SequenceId], error: EdgepipeError) -> None:
+        """Their step could not be computed. After the second time a request is computed alone, so that the third time
+        hits the guilty one only: it is refused."""
+        requests = {
+            choice.request.key: choice.request for sequence in sequences if (choice := self._choices.get(sequence))
+        }
+        for request in requests.values():
+            request.crashes += 1
+            if request.crashes >= _MOST_CRASHES:
+                logger.error("request=%s refused: %d of its steps failed", request.key.request_id, request.crashes)
+                for choice in request.choices:
+                    if choice.ending is None:
+                        self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
 
     def submit(self, stream: GatewayStream, submission: Submission) -> None:
         """A new request, or a new attempt at one. What cannot be is told as an ending with its error."""
@@ -74,9 +111,9 @@ class RequestTable:
         if request is None or request.attempt != cancellation.attempt:
             return
         if cancellation.choice < len(request.choices):
-            sequence = request.choices[cancellation.choice].sequence
-            if sequence in self._choices:
-                self.note(self._queue.cancel(sequence, at_position=cancellation.at_position))
+            choice = request.choices[cancellation.choice]
+            if choice.sequence in self._choices:
+                self._cancel(choice, cancellation.at_position)
 
     def resume(self, stream: GatewayStream, resumption: Resumption) -> None:
         """A stream broke; send what comes after the tokens that the gateway has."""
@@ -106,6 +143,8 @@ class RequestTable:
             if choice is None:
                 continue  # of an attempt that was replaced
             if isinstance(event, TokenSampled):
+                if event.position != len(choice.log):
+                    raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
                 choice.log.append(event.token_id)
                 self._mark(choice)
             else:
@@ -155,7 +194,7 @@ class RequestTable:
         try:
             self._check(request.submission)
             specs = [self._spec(choice) for choice in request.choices]
-            events = self._queue.submit(specs)
+            events = self._queue.submit(specs) if self._queue is not None else self._keep(specs)
         except EdgepipeError as error:
             error.request_id = error.request_id or request.key.request_id
             del self._requests[request.key]
@@ -163,6 +202,23 @@ class RequestTable:
             return
         self._choices.update((choice.sequence, choice) for choice in request.choices)
         self.note(events)
+
+    def _keep(self, specs: Sequence[SequenceSpec]) -> list[Event]:
+        """Room for sequences that wait for the next epoch. Raises QueueFull."""
+        most = self._limits.max_running + self._limits.max_waiting
+        if len(self._choices) + len(specs) > most:
+            raise QueueFull(
+                fact=f"{len(self._choices)} sequences wait for the pipeline to recover, at most {most} may",
+                next_step="try again in some seconds",
+            )
+        return []
+
+    def _cancel(self, choice: Choice, at_position: int) -> None:
+        choice.wanted = at_position if choice.wanted is None else min(choice.wanted, at_position)
+        if self._queue is not None:
+            self.note(self._queue.cancel(choice.sequence, at_position=at_position))
+        elif len(choice.log) >= at_position:
+            self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
 
     def _refuse(self, request: Request, error: EdgepipeError) -> None:
         for choice in request.choices:
@@ -196,6 +252,7 @@ class RequestTable:
             max_tokens=submission.max_tokens or None,
             stop_ids=submission.stop_token_ids.union(eos),
             priority=submission.priority,
+            alone=choice.request.crashes >= _MOST_CRASHES - 1,
         )
 
     def _new_choice(self, request: Request, index: int) -> Choice:
@@ -229,7 +286,7 @@ class RequestTable:
         """Nobody wants it any more: cancel what runs, tell nobody, keep nothing."""
         request.attach(None)
         for choice in request.choices:
-            if self._choices.pop(choice.sequence, None) is not None:
+            if self._choices.pop(choice.sequence, None) is not None and self._queue is not None:
                 self._queue.cancel(choice.sequence, at_position=0)
         self._finished.pop(request.key, None)
         self._requests.pop(request.key, None)

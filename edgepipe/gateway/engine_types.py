@@ -36,7 +36,7 @@ class ServedModel:
     name: str
     pipeline_id: PipelineId
     engine_id: str
-    state: str  # "starting" | "loading" | "ready" | "failed" | "stopping"
+    state: str  # "starting" | "loading" | "ready" | "recovering" | "failed" | "stopping"
     address: str  # HOST:PORT of the engine
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
@@ -45,5 +45,5 @@ class ServedModel:
 
     @property
     def ready(self) -> bool:
-        """Whether requests may be sent."""
-        return self.state == "ready" and bool(self.address)
+        """Whether requests may be sent: while it recovers they wait."""
+        return self.state in ("ready", "recovering") and bool(self.address)

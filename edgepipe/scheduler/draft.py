@@ -22,6 +22,10 @@ class Draft:
         self._block_counts: list[int] = []
         self._registers: list[SequenceId] = []
 
+    def admits(self, sequence: Sequence) -> bool:
+        """Whether it may be in one step with those that are in it."""
+        return not self.rows or not (sequence.alone or self.rows[0][0].alone)
+
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the next ``num_tokens`` known tokens of a sequence; if they are the last ones, the row samples."""
         start, end = sequence.scheduled, sequence.scheduled + num_tokens

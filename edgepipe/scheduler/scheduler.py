@@ -63,14 +63,15 @@ class Scheduler:
 
     # What comes in
 
-    def submit(self, specs: Seq[SequenceSpec]) -> list[Event]:
+    def submit(self, specs: Seq[SequenceSpec], *, accepted: bool = False) -> list[Event]:
         """Queue sequences that belong together: all or none.
 
-        What an earlier attempt completed ends at once. Raises PromptTooLong, QueueFull.
+        What an earlier attempt completed ends at once. Raises PromptTooLong, and QueueFull unless they were accepted
+        in an epoch before.
         """
         for spec in specs:
             self._check_length(len(spec.prompt))
-        if len(self._waiting) + len(specs) > self._limits.max_waiting:
+        if not accepted and len(self._waiting) + len(specs) > self._limits.max_waiting:
             raise QueueFull(
                 fact=f"{len(self._waiting)} sequences wait, at most {self._limits.max_waiting} may",
                 next_step="try again in some seconds",
@@ -200,7 +201,7 @@ class Scheduler:
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:
         deferred: list[Sequence] = []  # their blocks come when steps in flight retire
-        while self._ready and budget > 0:
+        while self._ready and budget > 0 and draft.admits(self._ready[0]):
             sequence = self._ready.popleft()
             if self._tables.needs(sequence) <= sequence.num_blocks or self._grow(sequence, promised=len(deferred)):
                 draft.add(sequence, 1)
@@ -223,7 +224,7 @@ class Scheduler:
         return self._tables.grow(sequence)
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
-        while budget > 0 and (sequence := self._next_prefill()) is not None:
+        while budget > 0 and (sequence := self._next_prefill()) is not None and draft.admits(sequence):
             count = min(sequence.unscheduled, budget)
             draft.add(sequence, count)
             budget -= count
@@ -270,6 +271,7 @@ class Scheduler:
             stop_ids=spec.stop_ids,
             limit=limit,
             priority=Priority(spec.priority),
+            alone=spec.alone,
         )
 
     def _check_length(self, prompt_tokens: int) -> None:

@@ -31,6 +31,7 @@ class Sequence:
     stop_ids: frozenset[int]
     limit: int  # tokens, prompt and output, at which it ends
     priority: Priority  # changes with age
+    alone: bool = False  # shares no step
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
     scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones

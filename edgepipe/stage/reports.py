@@ -48,9 +48,9 @@ class Reports:
         self._links.append(sample)
         self._arm()
 
-    def fault(self, error: EdgepipeError) -> None:
-        """The last report: the epoch has ended."""
-        self._put(stage_pb2.StageReport(fault=error_to_wire(error)))
+    def fault(self, error: EdgepipeError, *, crashed_step: int = 0) -> None:
+        """The last report: the epoch has ended, perhaps because computing a step failed."""
+        self._put(stage_pb2.StageReport(fault=error_to_wire(error), crashed_step=crashed_step))
         self.finish()
 
     def finish(self) -> None:

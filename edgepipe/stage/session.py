@@ -121,14 +121,14 @@ class Session:
         if not self.over:
             self._pump()
 
-    def fault(self, error: EdgepipeError) -> None:
-        """End the epoch and tell the engine why. Only the first counts."""
+    def fault(self, error: EdgepipeError, *, crashed_step: int = 0) -> None:
+        """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts."""
         if self.over:
             return
         error.node = error.node or self._tools.node
         error.stage = error.stage or self._tools.stage
         logger.warning("epoch %s ends with a fault: %s", self.spec.epoch, error)
-        self._reports.fault(error)
+        self._reports.fault(error, crashed_step=crashed_step)
         self.end()
 
     def end(self) -> None:
@@ -151,7 +151,8 @@ class Session:
 
     def broken(self, work: StepWork, error: Exception) -> None:
         """See ``WorkOwner.broken``: on the compute thread or a sampler's."""
-        self._loop.call_soon_threadsafe(self.fault, _as_fault(error, f"step {work.step} could not be computed"))
+        fault = _as_fault(error, f"step {work.step} could not be computed")
+        self._loop.call_soon_threadsafe(partial(self.fault, fault, crashed_step=work.step))
 
     def _make_lane(self, part: Slice) -> Lane:
         spec = self.spec

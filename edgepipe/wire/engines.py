@@ -69,7 +69,7 @@ class EngineState:
     model: str
     pipeline_id: PipelineId
     epoch: Epoch
-    state: str  # "starting" | "loading" | "ready" | "failed" | "stopping"
+    state: str  # "starting" | "loading" | "ready" | "recovering" | "failed" | "stopping"
     error: EdgepipeError | None = None
     micro_batches: int = 0  # M
     in_flight: int = 0  # steps

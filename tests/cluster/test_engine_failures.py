@@ -11,7 +11,7 @@ from edgepipe_emulated import EmulatedBackend
 from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.engine import EngineTimeouts
+from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import ClusterError, NodeUnreachable, NoFeasiblePlacement, PeerClosed, StageLost, StepFailed
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.wire.common import make_hello
@@ -92,7 +92,7 @@ async def failed(lab: EngineLab) -> None:
     assert [len(node.released) for node in lab.nodes] == [1] * len(lab.nodes)
 
 
-async def test_a_failing_step_ends_all_requests_with_its_stage_named() -> None:
+async def test_requests_whose_steps_fail_again_and_again_are_refused_with_the_stage_named() -> None:
     async with engine_lab(make_backend=lambda index: BreaksAt(6) if index == 1 else healthy(index)) as lab:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 50), submission("b", PROMPT[:3], 50))
@@ -102,26 +102,29 @@ async def test_a_failing_step_ends_all_requests_with_its_stage_named() -> None:
             assert answer.error.stage == "stage 1"
             assert "fell off the bus" in answer.error.fact
             assert answer.ids == oracle_tokens(PROMPT if name == "a" else PROMPT[:3], len(answer.ids))
-        await failed(lab)
+        gateway.send(submission("c", PROMPT, 3))  # too short to get there
+        assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 3)
 
 
-async def test_a_stages_fault_ends_all_requests_with_stage_and_node_named() -> None:
+async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -> None:
     async with engine_lab(**SLOW) as lab:
         gateway = await lab.gateway()
-        gateway.send(submission("a", PROMPT, 400))
+        gateway.send(submission("a", PROMPT, 40))
         await gateway.has("a", 2)
         session = lab.stages.stages[1]._session
         assert session is not None
         session.fault(PeerClosed("the stage is shutting down"))
         answer = await gateway.ended("a")
-        assert isinstance(answer.error, PeerClosed)
-        assert answer.error.stage == "stage 1"
-        assert answer.error.node == "node1"
-        await failed(lab)
+        assert answer.ids == oracle_tokens(PROMPT, 40)
+        told = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(told.error, PeerClosed)
+        assert (told.error.stage, told.error.node) == ("stage 1", "node1")
+        assert (lab.engine.state().state, lab.engine.state().error) == ("ready", None)
 
 
-async def test_a_broken_control_stream_is_a_lost_stage() -> None:
-    async with engine_lab(ready=False, **SLOW) as lab, Relay() as relay:
+async def test_a_stage_that_does_not_come_back_is_named_as_lost() -> None:
+    limits = EngineLimits(max_failed_epochs=2)
+    async with engine_lab(ready=False, limits=limits, **SLOW) as lab, Relay() as relay:
         lab.nodes[0].stage_address = await relay.to(lab.nodes[0].stage_address)
         await lab.until(lambda: lab.engine.state().state == "ready")
         gateway = await lab.gateway()
@@ -144,19 +147,25 @@ async def test_a_step_that_does_not_come_back_is_noticed_and_named() -> None:
     async with engine_lab(make_backend=make, timeouts=timeouts) as lab:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 50))
-        answer = await gateway.ended("a")
-        assert isinstance(answer.error, StepFailed)
-        assert answer.error.stage == "stage 1"
-        assert "step 5" in answer.error.what
-        assert len(answer.ids) == 4
-        await failed(lab)
+        await lab.until(lambda: lab.states[-1].state == "recovering")
+        error = lab.states[-1].error
+        assert isinstance(error, StepFailed)
+        assert error.stage == "stage 1"
+        assert "step 5" in error.what
         release.set()
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 50)
 
 
 async def test_after_a_failure_new_gateways_hear_why() -> None:
-    async with engine_lab(make_backend=lambda index: BreaksAt(2) if index == 0 else healthy(index)) as lab:
+    limits = EngineLimits(max_failed_epochs=1)
+    async with engine_lab(limits=limits, **SLOW) as lab:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 50))
+        await gateway.has("a", 2)
+        lab.nodes[1].refusal = StepFailed("the device is broken")
+        session = lab.stages.stages[0]._session
+        assert session is not None
+        session.fault(PeerClosed("the stage is shutting down"))
         await gateway.ended("a")
         await failed(lab)
         async with make_channel(lab.address) as channel:

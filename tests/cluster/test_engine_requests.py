@@ -96,7 +96,8 @@ async def test_finished_results_are_forgotten_in_time_and_beyond_a_number() -> N
         gateway.send(*(submission(f"r{index}", PROMPT, 2) for index in range(6)))
         for index in range(6):
             await gateway.ended(f"r{index}")
-        table = lab.engine._pipeline.table  # type: ignore[union-attr]
+        table = lab.engine._table
+        assert table is not None
         assert len(table._requests) <= 3
         async with asyncio.timeout(10):
             while table._requests:  # noqa: ASYNC110 - forgetting has no event

@@ -32,9 +32,9 @@ class Load:
         self.openings = [[self.rng.randrange(250) for _ in range(160)] for _ in range(12)]
 
     def stats(self) -> SchedulerStats:
-        pipeline = self.lab.engine._pipeline  # pyright: ignore[reportPrivateUsage]
-        assert pipeline is not None
-        return pipeline.pump.stats()
+        run = self.lab.engine._run  # pyright: ignore[reportPrivateUsage]
+        assert run is not None
+        return run.pump.stats()
 
     async def user(self, gateway: FakeGateway) -> None:
         while self.stats().computed_tokens < self.wanted_tokens:

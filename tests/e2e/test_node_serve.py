@@ -113,24 +113,6 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     assert bytes(part.read_tensor(name)) == bytes(stored.read_tensor(name))
 
 
-async def test_a_killed_stage_fails_the_model_and_nothing_else(nodes: Nodes):
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, b = await two_nodes(nodes)
-    await a.serve("tiny", plan="a:0-2,b:3-5")
-    stage = child(await b.status(), "stage")
-    running = asyncio.create_task(complete(a, max_tokens=4000))
-    await a.until(lambda status: any(engine.running for engine in status.engines) or running.done())
-    stage.kill()
-    response = await running
-    assert response.status_code >= 500, response.text
-    assert response.json()["error"]["message"]
-    status = await a.until(lambda status: [engine.state for engine in status.engines] == ["failed"])
-    assert status.engines[0].error.what
-    await a.until(lambda status: idle(status, 2) and not reserved(status))
-    assert (await a.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
-    assert (await answered(a))["choices"][0]["token_ids"] == expected()
-
-
 @pytest.mark.long
 async def test_a_killed_engine_gives_its_stages_back(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")

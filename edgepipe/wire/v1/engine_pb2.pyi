@@ -493,7 +493,7 @@ class EngineState(_message.Message):
     model: _builtins.str
     pipeline_id: _builtins.str
     state: _builtins.str
-    """"starting" | "loading" | "ready" | "failed" | "stopping" """
+    """"starting" | "loading" | "ready" | "recovering" | "failed" | "stopping" """
     micro_batches: _builtins.int
     """M"""
     in_flight: _builtins.int

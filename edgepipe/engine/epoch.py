@@ -1,0 +1,160 @@
+"""One epoch of a pipeline: its stages opened, its steps driven, until something ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgepipe.clock import Clock
+from edgepipe.engine.control import StageControl, StageSite
+from edgepipe.engine.groups import first_error
+from edgepipe.engine.micro_batches import MicroBatches
+from edgepipe.engine.pump import Pump
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
+from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.link.shaped import Network
+from edgepipe.model.facts import ModelConfig
+from edgepipe.scheduler import Event, Policy, Scheduler, SchedulerLimits
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.plans import PipelineSpec, Registration
+from edgepipe.wire.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What stays the same over all epochs of an engine."""
+
+    config: ModelConfig
+    pipeline_id: PipelineId
+    hello: common_pb2.Hello
+    clock: Clock
+    policy: Policy
+    limits: EngineLimits
+    timeouts: EngineTimeouts
+    network: Network | None  # emulated to the stages of other nodes
+
+
+class EpochRun:
+    """``open``, then ``drive`` until it returns why it ended; ``close`` in any case."""
+
+    def __init__(self, around: Surroundings, *, spec: ServeSpec, epoch: Epoch, sites: list[StageSite]) -> None:
+        """Raises NoFeasiblePlacement if a stage has no room for KV."""
+        self.sites = sites
+        self.epoch = epoch
+        self._around = around
+        self._spec = spec
+        self.limits = self._scheduler_limits()
+        micro_batches = MicroBatches(
+            slices=[[part.index for part in site.slices] for site in sites],
+            row_bytes=around.config.hidden_size * spec.activation_type.num_bytes,
+            fixed=spec.micro_batches,
+        )
+        self._most_in_flight = micro_batches.most
+        self.pump = Pump(
+            scheduler=Scheduler(self.limits, around.policy),
+            micro_batches=micro_batches,
+            epoch=epoch,
+            num_slices=self._num_slices,
+            vocab_size=around.config.vocab_size,
+            clock=around.clock,
+            timeouts=around.timeouts,
+        )
+        self._controls = [
+            StageControl(
+                site,
+                on_report=self.pump.on_report,
+                max_queued=self._most_in_flight + around.limits.max_queued_messages,
+                network=around.network if site.node_id != around.hello.node_id else None,
+            )
+            for site in sites
+        ]
+
+    async def open(
+        self, *, registration: Callable[[SequenceId], Registration], on_events: Callable[[list[Event]], None]
+    ) -> None:
+        """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for control in reversed(self._controls):
+                    opening = control.open(
+                        self._pipeline_spec(control.site), self._around.hello, timeout_s=self._around.timeouts.open_s
+                    )
+                    tasks.create_task(opening, name=f"open:{control.site.index}")
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        self.pump.connect(self._controls, registration=registration, on_events=on_events)
+
+    async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
+        """Until ``stopping`` is set (None) or until the epoch ends (why)."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(control.run(), name=f"control:{control.site.index}") for control in self._controls
+                ]
+                running.append(tasks.create_task(self.pump.run(), name="pump"))
+                await stopping.wait()
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            if isinstance(error, EdgepipeError):
+                return error
+            raise
+        return None
+
+    def crashed(self) -> tuple[SequenceId, ...]:
+        """Whose step could not be computed, if that ended the epoch."""
+        steps = [control.crashed_step for control in self._controls if control.crashed_step is not None]
+        return self.pump.sequences_of(steps[0]) if steps else ()
+
+    async def close(self) -> None:
+        """End the stages' streams: they give up the epoch and keep their weights and KV."""
+        for control in self._controls:
+            await control.close()
+
+    @property
+    def _num_slices(self) -> int:
+        return sum(len(site.slices) for site in self.sites)
+
+    def _scheduler_limits(self) -> SchedulerLimits:
+        """One number of blocks for all stages: what the smallest can hold. Raises NoFeasiblePlacement."""
+        limits, spec = self._around.limits, self._spec
+        smallest = min(self.sites, key=lambda site: site.max_blocks)
+        num_blocks = smallest.max_blocks
+        if spec.kv_tokens:
+            num_blocks = min(num_blocks, -(-spec.kv_tokens // limits.block_size))
+        if num_blocks < 1:
+            raise NoFeasiblePlacement(
+                f"node {smallest.node_name} has no room for a KV cache",
+                fact=f"one block of {limits.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
+                next_step="add a node or choose a smaller model",
+                node=smallest.node_name,
+            )
+        return SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=limits.block_size,
+            context_length=spec.context_length or self._around.config.context_length,
+            micro_batches=spec.micro_batches or len(self.sites),
+            max_running=limits.max_running,
+            max_waiting=limits.max_waiting,
+            contiguous_kv=any(site.contiguous_kv for site in self.sites),
+        )
+
+    def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
+        holder = {part.index: each for each in self.sites for part in each.slices}
+        following = [holder[part.index + 1] for part in site.slices if holder.get(part.index + 1, site) is not site]
+        return PipelineSpec(
+            pipeline_id=self._around.pipeline_id,
+            epoch=self.epoch,
+            slices=site.slices,
+            num_slices=self._num_slices,
+            hidden_size=self._around.config.hidden_size,
+            activation_type=self._spec.activation_type,
+            num_blocks=self.limits.num_blocks,
+            block_size=self.limits.block_size,
+            next_address=following[0].address if following else "",
+            max_in_flight=self._most_in_flight,
+            step_deadline_ms=round(self._around.timeouts.step_first_s * 1000),
+        )

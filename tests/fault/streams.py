@@ -1,0 +1,114 @@
+"""Clients of real nodes: streams whose every token is held against the emulated model's oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+from edgepipe_emulated import emulated_model_config
+from edgepipe_emulated.oracle import Oracle
+
+from edgepipe.testing.nodes import Node
+from edgepipe.wire.v1 import node_pb2 as pb
+
+CONFIG = emulated_model_config(num_layers=6, tied_embeddings=False)
+PROMPT = (104, 101, 108, 108, 111)
+SLOW = "time_factor=20"  # some 10 ms a step: a stream takes seconds
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """What the emulated model answers."""
+    oracle = Oracle(CONFIG)
+    oracle.append(prompt)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(oracle.next_token())
+        oracle.append(tokens[-1:])
+    return tokens
+
+
+@dataclass(slots=True)
+class Stream:
+    """One streaming request."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    ids: list[int] = field(default_factory=list[int])
+    finish: str = ""
+    error: dict[str, Any] | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run(self, http_port: int) -> None:
+        """Ask and read to the end."""
+        body = {
+            "model": "tiny",
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        url = f"http://127.0.0.1:{http_port}/v1/completions"
+        async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url, json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    await self._take(json.loads(line[6:]))
+
+    async def has(self, count: int) -> None:
+        """Until so many tokens have come."""
+        async with asyncio.timeout(40), self.changed:
+            await self.changed.wait_for(lambda: len(self.ids) >= count or self.finish or self.error)
+
+    def assert_right(self) -> None:
+        """Every token right, none lost or doubled, one ending."""
+        assert self.error is None, self.error
+        assert self.ids == expected(self.prompt, self.max_tokens)
+        assert self.finish == "length"
+
+    async def _take(self, chunk: dict[str, Any]) -> None:
+        async with self.changed:
+            if "error" in chunk:
+                self.error = chunk["error"]
+            for choice in chunk.get("choices", []):
+                assert not self.finish, "something follows the ending"
+                self.ids += choice.get("token_ids") or []
+                self.finish = choice.get("finish_reason") or ""
+            self.changed.notify_all()
+
+
+def children(status: pb.ClusterStatus, kind: str) -> list[psutil.Process]:
+    """The node's child processes of a kind."""
+    return [psutil.Process(one.pid) for one in status.children if one.kind == kind]
+
+
+def serving_stage(status: pb.ClusterStatus) -> psutil.Process:
+    """The node's stage process that listens where the engine says that its stage is."""
+    ports = {stage.address.rpartition(":")[2] for engine in status.engines for stage in engine.stages}
+    for process in children(status, "stage"):
+        if any(str(one.laddr.port) in ports for one in process.net_connections("tcp") if one.status == "LISTEN"):
+            return process
+    raise AssertionError("no stage process serves")
+
+
+async def answers(node: Node) -> None:
+    """Until the node's gateway knows of the model."""
+    await node.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
+    async with asyncio.timeout(20), httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{node.http_port}/v1/models"
+        while not (await client.get(url)).json()["data"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def kv_is_free(status: pb.ClusterStatus) -> bool:
+    """No KV block is held and nothing runs."""
+    return all(
+        engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
+        for engine in status.engines
+    )
