@@ -139,8 +139,8 @@ class EmulatedBackend:
             raise RuntimeError(f"{self.max_submitted} steps are submitted and not collected")
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
-        state = self._enter(part, loaded.config, prepared, inputs)
         done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(_work(prepared.step)))
+        state = self._enter(part, loaded.config, prepared, inputs)  # in the time that the device would compute
         pool.copy(prepared.step.copies)
         state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
         self._num_submitted += 1

@@ -26,6 +26,8 @@ from edgepipe.errors import EdgepipeError
 
 logger = logging.getLogger(__name__)
 
+_SWITCH_S = 0.0005  # a compute thread that waits for the interpreter idles its device; 5 ms is Python's default
+
 Body = Callable[[ChildSettings, DaemonLink], Awaitable[None]]
 
 
@@ -40,6 +42,7 @@ def main() -> NoReturn:
         raise SystemExit("\n".join(error.lines())) from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s %(message)s", force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
     body: Body = importlib.import_module(f"edgepipe.daemon.child_{kind}").run
     status = uvloop.run(_live(settings, body))
     sys.stdout.flush()
