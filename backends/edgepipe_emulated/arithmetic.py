@@ -12,6 +12,8 @@ Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits, L la
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -70,12 +72,16 @@ def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
     return state ^ (state >> np.uint64(29))
 
 
-def _expand(state: Words, hidden_size: int) -> npt.NDArray[np.uint16]:
-    """``[T, H]``: the state in elements 0-3, then 64-bit words that are bijections of it."""
-    num_words = -(-hidden_size // 4)
+@lru_cache(maxsize=4)  # hidden sizes; a process serves one model
+def _element_factors(num_words: int) -> Words:
     factors = _odd(0, num_words, _ELEMENT_SALT)
     factors[0] = _ONE
-    words = state[:, None] * factors[None, :]
+    return factors
+
+
+def _expand(state: Words, hidden_size: int) -> npt.NDArray[np.uint16]:
+    """``[T, H]``: the state in elements 0-3, then 64-bit words that are bijections of it."""
+    words = state[:, None] * _element_factors(-(-hidden_size // 4))[None, :]
     return np.ascontiguousarray(words.astype("<u8", copy=False).view("<u2")[:, :hidden_size])
 
 
@@ -90,9 +96,9 @@ def decode(activations: Activations, kind: ActivationType) -> Words:
     state = _first_word(activations)
     expected = encode(state, activations.shape[1], kind)
     bits = np.uint16 if kind is ActivationType.BF16 else np.uint32
-    difference = activations.view(bits) ^ expected.view(bits)
-    if not difference.any():
+    if np.array_equal(activations.view(bits), expected.view(bits)):
         return state
+    difference = activations.view(bits) ^ expected.view(bits)
     places = _odd(0, activations.shape[1], _POSITION_SALT)
     damage = (difference.astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)
     return np.where(difference.any(axis=1), mix(state ^ mix(damage + _GOLDEN)), state)

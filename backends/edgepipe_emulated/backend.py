@@ -220,6 +220,7 @@ def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: P
     What earlier steps wrote is read for all layers at once, a token's own step is summed as the layers go.
     """
     layers = slice(first, first + len(part.layers))
+    alone = len(prepared.row_start) == len(state)  # every row is one token: it has no others of its own step
     rows = zip(prepared.past, prepared.past_weights, strict=True)
     past = [pool.attended(layers, slots, weights) for slots, weights in rows]
     before = np.stack(past, axis=1)[:, prepared.row_of]
@@ -227,10 +228,14 @@ def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: P
         values = arithmetic.kv_values(state, prepared.weights, key)
         pool.write(first + offset, prepared.slots, values)
         weighted = values * prepared.weights
-        sums = np.cumsum(weighted)
-        own = sums - (sums - weighted)[prepared.row_start][prepared.row_of]
+        own = weighted if alone else _sums_within_rows(weighted, prepared)
         state = arithmetic.leave_layer(state, before[offset] + own, key)
     return state
+
+
+def _sums_within_rows(weighted: Words, prepared: PreparedStep) -> Words:
+    sums = np.cumsum(weighted)
+    return sums - (sums - weighted)[prepared.row_start][prepared.row_of]
 
 
 def _tell(progress: Callable[[LoadProgress], None], *, num_layers: int, num_bytes: int) -> None:

@@ -46,6 +46,16 @@ def table_slots(runs: Sequence[BlockRun], start: int, stop: int, block_size: int
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
+def slot_at(runs: Sequence[BlockRun], position: int, block_size: int) -> int:
+    """Where one position of a block table stands in the pool. The table reaches it."""
+    index, offset = divmod(position, block_size)
+    for run in runs:
+        if index < run.count:
+            return (run.start + index) * block_size + offset
+        index -= run.count
+    raise IndexError(f"position {position} is behind the block table")
+
+
 def past_slots(runs: Sequence[BlockRun], stop: int, block_size: int) -> Slots:
     """Positions ``[0, stop)`` of a block table, as a view if its first run covers them."""
     if stop <= runs[0].count * block_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from edgepipe.backend.types import Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe_emulated.arithmetic import Words
-from edgepipe_emulated.kv import KVPool, Slots, past_slots, table_slots
+from edgepipe_emulated.kv import KVPool, Slots, past_slots, slot_at, table_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +38,29 @@ def prepare_step(step: Step, *, pool: KVPool, weights: Words) -> PreparedStep:
     for row in step.rows:
         _check(row, pool, len(weights))
     lengths = np.array([row.num_tokens for row in step.rows], dtype=np.int64)
-    slots = np.concatenate(
-        [table_slots(row.runs, row.position, row.position + row.num_tokens, pool.block_size) for row in step.rows]
-    )
-    if len(np.unique(slots)) != len(slots):
+    slots = np.array([slot for row in step.rows for slot in _own_slots(row, pool.block_size)], dtype=np.int64)
+    if len(set(slots.tolist())) != len(slots):
         raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
     if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < len(slots):
         raise StepFailed("a step asks for logits of a token that it does not hold", fact=f"it holds {len(slots)}")
+    row_of, row_start = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    positions = np.array([row.position for row in step.rows]) - row_start  # of each row's token 0 of the step
     return PreparedStep(
         step=step,
-        weights=np.concatenate([weights[row.position : row.position + row.num_tokens] for row in step.rows]),
+        weights=weights[positions[row_of] + np.arange(len(slots))],
         slots=slots,
         past=tuple(past_slots(row.runs, row.position, pool.block_size) for row in step.rows),
         past_weights=tuple(weights[: row.position] for row in step.rows),
-        row_of=np.repeat(np.arange(len(lengths)), lengths),
-        row_start=np.cumsum(lengths) - lengths,
+        row_of=row_of,
+        row_start=row_start,
     )
+
+
+def _own_slots(row: StepRow, block_size: int) -> Sequence[int]:
+    """Where the row's tokens are written; a decode's one is found without arrays."""
+    if row.num_tokens == 1:
+        return (slot_at(row.runs, row.position, block_size),)
+    return table_slots(row.runs, row.position, row.position + row.num_tokens, block_size).tolist()
 
 
 def _check(row: StepRow, pool: KVPool, context_length: int) -> None:

@@ -118,7 +118,7 @@ class BenchClient:
             prompt=prompt,
             max_tokens=request.output_tokens,
             ignore_eos=True,
-            sampling=SamplingParams(),
+            sampling=SamplingParams(temperature=0.0),
         )
         async with self._writing:
             await self._call.write(command_to_wire(submission))

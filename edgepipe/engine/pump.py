@@ -111,19 +111,15 @@ class Pump:
 
     def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
         """A stage's report. Raises RemoteProtocolError if it answers what was not asked."""
-        meter = self.meters[site.index]
-        for timing in report.timings:
-            meter.note_timing(timing)
-            self._recorder.timed(site.index, timing)
         if isinstance(report, StageTimings):
             self._measure(site, report)
-            for sample in report.links:
-                meter.note_one_way(self.micro_batches.note_link(site.index, sample))
         elif report.epoch != self._epoch:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif self._error is None:
             self._retire(site, report)
+            now_s = self._clock.monotonic_s()
+            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written before
 
     def sequences_of(self, step: StepId) -> tuple[SequenceId, ...]:
         """Who is computed in a step that is in flight."""
@@ -146,15 +142,24 @@ class Pump:
         self._in_flight.popleft()
         self._watch.retired()
         events = self._scheduler.retire(done.step, done.ids)
-        self._fill()  # the stages get their next step before gateways get their tokens and before M is looked at
-        self._measure(site, done)
-        self.micro_batches.retired(done.step, self._clock.monotonic_s(), sequences=self._scheduler.stats().running)
-        self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
+        self._fill()  # the stages get their next step before gateways get their tokens
         self._on_events(events)
+        self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
+
+    def _look_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
+        """What a step that retired at ``now_s`` says of the ring; from time to time M is looked at."""
+        self._measure(site, done)
+        self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.stats().running)
 
     def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
+        meter = self.meters[site.index]
         for timing in report.timings:
+            meter.note_timing(timing)
+            self._recorder.timed(site.index, timing)
             self.micro_batches.note_timing(site.index, timing)
+        if isinstance(report, StageTimings):
+            for sample in report.links:
+                meter.note_one_way(self.micro_batches.note_link(site.index, sample))
 
     def _check(self, site: StageSite, done: StepDone) -> None:
         wanted = self._in_flight[0] if self._in_flight else None
