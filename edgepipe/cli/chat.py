@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.cli.options import DataDir, complete_model, data_dir_of
 from edgepipe.errors import RequestInvalid
 
 _STDIN_WAIT_S = 1.0  # with --prompt: a pipe that nobody writes to must not stop the question
@@ -18,7 +18,12 @@ _MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
 
 
 def chat(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model to talk to; loaded if nobody serves it.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="Model to talk to; loaded if nobody serves it.", autocompletion=complete_model
+        ),
+    ] = "",
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask this, print the answer, end.")] = None,
     system: Annotated[str, typer.Option("--system", help="Instructions before the conversation.")] = "",
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = None,
@@ -27,6 +32,9 @@ def chat(
     ] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes drawn answers repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown/--no-markdown", help="Draw headings, lists and code; plain text where piped.")
+    ] = True,
     data_dir: DataDir = None,
 ) -> None:
     """Talk to a model: one prompt, piped text, or at length."""
@@ -42,6 +50,7 @@ def chat(
         temperature=temperature,
         seed=seed,
         as_json=as_json,
+        markdown=markdown,
     )
     question = _question(prompt)
     if question is None:

@@ -26,14 +26,11 @@ class ChatSettings:
     temperature: float = 0.0
     seed: int | None = None
     as_json: bool = False
+    markdown: bool = True  # drawn where somebody looks at a terminal
 
     def options(self) -> dict[str, Any]:
         """Fields of the request; None means not given."""
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
-
-    def first_messages(self) -> list[dict[str, str]]:
-        """What stands before the first question."""
-        return [{"role": "system", "content": self.system}] if self.system else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class Answer:
         parts.append(f"first word {self.first_word_s:.1f} s")
         if self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
-        return " · ".join(parts) + (" · cut by --max-tokens" if self.finish_reason == "length" else "")
+        return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
 
 
 async def stream_answer(
@@ -93,18 +90,20 @@ async def stream_answer(
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
     """One question, one answer on stdout, the figures on stderr (or all of it as JSON on stdout)."""
+    from edgepipe.cli.answer_view import make_view
     from edgepipe.cli.find import find_target
     from edgepipe.cli.sse import ChatClient
 
     target = await find_target(settings.data_dir, settings.model)
-    messages = [*settings.first_messages(), {"role": "user", "content": question}]
-    show = _nothing if settings.as_json else show_text
+    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    messages.append({"role": "user", "content": question})
     async with ChatClient(target.base_url) as client:
-        answer = await stream_answer(client, target, messages, settings.options(), show)
-    if settings.as_json:
-        print_json(as_json(answer, target))
-        return
-    print(flush=True)
+        if settings.as_json:
+            answer = await stream_answer(client, target, messages, settings.options(), _nothing)
+            print_json(as_json(answer, target))
+            return
+        with make_view(markdown=settings.markdown) as view:
+            answer = await stream_answer(client, target, messages, settings.options(), view.show)
     print_footer(answer)
 
 
@@ -120,11 +119,6 @@ def as_json(answer: Answer, target: Target) -> dict[str, Any]:
         "tokens_per_s": round(answer.tokens_per_s, 2),
         "nodes": answer.num_nodes,
     }
-
-
-def show_text(text: str) -> None:
-    """Print a piece of the answer. Control characters a model may write cannot move the cursor."""
-    print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text), end="", flush=True)
 
 
 def print_footer(answer: Answer) -> None:

@@ -193,7 +193,8 @@ class _Demo:
         return engine
 
     async def _answer(self, node: LocalNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
-        from edgepipe.cli.conversation import print_footer, show_text, stream_answer
+        from edgepipe.cli.answer_view import PlainView
+        from edgepipe.cli.conversation import print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
 
@@ -202,8 +203,8 @@ class _Demo:
         messages = [{"role": "user", "content": prompt}]
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url) as client:
-            answer = await stream_answer(client, target, messages, options, show_text)
-        print(flush=True)
+            with PlainView() as view:
+                answer = await stream_answer(client, target, messages, options, view.show)
         print_footer(answer)
         print(flush=True)
 

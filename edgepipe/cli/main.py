@@ -34,7 +34,6 @@ def make_app() -> typer.Typer:
     app = typer.Typer(
         name="edgepipe",
         help="One language model over the machines you already own.",
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

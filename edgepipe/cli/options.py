@@ -28,3 +28,15 @@ def models_dir_of(data_dir: Path | None, models_dir: Path | None) -> Path:
     from edgepipe.config import load_config
 
     return load_config({"data_dir": data_dir, "models_dir": models_dir}).values.models_dir
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Models on this machine's disk, for the shell's completion: it says nothing rather than an error."""
+    from edgepipe.errors import EdgepipeError
+    from edgepipe.model.store import ModelStore
+
+    try:
+        names = [model.id for model in ModelStore(models_dir_of(None, None)).list()]
+    except (EdgepipeError, OSError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]

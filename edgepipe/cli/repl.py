@@ -4,73 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.conversation import ChatSettings, print_footer, show_text, stream_answer
-from edgepipe.cli.find import Target, find_target
+from edgepipe.cli.admin import connect
+from edgepipe.cli.answer_view import make_view
+from edgepipe.cli.conversation import ChatSettings, print_footer, stream_answer
+from edgepipe.cli.dialogue import Dialogue
+from edgepipe.cli.find import find_target
 from edgepipe.cli.output import make_console, print_error, printable
+from edgepipe.cli.slash import Talk, complete, run_command
 from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer
 
-_HELP = """\
-  Enter        send                     /clear   forget the conversation
-  Alt-Enter    new line                 /bye     end (also ^D)
-  ^C           stop the answer          /help    this"""
+_BLOCK = '"""'
 
 
 async def converse(settings: ChatSettings) -> None:
     """Read, answer, repeat until ^D or /bye. Raises what hinders the start; later errors are shown and it goes on."""
     target = await find_target(settings.data_dir, settings.model)
-    session = _session(settings)
+    talk = Talk(data_dir=settings.data_dir, target=target, dialogue=Dialogue.begin(settings))
+    talk.model_names = await _model_names(talk)
+    session = _session(talk)
     console = make_console(stderr=True)
     nodes = f" on {target.num_nodes} node{'s' * (target.num_nodes != 1)}" if target.num_nodes else ""
-    console.print(f"{printable(target.model)}{nodes} · /help for help, ^D to end", style="dim")
-    messages = settings.first_messages()
-    async with ChatClient(target.base_url) as client:
-        while (question := await _read(session)) is not None:
-            if question == "/help":
-                console.print(_HELP, style="dim")
-            elif question == "/clear":
-                messages = settings.first_messages()
-                console.print("forgotten", style="dim")
-            elif question.startswith("/"):
-                console.print(f"there is no {printable(question.split()[0])}; see /help", style="dim")
-            elif question:
-                messages.append({"role": "user", "content": question})
-                await _answer(client, target, messages, settings)
+    console.print(f"{printable(target.model)}{nodes} · /help for help, ^D to end", style="dim", markup=False)
+    while not talk.over and (line := await _read(session)) is not None:
+        try:
+            if line.startswith("/"):
+                await run_command(talk, line)
+            elif line:
+                talk.dialogue.ask(line)
+                talk.again = True
+            if talk.again:
+                talk.again = False
+                await _answer(talk, settings)
+        except EdgepipeError as error:
+            print_error(error)
 
 
-async def _answer(client: ChatClient, target: Target, messages: list[dict[str, str]], settings: ChatSettings) -> None:
+async def _answer(talk: Talk, settings: ChatSettings) -> None:
     """Stream one answer and keep what came of it; an unanswered question is forgotten."""
     shown: list[str] = []
+    dialogue = talk.dialogue
+    view = make_view(markdown=settings.markdown)
 
     def show(text: str) -> None:
         shown.append(text)
-        show_text(text)
+        view.show(text)
 
-    work = asyncio.ensure_future(stream_answer(client, target, messages, settings.options(), show))
-    try:
-        with _interrupts(work):
-            answer = await work
-        print(flush=True)
-        print_footer(answer)
-    except asyncio.CancelledError:
-        if not work.cancelled():
-            raise
-        print(flush=True)
-        make_console(stderr=True).print("stopped", style="dim")
-    except EdgepipeError as error:
-        print(flush=True)
-        print_error(error)
-    if shown:
-        messages.append({"role": "assistant", "content": "".join(shown)})
-    else:
-        messages.pop()
+    async with ChatClient(talk.target.base_url) as client:
+        messages = dialogue.messages()
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.options, show))
+        try:
+            with view, _interrupts(work):
+                answer = await work
+            dialogue.answers.append(answer)
+            print_footer(answer)
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
+            make_console(stderr=True).print("stopped", style="dim")
+        finally:
+            dialogue.answered("".join(shown))
 
 
 @contextmanager
@@ -84,7 +85,18 @@ def _interrupts(work: asyncio.Future[Any]) -> Generator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _session(settings: ChatSettings) -> PromptSession[str]:
+async def _model_names(talk: Talk) -> tuple[str, ...]:
+    """Models on any node's disk or served, as far as this machine's node knows."""
+    try:
+        async with connect(talk.data_dir) as admin:
+            status = await admin.status()
+    except EdgepipeError:
+        return (talk.target.model,)
+    on_disk = {entry.model for member in status.members for entry in member.node.models if entry.complete}
+    return tuple(sorted(on_disk | {engine.model for engine in status.engines} | {talk.target.model}))
+
+
+def _session(talk: Talk) -> PromptSession[str]:
     """The input line, with a history that survives (readable by its owner only)."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -96,23 +108,53 @@ def _session(settings: ChatSettings) -> PromptSession[str]:
     def _(event: KeyPressEvent) -> None:  # pyright: ignore[reportUnusedFunction]
         event.current_buffer.insert_text("\n")
 
-    path = settings.data_dir / "chat_history"
+    path = talk.data_dir / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
         history: History = FileHistory(str(path))
     except OSError:
         history = InMemoryHistory()
-    return PromptSession(message=">>> ", history=history, key_bindings=keys, prompt_continuation="... ")
+    return PromptSession(
+        message=">>> ",
+        history=history,
+        key_bindings=keys,
+        prompt_continuation="... ",
+        completer=_completer(talk),
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+    )
+
+
+def _completer(talk: Talk) -> Completer:
+    """Tab completes slash commands and their first word."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+
+    class SlashCompleter(Completer):
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+            text = document.text_before_cursor
+            if text.startswith("/"):
+                last = text.rpartition(" ")[2]
+                yield from (Completion(word, start_position=-len(last)) for word in complete(talk, text))
+
+    return SlashCompleter()
 
 
 async def _read(session: PromptSession[str]) -> str | None:
-    """One question; None at the end. ^C at an empty prompt clears it."""
+    '''One question; None at the end. ^C at an empty prompt clears it; """ begins and ends a block of lines.'''
+    lines: list[str] = []
     while True:
         try:
-            text = (await session.prompt_async()).strip()
+            text = await session.prompt_async("... " if lines else ">>> ")
         except KeyboardInterrupt:
+            lines.clear()
             continue
         except EOFError:
             return None
-        return None if text in ("/bye", "/exit", "/quit") else text
+        lines.append(text)
+        block = "\n".join(lines).strip()
+        if not block.startswith(_BLOCK):
+            return block
+        if len(block) >= 2 * len(_BLOCK) and block.endswith(_BLOCK):
+            return block.removeprefix(_BLOCK).removesuffix(_BLOCK).strip()

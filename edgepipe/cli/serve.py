@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.cli.options import DataDir, complete_model, data_dir_of
 from edgepipe.cli.output import make_console, printable
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A model of 'edgepipe models list' on any node of the cluster.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model of 'edgepipe models list' on any node of the cluster.", autocompletion=complete_model
+        ),
+    ],
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as few as hold it.")] = 0,
     plan: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
     micro_batches: Annotated[str, typer.Option("--micro-batches", help="Micro-batches in flight: auto or K.")] = "auto",

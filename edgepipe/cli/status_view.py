@@ -30,7 +30,7 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
     """Headline, nodes, one paragraph per model, downloads, refused peers."""
     yield _headline(status)
     yield Text()
-    yield _nodes(status)
+    yield render_nodes(status)
     for engine in status.engines:
         yield Text()
         yield from _engine(engine)
@@ -62,7 +62,8 @@ def _headline(status: pb.ClusterStatus) -> Text:
     return line
 
 
-def _nodes(status: pb.ClusterStatus) -> Table:
+def render_nodes(status: pb.ClusterStatus) -> Table:
+    """The machines: device, memory, distance."""
     table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",))
     for member in status.members:
         name = _short(member.node.name) + (" (this)" if member.self else "")
@@ -101,6 +102,11 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
                 yield Text(f"  {printable(text)}", style="red")
+    yield from render_plan(engine)
+
+
+def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
+    """The ring, its stages, why there are so many micro-batches."""
     if engine.stages:
         yield _ring(engine)
         yield _stages(engine)

@@ -24,6 +24,7 @@ from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
+from tests.terminal import Terminal
 
 LAYERS, CONTEXT = 6, 256
 CONFIG = emulated_model_config(num_layers=LAYERS, context_length=CONTEXT)
@@ -205,6 +206,19 @@ def test_chat_prints_the_answer_and_its_figures(demo: Demo) -> None:
     answer = json.loads(demo.run("chat", "--prompt", "hello", "--max-tokens", "6", "--json").stdout)
     assert answer["nodes"] == 2
     assert answer["completion_tokens"] <= 6
+
+
+def test_chat_on_a_terminal(demo: Demo) -> None:
+    command = demo.shell.command("chat", "--data-dir", demo.data_dir, "--max-tokens", "8")
+    with Terminal(command, environment=demo.shell.environment()) as terminal:
+        terminal.until_prompt(">>>")
+        for line, shown in (("hello", "first word"), ("/nodes", "● b"), ("/plan", "0-2"), ("/stats", "1 answer ·")):
+            terminal.send(line + "\r")
+            terminal.until(shown)
+            terminal.until_prompt(">>>")
+        terminal.send("/b\t\r")
+        assert terminal.exit_code() == 0
+        assert max(map(len, terminal.text().splitlines())) <= 80
 
 
 def test_a_prompt_longer_than_the_context_is_exit_2(demo: Demo) -> None:

@@ -63,6 +63,25 @@ async def test_questions_and_answers_are_remembered_until_clear(
     assert (tmp_path / "chat_history").stat().st_mode & 0o077 == 0
 
 
+async def test_slash_commands_change_what_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text('/system be brief\r/set max_tokens 2\r"""one\r\rmore"""\r/regenerate\r')
+        keys.send_text("/stats\r/save trip\r/clear\r/load trip\r/set nonsense 1\r/regenerate\r/bye\r")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+        limits = [submit.max_tokens for submit in served.engine.submits]
+    assert prompts == ["system: be brief\nuser: one\n\nmore\nassistant:"] * 3
+    assert limits == [2, 2, 2]
+    shown = capsys.readouterr()
+    assert shown.out == "ye\n" * 3
+    assert "session  2 answers · 4 tok" in shown.err
+    assert "saved in" in shown.err
+    assert "1 question loaded" in shown.err
+    assert "there is no setting nonsense" in shown.err
+
+
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

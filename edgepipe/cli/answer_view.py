@@ -1,0 +1,142 @@
+"""An answer as it comes: plain, or as Markdown that never draws twice what is complete."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from edgepipe.cli.output import make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+_REDRAW_S = 0.1  # the unfinished block at most ten times a second
+_FENCES = ("```", "~~~")
+
+
+class AnswerView(Protocol):
+    """Shows one answer. Use as a context manager: leaving it completes the picture."""
+
+    def __enter__(self) -> AnswerView:
+        """Begin at the start of a line."""
+        ...
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Show what is left and end the line."""
+        ...
+
+    def show(self, text: str) -> None:
+        """The next piece."""
+        ...
+
+
+class PlainView:
+    """Text as it is. Control characters a model may write cannot move the cursor."""
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        print(flush=True)
+
+    def show(self, text: str) -> None:
+        """Print the piece."""
+        print(visible(text), end="", flush=True)
+
+
+class MarkdownView:
+    """Finished blocks are printed for good; only the last, unfinished one is drawn again as it grows."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or make_console()
+        self._open = ""  # of the block that is not finished
+        self._live: Live | None = None
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> MarkdownView:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop()
+        self._print(self._open)
+        self._open = ""
+
+    def show(self, text: str) -> None:
+        """Take the piece, print the blocks that it completes, and draw the rest now and then."""
+        finished, self._open = split_blocks(self._open + visible(text))
+        if finished:
+            self._stop()
+            self._print(finished)
+        if self._open.strip() and time.monotonic() - self._drawn_s >= _REDRAW_S:
+            self._draw()
+
+    def _print(self, markdown: str) -> None:
+        if markdown.strip():
+            self._console.print(_markdown(markdown))
+            self._console.print()
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        picture = self._tail(_markdown(self._open))
+        if self._live is None:
+            self._live = Live(
+                picture, console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+                redirect_stderr=False,
+            )  # fmt: skip
+            self._live.start(refresh=True)
+        else:
+            self._live.update(picture, refresh=True)
+        self._drawn_s = time.monotonic()
+
+    def _tail(self, picture: RenderableType) -> RenderableType:
+        """The last lines that the terminal has room for: what scrolls away could not be drawn again."""
+        from rich.segment import SegmentLines
+
+        lines = self._console.render_lines(picture, pad=False)
+        room = max(1, self._console.size.height - 2)
+        return SegmentLines(lines[-room:], new_lines=True)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """What no later text can change, and the rest: Markdown cut at the last blank line that is in no fenced block."""
+    fence, cut, position = "", 0, 0
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        bare = line.strip()
+        if fence:
+            if bare.startswith(fence) and not bare.strip(fence[0]):
+                fence, cut = "", position if line.endswith("\n") else cut
+        elif bare.startswith(_FENCES):
+            fence = bare[: len(bare) - len(bare.lstrip(bare[0]))]
+        elif not bare and line.endswith("\n") and not _continues(text[position:]):
+            cut = position
+    return text[:cut], text[cut:]
+
+
+def _continues(following: str) -> bool:
+    """Whether what comes after a blank line may still belong to the list above it, or has not come yet."""
+    return not following or following[0] in " \t-*+0123456789"
+
+
+def visible(text: str) -> str:
+    """Text without control characters but line ends and tabs."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def _markdown(text: str) -> RenderableType:
+    from rich.markdown import Markdown
+
+    return Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+
+
+def make_view(*, markdown: bool) -> AnswerView:
+    """Markdown where somebody looks at a terminal and wants it, else plain."""
+    console = make_console()
+    return MarkdownView(console) if markdown and console.is_terminal else PlainView()

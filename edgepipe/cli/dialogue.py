@@ -1,0 +1,140 @@
+"""What a conversation in the terminal knows: who said what, and how the next answer is asked for. No terminal here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgepipe.cli.conversation import Answer, ChatSettings
+from edgepipe.errors import RequestInvalid
+
+Message = dict[str, str]
+
+_MAX_FILE_BYTES = 64 << 20  # longer than any context
+_FORMAT = "edgepipe-chat-1"
+
+OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "max_tokens": int,
+    "seed": int,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "stop": str,
+}
+"""Fields of a request that ``/set`` takes; the gateway checks their ranges."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Dialogue:
+    """Grows by a question and its answer at a time."""
+
+    system: str
+    options: dict[str, Any]
+    turns: list[Message] = field(default_factory=list[Message])
+    answers: list[Answer] = field(default_factory=list[Answer])  # of this session, for ``/stats``
+    taken_back: Message | None = None  # comes back if there will be no other answer
+
+    @classmethod
+    def begin(cls, settings: ChatSettings) -> Dialogue:
+        """As the flags say."""
+        return cls(system=settings.system, options=settings.options())
+
+    def messages(self) -> list[Message]:
+        """What is sent."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.turns]
+
+    def ask(self, question: str) -> None:
+        """The next question."""
+        self.turns.append({"role": "user", "content": question})
+
+    def answered(self, text: str) -> None:
+        """What came of it; nothing: the question is forgotten, too, or the answer that was taken back stands again."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        elif self.taken_back:
+            self.turns.append(self.taken_back)
+        else:
+            self.turns.pop()
+        self.taken_back = None
+
+    def take_back(self) -> None:
+        """Make room for another answer to the last question. Raises RequestInvalid if there is none."""
+        if len(self.turns) < 2:
+            raise RequestInvalid("there is no answer to write again")
+        self.taken_back = self.turns.pop()
+
+    def set(self, name: str, text: str) -> None:
+        """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
+        kind = OPTIONS.get(name)
+        if kind is None:
+            raise RequestInvalid(f"there is no setting {name}", fact=f"settings: {', '.join(OPTIONS)}")
+        if text in ("", "default"):
+            self.options[name] = None
+            return
+        try:
+            self.options[name] = kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise RequestInvalid(f"{name} wants {wanted}", fact=f"given: {text}") from None
+
+    def save(self, path: Path, *, model: str) -> None:
+        """Write it as JSON, or as Markdown where the name ends so. Raises RequestInvalid."""
+        text = self._as_markdown(model) if path.suffix == ".md" else self._as_json(model)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8")
+        except OSError as exc:
+            raise RequestInvalid(f"cannot write {path}", fact=exc.strerror or "") from exc
+
+    def load(self, path: Path) -> str:
+        """Go on where a saved one ended; the name of the model that it was held with. Raises RequestInvalid."""
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise RequestInvalid(f"{path} is too long for a conversation")
+            saved: Any = json.loads(path.read_text(encoding="utf-8"))
+            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in saved["messages"]]
+            if saved["format"] != _FORMAT or any(one["role"] not in ("user", "assistant") for one in turns):
+                raise ValueError(path)
+            options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
+            system, model = str(saved["system"]), str(saved["model"])
+        except OSError as exc:
+            raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "") from exc
+        except (ValueError, KeyError, TypeError) as exc:
+            raise RequestInvalid(f"{path} is no conversation saved by /save") from exc
+        self.turns, self.system, self.options = turns, system, self.options | options
+        return model
+
+    def stats(self) -> str:
+        """The last answer, and all of the session."""
+        if not self.answers:
+            return "no answer yet"
+        tokens = sum(answer.num_tokens for answer in self.answers)
+        rates = [answer.tokens_per_s for answer in self.answers if answer.tokens_per_s]
+        first = sorted(answer.first_word_s for answer in self.answers)
+        last = self.answers[-1]
+        lines = [f"last     {last.num_prompt_tokens} prompt tokens · {last.footer()}"]
+        count = len(self.answers)
+        session = f"session  {count} answer{'s' * (count != 1)} · {tokens} tok"
+        if rates:
+            session += f" · {sum(rates) / len(rates):.1f} tok/s at the mean"
+        return "\n".join([*lines, f"{session} · first word {first[len(first) // 2]:.1f} s at the median"])
+
+    def _as_json(self, model: str) -> str:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        saved = {"format": _FORMAT, "model": model, "system": self.system, "options": given, "messages": self.turns}
+        return json.dumps(saved, ensure_ascii=False, indent=2) + "\n"
+
+    def _as_markdown(self, model: str) -> str:
+        names = {"user": "You", "assistant": model}
+        parts = [f"**System**\n\n{self.system}"] if self.system else []
+        parts += [f"**{names[turn['role']]}**\n\n{turn['content']}" for turn in self.turns]
+        return "\n\n".join(parts) + "\n"

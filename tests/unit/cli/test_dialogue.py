@@ -1,0 +1,132 @@
+"""What a conversation keeps, saves, loads and counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgepipe.cli.conversation import Answer
+from edgepipe.cli.dialogue import Dialogue
+from edgepipe.cli.find import Target
+from edgepipe.cli.slash import COMMANDS, Talk, complete
+from edgepipe.errors import RequestInvalid
+
+
+def dialogue() -> Dialogue:
+    """One question and its answer."""
+    one = Dialogue(system="be brief", options={"temperature": 0.0, "seed": None})
+    one.ask("why?")
+    one.answered("because")
+    return one
+
+
+def test_an_unanswered_question_is_forgotten_and_a_cut_answer_kept() -> None:
+    one = dialogue()
+    one.ask("and?")
+    one.answered("")
+    assert [turn["content"] for turn in one.messages()] == ["be brief", "why?", "because"]
+    one.ask("and?")
+    one.answered("it")
+    assert one.turns[-1] == {"role": "assistant", "content": "it"}
+
+
+def test_an_answer_taken_back_stands_again_if_there_is_no_other() -> None:
+    one = dialogue()
+    one.take_back()
+    assert one.turns == [{"role": "user", "content": "why?"}]
+    one.answered("")
+    assert one.turns[-1]["content"] == "because"
+    one.take_back()
+    one.answered("therefore")
+    assert [turn["content"] for turn in one.turns] == ["why?", "therefore"]
+    with pytest.raises(RequestInvalid, match="no answer"):
+        Dialogue(system="", options={}).take_back()
+
+
+def test_settings_are_typed_and_can_be_taken_back() -> None:
+    one = dialogue()
+    one.set("temperature", "0.7")
+    one.set("max_tokens", "20")
+    assert one.options == {"temperature": 0.7, "seed": None, "max_tokens": 20}
+    one.set("temperature", "default")
+    assert one.options["temperature"] is None
+    with pytest.raises(RequestInvalid, match="whole number"):
+        one.set("seed", "x")
+    with pytest.raises(RequestInvalid, match="no setting heat"):
+        one.set("heat", "1")
+
+
+def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
+    one = dialogue()
+    one.set("top_k", "5")
+    path = tmp_path / "chats" / "a.json"
+    one.save(path, model="org/tiny")
+    assert path.stat().st_mode & 0o077 == 0
+    other = Dialogue(system="", options={"temperature": 1.0})
+    assert other.load(path) == "org/tiny"
+    assert other.messages() == one.messages()
+    assert other.options == {"temperature": 0.0, "top_k": 5}
+
+
+def test_it_can_be_read_as_markdown(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    dialogue().save(path, model="tiny")
+    assert path.read_text() == "**System**\n\nbe brief\n\n**You**\n\nwhy?\n\n**tiny**\n\nbecause\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": "edgepipe-chat-1"}',
+        '{"format": "other", "model": "", "system": "", "options": {}, "messages": []}',
+        '{"format": "edgepipe-chat-1", "model": "", "system": "", "options": {}, "messages": [{"role": "root"}]}',
+    ],
+)
+def test_a_file_that_is_none_changes_nothing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    one = dialogue()
+    with pytest.raises(RequestInvalid, match="no conversation"):
+        one.load(path)
+    assert one.messages() == dialogue().messages()
+    with pytest.raises(RequestInvalid, match="cannot read"):
+        one.load(tmp_path / "none.json")
+    with pytest.raises(RequestInvalid, match="cannot write"):
+        one.save(path / "below.json", model="")
+
+
+def test_figures_of_the_session() -> None:
+    one = dialogue()
+    assert one.stats() == "no answer yet"
+    for rate, first in ((10.0, 1.0), (20.0, 0.5), (0.0, 3.0)):
+        one.answers.append(
+            Answer(
+                text="",
+                finish_reason="stop",
+                num_tokens=7,
+                num_prompt_tokens=5,
+                first_word_s=first,
+                tokens_per_s=rate,
+                num_nodes=2,
+            )
+        )
+    last, session = one.stats().splitlines()
+    assert last == "last     5 prompt tokens · 7 tok · first word 3.0 s · 2 nodes"
+    assert session == "session  3 answers · 21 tok · 15.0 tok/s at the mean · first word 1.0 s at the median"
+
+
+def test_completion_knows_commands_and_their_first_word(tmp_path: Path) -> None:
+    talk = Talk(
+        data_dir=tmp_path, target=Target(base_url="", model="a"), dialogue=dialogue(), model_names=("alpha", "beta")
+    )
+    assert list(complete(talk, "/s")) == ["/system", "/set", "/stats", "/save"]
+    assert list(complete(talk, "/model b")) == ["beta"]
+    assert list(complete(talk, "/set top_")) == ["top_p", "top_k"]
+    assert list(complete(talk, "/set top_p 1")) == []
+    dialogue().save(tmp_path / "chats" / "trip.json", model="")
+    assert list(complete(talk, "/load ")) == ["trip"]
+    named = {"/help", "/model", "/system", "/set", "/clear", "/regenerate", "/stats", "/nodes", "/plan", "/save"}
+    assert named | {"/load", "/bye"} == set(COMMANDS)
