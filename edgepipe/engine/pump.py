@@ -25,8 +25,13 @@ from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
 from edgepipe.wire.steps import step_to_wire
+from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
+
+
+Registrar = Callable[[SequenceId, Sequence[int]], Registration]
+"""``(sequence, its tokens so far) -> how stages learn of it``."""
 
 
 class Pump:
@@ -56,7 +61,7 @@ class Pump:
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
         self._stages: Sequence[StageControl] = ()
-        self._registration: Callable[[SequenceId], Registration] = _unknown
+        self._registration: Registrar = _unknown
         self._on_events: Callable[[list[Event]], None] = _ignored
         self.stale_reports = 0  # of other epochs, dropped
         self._recorder = StepRecorder(clock, num_stages=0)  # made anew when the stages are known
@@ -67,7 +72,7 @@ class Pump:
         self,
         stages: Sequence[StageControl],
         *,
-        registration: Callable[[SequenceId], Registration],
+        registration: Registrar,
         on_events: Callable[[list[Event]], None],
     ) -> None:
         """Where steps go, in the order of a token's way, how a sequence is registered, and who hears of tokens."""
@@ -190,22 +195,21 @@ class Pump:
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))
 
     def _send(self, step: ScheduledStep) -> None:
-        registrations = [self._registration(sequence) for sequence in step.registers]
-        plain = None
+        registrations = [self._registration(each, self._scheduler.tokens(each)) for each in step.registers]
+        messages: dict[tuple[bool, bool], stage_pb2.ControlMessage] = {}
         for stage in self._stages:
             embeds = any(part.embedding for part in stage.site.slices)
-            if embeds or plain is None:
-                message = step_to_wire(
+            samples = any(part.head for part in stage.site.slices)
+            if (embeds, samples) not in messages:
+                messages[embeds, samples] = step_to_wire(
                     step,
                     epoch=self._wire_epoch,
                     last_slice=self._num_slices - 1,
                     registrations=registrations,
                     with_token_ids=embeds,
+                    with_sampling=samples,
                 )
-                plain = None if embeds else message
-            else:
-                message = plain
-            stage.send(message)
+            stage.send(messages[embeds, samples])
 
     def _on_late(self, step: StepId, waited_s: float) -> None:
         """The stage that has not told of the step, while those before it have, is the one that hangs."""
@@ -221,7 +225,7 @@ class Pump:
         self.fail(error)
 
 
-def _unknown(sequence: SequenceId) -> Registration:
+def _unknown(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
     raise RuntimeError(f"sequence {sequence} was scheduled before the pump was connected")
 
 

@@ -155,15 +155,20 @@ class RequestTable:
                 )
                 self._end(choice, ending)
 
-    def registration(self, sequence: SequenceId) -> Registration:
-        """How stages learn of a sequence that a step begins."""
+    def registration(self, sequence: SequenceId, tokens: Sequence[int]) -> Registration:
+        """How stages learn of a sequence that a step begins (again). ``tokens``: those known now, prompt and output;
+        the log here may lack the newest."""
         choice = self._choices[sequence]
         submission = choice.request.submission
+        sampling, prompt_tokens = submission.sampling, len(submission.prompt)
         return Registration(
             sequence=sequence,
-            sampling=submission.sampling,
+            sampling=sampling,
             choice=choice.index,
-            prompt_tokens=len(submission.prompt),
+            prompt_tokens=prompt_tokens,
+            prompt=submission.prompt if sampling.needs_prompt else (),
+            generated=tuple(tokens[prompt_tokens:]) if sampling.needs_output else (),
+            end_ids=tuple(sorted(self._stop_ids(submission))) if sampling.min_tokens else (),
         )
 
     def detach(self, stream: GatewayStream) -> None:
@@ -244,16 +249,18 @@ class RequestTable:
 
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
-        eos = () if submission.ignore_eos else self._config.eos_token_ids
         return SequenceSpec(
             sequence=choice.sequence,
             prompt=submission.prompt,
             generated=tuple(choice.log),
             max_tokens=submission.max_tokens or None,
-            stop_ids=submission.stop_token_ids.union(eos),
+            stop_ids=self._stop_ids(submission),
             priority=submission.priority,
             alone=choice.request.crashes >= _MOST_CRASHES - 1,
         )
+
+    def _stop_ids(self, submission: Submission) -> frozenset[int]:
+        return submission.stop_token_ids.union(() if submission.ignore_eos else self._config.eos_token_ids)
 
     def _new_choice(self, request: Request, index: int) -> Choice:
         self._sequences += 1

@@ -159,6 +159,10 @@ class Scheduler:
         """The oldest step in flight and how many ids its ``retire`` takes."""
         return (self._in_flight[0].sent.step, self._in_flight[0].num_samples) if self._in_flight else None
 
+    def tokens(self, sequence_id: SequenceId) -> Seq[int]:
+        """The known tokens of a sequence that has not ended, prompt and output."""
+        return self._sequences[sequence_id].tokens
+
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""
         return SchedulerStats(

@@ -12,7 +12,7 @@ from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
-from edgepipe.sampling import SamplingParams
+from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.wire.common import (
     activation_type_from_wire,
     activation_type_to_wire,
@@ -21,6 +21,7 @@ from edgepipe.wire.common import (
     slices_from_wire,
     slices_to_wire,
 )
+from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -60,6 +61,9 @@ class Registration:
     sampling: SamplingParams
     choice: int = 0
     prompt_tokens: int  # absolute position p is output position p - prompt_tokens
+    prompt: tuple[int, ...] = ()  # its tokens, if ``sampling.needs_prompt``
+    generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output``
+    end_ids: tuple[int, ...] = ()  # EOS and stop ids, if ``sampling.min_tokens``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,8 @@ class StepDone:
     step: StepId
     ids: tuple[int, ...] = ()
     timings: tuple[StepTiming, ...] = ()
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (index into ids, its), of those that asked
+    prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +195,7 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
         block_start=[run.start for _, run in blocks],
         block_count=[run.count for _, run in blocks],
         token_ids=plan.token_ids if with_token_ids else (),
-        registers=[registration_to_wire(register) for register in plan.registers],
+        registers=[registration_to_wire(register, with_sampling=True) for register in plan.registers],
         frees=plan.frees,
         copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],
     )
@@ -220,7 +226,21 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
     """The report that retires a step."""
     return stage_pb2.StageReport(
         step_done=stage_pb2.StepDone(
-            epoch=epoch_to_wire(done.epoch), step=done.step, ids=done.ids, timings=_timings_to_wire(done.timings)
+            epoch=epoch_to_wire(done.epoch),
+            step=done.step,
+            ids=done.ids,
+            timings=_timings_to_wire(done.timings),
+            logprobs=[
+                stage_pb2.SampledLogprobs(index=index, token=logprobs_to_wire(token)) for index, token in done.logprobs
+            ],
+            prompt_logprobs=[
+                stage_pb2.PromptLogprobs(
+                    sequence=sequence,
+                    position=part.position,
+                    tokens=[logprobs_to_wire(token) for token in part.tokens],
+                )
+                for sequence, part in done.prompt_logprobs
+            ],
         )
     )
 
@@ -232,6 +252,14 @@ def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
         step=StepId(message.step),
         ids=tuple(message.ids),
         timings=tuple(_timings_from_wire(message.timings)),
+        logprobs=tuple((each.index, logprobs_from_wire([each.token])[0]) for each in message.logprobs),
+        prompt_logprobs=tuple(
+            (
+                SequenceId(part.sequence),
+                PromptLogprobs(position=part.position, tokens=logprobs_from_wire(part.tokens)),
+            )
+            for part in message.prompt_logprobs
+        ),
     )
 
 
@@ -300,22 +328,28 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
     return blocks
 
 
-def registration_to_wire(register: Registration) -> stage_pb2.Register:
-    """A sequence that later plans name by number."""
+def registration_to_wire(register: Registration, *, with_sampling: bool) -> stage_pb2.Register:
+    """A sequence that later plans name by number; how it is sampled concerns the stage with the head only."""
     return stage_pb2.Register(
         sequence=register.sequence,
-        sampling=common_pb2.SamplingParams(temperature=register.sampling.temperature, seed=register.sampling.seed),
+        sampling=sampling_to_wire(register.sampling) if with_sampling else None,
         choice=register.choice,
         prompt_tokens=register.prompt_tokens,
+        prompt=register.prompt if with_sampling else (),
+        generated=register.generated if with_sampling else (),
+        end_ids=register.end_ids if with_sampling else (),
     )
 
 
 def _registration_from_wire(message: stage_pb2.Register) -> Registration:
     return Registration(
         sequence=SequenceId(message.sequence),
-        sampling=SamplingParams(temperature=message.sampling.temperature, seed=message.sampling.seed),
+        sampling=sampling_from_wire(message.sampling),
         choice=message.choice,
         prompt_tokens=message.prompt_tokens,
+        prompt=tuple(message.prompt),
+        generated=tuple(message.generated),
+        end_ids=tuple(message.end_ids),
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, RequestId
-from edgepipe.sampling import SamplingParams
+from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.wire.common import epoch_to_wire, error_to_wire
+from edgepipe.wire.sampling import logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2
 
 
@@ -87,7 +88,7 @@ def submission_from_wire(message: engine_pb2.Submit) -> Submission:
         max_tokens=message.max_tokens,
         ignore_eos=message.ignore_eos,
         stop_token_ids=frozenset(message.stop_token_ids),
-        sampling=SamplingParams(temperature=message.sampling.temperature, seed=message.sampling.seed),
+        sampling=sampling_from_wire(message.sampling),
         priority=message.priority,
     )
 
@@ -122,10 +123,36 @@ def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: 
 
 
 def tokens_to_wire(
-    request_id: RequestId, *, attempt: int, choice: int, position: int, ids: Sequence[int]
+    request_id: RequestId,
+    *,
+    attempt: int,
+    choice: int,
+    position: int,
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs] = (),
 ) -> engine_pb2.Tokens:
-    """Tokens of a choice from output position ``position`` on."""
-    return engine_pb2.Tokens(request_id=request_id, attempt=attempt, choice=choice, position=position, ids=ids)
+    """Tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or none."""
+    return engine_pb2.Tokens(
+        request_id=request_id,
+        attempt=attempt,
+        choice=choice,
+        position=position,
+        ids=ids,
+        logprobs=[logprobs_to_wire(each) for each in logprobs],
+    )
+
+
+def prompt_scores_to_wire(
+    request_id: RequestId, *, attempt: int, choice: int, part: PromptLogprobs
+) -> engine_pb2.PromptScores:
+    """Log-probabilities of a part of the prompt."""
+    return engine_pb2.PromptScores(
+        request_id=request_id,
+        attempt=attempt,
+        choice=choice,
+        position=part.position,
+        tokens=[logprobs_to_wire(each) for each in part.tokens],
+    )
 
 
 def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: Ending) -> engine_pb2.Ended:
@@ -142,7 +169,6 @@ def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: 
 
 
 def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:
-    sampling = common_pb2.SamplingParams(temperature=submission.sampling.temperature, seed=submission.sampling.seed)
     return engine_pb2.Submit(
         request_id=submission.request_id,
         attempt=submission.attempt,
@@ -152,6 +178,6 @@ def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:
         max_tokens=submission.max_tokens,
         ignore_eos=submission.ignore_eos,
         stop_token_ids=sorted(submission.stop_token_ids),
-        sampling=sampling,
+        sampling=sampling_to_wire(submission.sampling),
         priority=submission.priority,
     )

@@ -16,8 +16,12 @@ def step_to_wire(
     last_slice: int,
     registrations: Sequence[Registration],
     with_token_ids: bool,
+    with_sampling: bool,
 ) -> stage_pb2.ControlMessage:
-    """A step for one stage; only the stage that embeds gets the token ids. One registration per ``step.registers``."""
+    """A step for one stage; one registration per ``step.registers``.
+
+    Only the stage that embeds gets the token ids, and only the one with the head how to sample.
+    """
     return stage_pb2.ControlMessage(
         plan=stage_pb2.Plan(
             epoch=epoch,
@@ -31,7 +35,7 @@ def step_to_wire(
             block_start=step.block_starts,
             block_count=step.block_counts,
             token_ids=step.token_ids if with_token_ids else (),
-            registers=[registration_to_wire(registration) for registration in registrations],
+            registers=[registration_to_wire(each, with_sampling=with_sampling) for each in registrations],
             frees=step.frees,
             copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )

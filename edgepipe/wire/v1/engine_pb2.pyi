@@ -200,6 +200,7 @@ class EngineEvent(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """in the first, alone"""
@@ -210,16 +211,21 @@ class EngineEvent(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]:
         """after the tokens"""
 
+    @_builtins.property
+    def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
+        """before the tokens"""
+
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         tokens: _abc.Iterable[Global___Tokens] | None = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
+        prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "prompt_scores", b"prompt_scores", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,6 +267,7 @@ class Tokens(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     choice: _builtins.int
@@ -268,6 +275,10 @@ class Tokens(_message.Message):
     """output position of ids[0]"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """one per id if the request asked for them"""
+
     def __init__(
         self,
         *,
@@ -276,14 +287,50 @@ class Tokens(_message.Message):
         choice: _builtins.int = ...,
         position: _builtins.int = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "ids", b"ids", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "ids", b"ids", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
+
+@_typing.final
+class PromptScores(_message.Message):
+    """Log-probabilities of prompt tokens. Parts come in order and before the choice's tokens; a part may come twice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    choice: _builtins.int
+    position: _builtins.int
+    """absolute, of the first token; 1 or more"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        position: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "position", b"position", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):

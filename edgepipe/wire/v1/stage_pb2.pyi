@@ -211,12 +211,25 @@ class Register(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    END_IDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     choice: _builtins.int
     prompt_tokens: _builtins.int
     """absolute position p is output position p - prompt_tokens"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the sampler's state is made from; only for the stage with the head, and only where the parameters call for it."""
+
+    @_builtins.property
+    def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """EOS and stop ids: barred before min_tokens"""
+
     def __init__(
         self,
         *,
@@ -224,10 +237,13 @@ class Register(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         choice: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        generated: _abc.Iterable[_builtins.int] | None = ...,
+        end_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end_ids", b"end_ids", "generated", b"generated", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,6 +521,8 @@ class StepDone(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
@@ -514,6 +532,12 @@ class StepDone(_message.Message):
 
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledLogprobs]:
+        """of those that asked"""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
     def __init__(
         self,
         *,
@@ -521,14 +545,69 @@ class StepDone(_message.Message):
         step: _builtins.int = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         timings: _abc.Iterable[Global___StepTiming] | None = ...,
+        logprobs: _abc.Iterable[Global___SampledLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ids", b"ids", "step", b"step", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ids", b"ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class SampledLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """into ids"""
+    @_builtins.property
+    def token(self) -> _common_pb2.TokenLogprobs: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token: _common_pb2.TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledLogprobs: _TypeAlias = SampledLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of consecutive prompt tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    position: _builtins.int
+    """absolute, of the first token; 1 or more"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        position: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class StageTimings(_message.Message):

@@ -36,7 +36,12 @@ def test_a_steady_plan_is_small() -> None:
         assert step is not None
         if step.num_rows == 64 and not step.registers:
             message = step_to_wire(
-                step, epoch=epoch_to_wire(EPOCH), last_slice=3, registrations=(), with_token_ids=True
+                step,
+                epoch=epoch_to_wire(EPOCH),
+                last_slice=3,
+                registrations=(),
+                with_token_ids=True,
+                with_sampling=True,
             )
             sizes.append(message.ByteSize())
         scheduler.retire(step.step, [150_000] * step.num_samples)
@@ -52,16 +57,24 @@ def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -
     step = scheduler.next_step()
     assert step is not None
     sampling = SamplingParams(temperature=0.5, seed=11)
-    registration = Registration(sequence=SequenceId(5), sampling=sampling, choice=2, prompt_tokens=3)
+    registration = Registration(sequence=SequenceId(5), sampling=sampling, choice=2, prompt_tokens=3, generated=(5,))
     first, second = (
         step_to_wire(
-            step, epoch=epoch_to_wire(EPOCH), last_slice=1, registrations=[registration], with_token_ids=with_ids
+            step,
+            epoch=epoch_to_wire(EPOCH),
+            last_slice=1,
+            registrations=[registration],
+            with_token_ids=first,
+            with_sampling=not first,
         ).plan
-        for with_ids in (True, False)
+        for first in (True, False)
     )
     assert list(first.token_ids) == [7, 8, 9]
     assert not second.token_ids
-    assert (first.registers[0].sampling.seed, first.registers[0].choice) == (11, 2)
+    assert (second.registers[0].sampling.seed, second.registers[0].choice) == (11, 2)
+    assert list(second.registers[0].generated) == [5]
+    assert not first.registers[0].HasField("sampling")
+    assert not first.registers[0].generated
     assert (list(second.block_start), list(second.block_count), list(second.sample)) == ([0], [1], [True])
 
 

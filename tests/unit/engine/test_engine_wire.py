@@ -8,7 +8,7 @@ from edgepipe.backend.types import ActivationType
 from edgepipe.errors import RemoteProtocolError, RequestInvalid, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.sampling import SamplingParams
+from edgepipe.sampling import GrammarSpec, SamplingParams
 from edgepipe.wire.engines import (
     EngineState,
     ServeSpec,
@@ -44,7 +44,22 @@ def test_a_submission_survives() -> None:
         max_tokens=9,
         ignore_eos=True,
         stop_token_ids=frozenset({8, 3}),
-        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1),
+        sampling=SamplingParams(
+            temperature=0.7,
+            seed=2**64 - 1,
+            top_k=5,
+            top_p=0.9,
+            min_p=0.1,
+            frequency_penalty=-0.3,
+            presence_penalty=1.2,
+            repetition_penalty=1.1,
+            logit_bias=((7, -100.0), (2, 0.1)),
+            logprobs=True,
+            top_logprobs=3,
+            prompt_logprobs=True,
+            min_tokens=4,
+            grammar=GrammarSpec("start: TEXT"),
+        ),
         priority=1,
     )
     assert submission_from_wire(command_to_wire(submission).submit) == submission

@@ -1,0 +1,242 @@
+"""What a request wants its output to look like: ``response_format`` and ``tools`` to a grammar, checked before the
+request is accepted.
+
+``plan_output`` takes the fields as they stand in the body; everything that is wrong with them is a 400 that names the
+field. Compiling runs in a thread. The tools of a chat also go into its prompt: through the model's template where that
+knows tools, else as ``tool_instructions`` in front of the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from edgepipe.errors import RequestInvalid
+from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.sampling import GrammarSpec
+from edgepipe.sampling.grammar import check_grammar, json_grammar, json_rule, lark_grammar
+
+MAX_TOOLS = 128
+MAX_SCHEMA_CHARS = 64 << 10
+MAX_CACHED_GRAMMARS = 64
+_SCHEMA = "response_format.json_schema.schema"
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPlan:
+    """How a choice's output is bound and read."""
+
+    grammar: GrammarSpec | None = None  # for SamplingParams
+    tools: tuple[Mapping[str, Any], ...] = ()  # for the prompt: those that may be called
+    tool_format: ToolFormat | None = None  # set: the text is to go through a ToolCallScanner of that format
+
+
+class GrammarCompiler:
+    """Checks grammars off the loop, and remembers which are good."""
+
+    def __init__(self) -> None:
+        self._good: OrderedDict[str, None] = OrderedDict()
+
+    async def check(self, grammar: GrammarSpec) -> None:
+        """Raises RequestInvalid if it cannot be compiled."""
+        if grammar.text not in self._good:
+            await asyncio.to_thread(check_grammar, grammar)
+            self._good[grammar.text] = None
+            while len(self._good) > MAX_CACHED_GRAMMARS:
+                self._good.popitem(last=False)
+        self._good.move_to_end(grammar.text)
+
+
+async def plan_output(
+    *,
+    response_format: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool | None = None,
+    tool_format: ToolFormat,
+    compiler: GrammarCompiler,
+) -> OutputPlan:
+    """The fields of a chat request as a plan for its output. Raises HttpProblem (400) with the field at fault."""
+    functions = _functions(tools)
+    chosen, forced = _choice(tool_choice, functions)
+    grammar = _format_grammar(response_format)
+    if chosen:
+        if grammar is not None:
+            raise bad_request("response_format cannot be combined with tools", param="response_format")
+        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=parallel_tool_calls is not False)
+    if grammar is None:
+        return OutputPlan()
+    try:
+        await compiler.check(grammar)
+    except RequestInvalid as exc:
+        await _find_bad_tool(tools or (), compiler)
+        raise _problem(exc, param="tools" if chosen else _SCHEMA) from exc
+    if not chosen:
+        return OutputPlan(grammar=grammar)
+    shown = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
+    return OutputPlan(grammar=grammar, tools=shown, tool_format=tool_format)
+
+
+def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What a model is told of its tools where its chat template does not know them (Hermes' way of writing calls)."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "You may call functions to answer. Their signatures stand between <tools> and </tools>:\n"
+        f"<tools>\n{lines}\n</tools>\n"
+        "To call one, write its name and arguments as JSON between tags:\n"
+        '<tool_call>\n{"name": "function name", "arguments": {"argument": "value"}}\n</tool_call>'
+    )
+
+
+async def _find_bad_tool(tools: Sequence[Mapping[str, Any]], compiler: GrammarCompiler) -> None:
+    """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
+    for index, tool in enumerate(tools):
+        try:
+            await compiler.check(json_grammar(tool["function"].get("parameters") or {}))
+        except RequestInvalid as exc:
+            raise _problem(exc, param=f"tools.{index}.function.parameters") from exc
+
+
+def _format_grammar(response_format: Mapping[str, Any] | None) -> GrammarSpec | None:
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return json_grammar({"type": "object"})
+    if kind != "json_schema":
+        raise bad_request(
+            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format.type"
+        )
+    wrapper = response_format.get("json_schema")
+    if not isinstance(wrapper, Mapping):
+        raise bad_request("response_format.json_schema is required", param="response_format.json_schema")
+    schema = cast("Mapping[str, Any]", wrapper).get("schema")
+    if not isinstance(schema, Mapping):
+        raise bad_request(f"{_SCHEMA} must be an object", param=_SCHEMA)
+    checked = cast("Mapping[str, Any]", schema)
+    _check_size(checked, param=_SCHEMA)
+    return json_grammar(checked)
+
+
+def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """Schemas of the arguments by name."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise bad_request(f"at most {MAX_TOOLS} tools can be given", param="tools")
+    found: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(tools or ()):
+        param = f"tools.{index}.function"
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, Mapping):
+            raise bad_request("only tools of type 'function' are supported", param=f"tools.{index}.type")
+        fields = cast("Mapping[str, Any]", function)
+        name, schema = fields.get("name"), fields.get("parameters")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise bad_request("a function's name has 1 to 64 letters, digits, '_' or '-'", param=f"{param}.name")
+        if name in found:
+            raise bad_request(f"two functions are named '{name}'", param=f"{param}.name")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
+        schema = cast("Mapping[str, Any]", schema or {})
+        _check_size(schema, param=f"{param}.parameters")
+        found[name] = {"type": "object", **schema}
+    return found
+
+
+def _choice(
+    tool_choice: str | Mapping[str, Any] | None, functions: dict[str, Mapping[str, Any]]
+) -> tuple[dict[str, Mapping[str, Any]], bool]:
+    """The functions that may be called, and whether one must be."""
+    if tool_choice is None or tool_choice == "auto":
+        return functions, False
+    if tool_choice == "none":
+        return {}, False
+    if not functions:
+        raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
+    if tool_choice == "required":
+        return functions, True
+    name = _chosen_name(tool_choice)
+    if name is None:
+        raise bad_request("tool_choice must be 'none', 'auto', 'required' or name a function", param="tool_choice")
+    if name not in functions:
+        raise bad_request(f"tool_choice names '{name[:64]}', which is not among the tools", param="tool_choice")
+    return {name: functions[name]}, True
+
+
+def _chosen_name(tool_choice: str | Mapping[str, Any]) -> str | None:
+    if isinstance(tool_choice, str) or tool_choice.get("type") != "function":
+        return None
+    function = tool_choice.get("function")
+    name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _tool_grammar(
+    functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
+) -> GrammarSpec:
+    """Calls as the family writes them; free text around them unless they are forced."""
+    key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
+    calls = [_call_rule(index, name, key, schema) for index, (name, schema) in enumerate(functions.items())]
+    rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
+    try:
+        return lark_grammar("\n".join(rules) + "\n")
+    except RequestInvalid as exc:
+        raise _problem(exc, param="tools") from exc
+
+
+def _call_rule(index: int, name: str, key: str, schema: Mapping[str, Any]) -> str:
+    """One function's call. The schema stands alone, so that references in it mean what they meant."""
+    opening = '{"name": ' + json.dumps(name) + f', "{key}": '
+    return f'call_{index}: {json.dumps(opening)} {json_rule(schema)} "}}"'
+
+
+def _any(rule: str, count: int) -> str:
+    return " | ".join(f"{rule}_{index}" for index in range(count))
+
+
+def _hermes(*, forced: bool, several: bool) -> list[str]:
+    body = r'"\n"? call "\n"? "</tool_call>"'
+    if forced:
+        more = r'("\n" tag)*' if several else ""
+        return [f"start: tag {more}", f'tag: "<tool_call>" {body}']
+    many = "tag*" if several else "tag?"
+    return [f"start: {many} TEXT", f"tag: opening {body}", 'opening[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
+
+
+def _llama(*, forced: bool, several: bool) -> list[str]:
+    start = 'call ("; " call)*' if several else "call"
+    if forced:
+        return [f"start: {start}"]
+    return ["start: calls | TEXT", f"calls: {start}", r"TEXT: /([^{](.|\n)*)?/"]
+
+
+def _mistral(*, forced: bool, several: bool) -> list[str]:
+    more = r'(", " call)*' if several else ""
+    array = f'" "? "[" call {more} "]"'
+    if forced:
+        return [f'start: "[TOOL_CALLS]" {array}']
+    return ["start: group? TEXT", f"group: opening {array}", 'opening[lazy]: TEXT "[TOOL_CALLS]"', r"TEXT: /(.|\n)*/"]
+
+
+_AROUND = {ToolFormat.HERMES: _hermes, ToolFormat.LLAMA: _llama, ToolFormat.MISTRAL: _mistral}
+
+
+def _check_size(schema: Mapping[str, Any], *, param: str) -> None:
+    size = len(json.dumps(schema))
+    if size > MAX_SCHEMA_CHARS:
+        raise bad_request(
+            f"the schema is too large: {size} characters, at most {MAX_SCHEMA_CHARS} can be used", param=param
+        )
+    if "x-guidance" in schema:
+        raise bad_request("'x-guidance' is not supported", param=param)
+
+
+def _problem(error: RequestInvalid, *, param: str) -> HttpProblem:
+    message = ". ".join(line.rstrip(".") for line in error.lines())
+    return bad_request(message, param=param, code="invalid_schema")

@@ -1,0 +1,149 @@
+"""Grammars: from a JSON schema or a Lark text to masks of the tokens that may come next (llguidance).
+
+The library is imported when the first grammar is made. It drops the GIL while it compiles and while it computes a
+mask, and its bounds on work are counted, not timed: what is refused here is refused on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.errors import RequestInvalid, StepFailed
+from edgepipe.sampling.params import GrammarSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Bitmask = npt.NDArray[np.int32]
+"""``[ceil(V / 32)]``: bit ``i`` of word ``w`` says whether token ``32 * w + i`` may come."""
+
+WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+"""What may stand between JSON's parts. Bounded: a model that likes spaces would otherwise never close its brackets."""
+
+
+def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:
+    """Output that is one JSON value of the schema. Not checked yet. Raises RequestInvalid if it is too large."""
+    return lark_grammar(f"start: {json_rule(schema)}\n")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The schema as it stands in a Lark grammar's rule. References in it are relative to itself."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}, ensure_ascii=True)
+
+
+def lark_grammar(text: str) -> GrammarSpec:
+    """A grammar in llguidance's Lark dialect. Not checked yet. Raises RequestInvalid if it is too large."""
+    return GrammarSpec("%llguidance {}\n" + text)
+
+
+def check_grammar(spec: GrammarSpec) -> None:
+    """Compile the grammar and throw it away: some ms, up to a second for the largest; not for an event loop.
+
+    Raises RequestInvalid with what is wrong.
+    """
+    from llguidance import LLMatcher
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(spec.text)
+    if failed:
+        raise RequestInvalid(
+            "the output cannot be bound to this schema",
+            fact=_reason(messages[0]),
+            next_step="change the schema; docs/usage.md lists what is supported",
+        )
+
+
+def _reason(message: str) -> str:
+    """The library's sentence, without the place in a text that the user never saw."""
+    first = message.strip().splitlines()[0]
+    return first.rpartition("failed to compile JSON schema: ")[2][:300]
+
+
+class GrammarTokenizer:
+    """A model's vocabulary as grammars see it. Made once per stage; takes about 0.5 s for 150,000 tokens."""
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        *,
+        encode: Callable[[str], list[int]],
+        end_ids: Sequence[int],
+        special_ids: Sequence[int],
+    ) -> None:
+        """
+        tokens       [V] the bytes that each id stands for; empty for ids without text
+        encode       how the model's tokenizer cuts a text, so that what is forced comes in tokens that the model knows
+        end_ids      at least one; allowed where the output may end, and nowhere else
+        special_ids  never allowed, but for end ids
+        """
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        vocabulary = _Vocabulary(tokens, encode=encode, end_ids=end_ids, special_ids=special_ids)
+        self.library: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(end_ids))
+        self.num_words = -(-len(tokens) // 32)
+
+
+class GrammarState:
+    """Where one output stands in its grammar: a function of the tokens taken."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, spec: GrammarSpec, tokens: Sequence[int] = ()) -> None:
+        """Compile, then take what is there already. Raises StepFailed if the grammar or the tokens do not fit."""
+        from llguidance import LLMatcher
+
+        self._matcher: LLMatcher = LLMatcher(tokenizer.library, spec.text, log_level=0)
+        self._num_words = tokenizer.num_words
+        self._check()
+        for token in tokens:
+            self.take(token)
+
+    def take(self, token: int) -> None:
+        """The output goes on with ``token``. Raises StepFailed if the grammar forbids it."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return  # complete: what follows the end, where somebody ignores it, is not bound
+        self._matcher.consume_token(token)
+        self._check()
+
+    def mask(self) -> Bitmask | None:
+        """What may come next; None once the output is complete and has ended."""
+        if self._matcher.is_stopped() and not self._matcher.is_accepting():
+            self._check()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        self._check()
+        return bits[: self._num_words]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise StepFailed(
+                "the output left its grammar, or the grammar is too complex to follow",
+                fact=" ".join(self._matcher.get_error().split())[:300],
+                next_step="send the request with a simpler schema",
+            )
+
+
+class _Vocabulary:
+    """What llguidance's wrapper reads."""
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        *,
+        encode: Callable[[str], list[int]],
+        end_ids: Sequence[int],
+        special_ids: Sequence[int],
+    ) -> None:
+        self._encode = encode
+        self.tokens = list(tokens)
+        self.eos_token_id = end_ids[0]
+        self.special_token_ids = sorted({*special_ids, *end_ids})
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Texts that a grammar forces. The wrapper tries bytes once, and keeps to text when they are refused."""
+        if isinstance(text, bytes):
+            raise TypeError("only text can be encoded")
+        return self._encode(text)

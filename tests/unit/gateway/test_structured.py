@@ -1,0 +1,179 @@
+"""``response_format`` and ``tools`` to grammars: what they let through, and what is refused with which field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
+from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
+from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.sampling import GrammarSpec
+from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer
+
+CITY = {"$ref": "#/$defs/city"}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": CITY},
+                "required": ["city"],
+                "additionalProperties": False,
+                "$defs": {"city": {"type": "string", "maxLength": 20}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = {
+    ToolFormat.HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ToolFormat.LLAMA: '{"name": "now", "parameters": {}}',
+    ToolFormat.MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> GrammarTokenizer:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    return GrammarTokenizer(
+        [tokenizer.token_bytes(token) for token in range(SMALLEST_VOCAB)],
+        encode=lambda text: tokenizer.encode(text, add_special=False),
+        end_ids=[EOS_TOKEN_ID],
+        special_ids=list(tokenizer.special_ids.values()),
+    )
+
+
+def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
+    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; ``refuses`` otherwise."""
+    assert grammar is not None
+    state = GrammarState(vocabulary, grammar)
+    for byte in text.encode():
+        if not _allowed(state)[byte]:
+            return "refuses"
+        state.take(byte)
+    return "ends" if _allowed(state)[EOS_TOKEN_ID] else "goes on"
+
+
+def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
+    mask = state.mask()
+    assert mask is not None
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")
+
+
+async def plan(**fields: Any) -> OutputPlan:
+    return await plan_output(tool_format=fields.pop("kind", ToolFormat.HERMES), compiler=GrammarCompiler(), **fields)
+
+
+async def test_nothing_asked_is_nothing_bound() -> None:
+    assert await plan() == OutputPlan()
+    assert await plan(response_format={"type": "text"}, tools=[]) == OutputPlan()
+    assert await plan(tools=TOOLS, tool_choice="none") == OutputPlan()
+
+
+async def test_json_object_and_schema(vocabulary: GrammarTokenizer) -> None:
+    anything = (await plan(response_format={"type": "json_object"})).grammar
+    assert takes(vocabulary, anything, '{"a": [1, null]}') == "ends"
+    assert takes(vocabulary, anything, "[1]") == "refuses"
+    assert takes(vocabulary, anything, '{"a":') == "goes on"
+    assert takes(vocabulary, anything, "{" + " " * 40) == "refuses", "spaces without end would never be JSON"
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    bound = (
+        await plan(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    ).grammar
+    assert takes(vocabulary, bound, '{"n": 12}') == "ends"
+    assert takes(vocabulary, bound, '{\n  "n": 12\n}') == "ends"
+    assert takes(vocabulary, bound, '{"n": "') == "refuses"
+    assert takes(vocabulary, bound, "{}") == "refuses"
+
+
+@pytest.mark.parametrize("kind", list(ToolFormat))
+async def test_tools_in_every_familys_format(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
+    call = CALLS[kind]
+    other = call.replace("now", "weather").replace("{}", '{"city": "Rome"}')
+    auto = await plan(kind=kind, tools=TOOLS, tool_choice="auto")
+    assert auto.tool_format is kind
+    assert len(auto.tools) == 2
+    for text in (call, other, "Hello", ""):
+        assert takes(vocabulary, auto.grammar, text) == "ends"
+    assert takes(vocabulary, auto.grammar, call.replace("now", "never")) == "refuses"
+    assert takes(vocabulary, auto.grammar, other.replace("city", "town")) == "refuses"
+    forced = (await plan(kind=kind, tools=TOOLS, tool_choice="required")).grammar
+    assert [takes(vocabulary, forced, text) for text in (call, other, "Hello")] == ["ends", "ends", "refuses"]
+    named = await plan(kind=kind, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert [takes(vocabulary, named.grammar, text) for text in (call, other)] == ["refuses", "ends"]
+    assert [tool["function"]["name"] for tool in named.tools] == ["weather"]
+
+
+async def test_parallel_calls_only_where_wanted(vocabulary: GrammarTokenizer) -> None:
+    twice = CALLS[ToolFormat.HERMES] + "\n" + CALLS[ToolFormat.HERMES]
+    for several, result in ((True, "ends"), (None, "ends"), (False, "refuses")):
+        grammar = (await plan(tools=TOOLS, tool_choice="required", parallel_tool_calls=several)).grammar
+        assert takes(vocabulary, grammar, twice) == result
+
+
+def _schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+SCHEMA = "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, SCHEMA),
+        (_schema({"type": "nothing"}), SCHEMA),
+        (_schema({"$ref": "http://127.0.0.1/x"}), SCHEMA),
+        (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
+        (_schema({"type": "string", "pattern": "(("}), SCHEMA),
+        (_schema({"type": "string", "pattern": "(?=a)a"}), SCHEMA),
+        (_schema({"type": "string", "minLength": 3, "maxLength": 2}), SCHEMA),
+        (_schema({"enum": ["x" * 1000] * 100}), SCHEMA),
+        (_schema({"x-guidance": 7}), SCHEMA),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools.0.function.parameters"),
+        (
+            {"tools": [TOOLS[0], {"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}]},
+            "tools.1.function.parameters",
+        ),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpProblem) as caught:
+        await plan(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert "%llguidance" not in caught.value.message
+
+
+async def test_patterns_that_explode_elsewhere_compile(vocabulary: GrammarTokenizer) -> None:
+    grammar = (await plan(**_schema({"type": "string", "pattern": "^(a+)+$"}))).grammar
+    assert takes(vocabulary, grammar, '"' + "a" * 5000 + '"') == "ends"
+
+
+def test_instructions_name_every_tool() -> None:
+    text = tool_instructions(TOOLS)
+    assert '"weather"' in text
+    assert '"now"' in text

@@ -1,0 +1,142 @@
+"""Tool calls in text: found in every family's way of writing them, however the text is cut, in linear time."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgepipe.gateway.tool_calls import CallDelta, Scanned, ToolCallScanner, ToolFormat, call_id, detect_format
+
+HERMES = 'Sure.\n<tool_call>\n{"name": "sum", "arguments": {"a": [1, 2], "s": "}\\" ]"}}\n</tool_call>\n'
+LLAMA = '{"name": "sum", "parameters": {"a": [1, 2], "s": "}\\" ]"}}'
+MISTRAL = '[TOOL_CALLS] [{"name": "sum", "arguments": {"a": [1, 2], "s": "}\\" ]"}}]'
+ARGUMENTS = {"a": [1, 2], "s": '}" ]'}
+
+
+def scan(kind: ToolFormat, pieces: list[str]) -> Scanned:
+    """All that the pieces give, with every call's parts joined."""
+    scanner = ToolCallScanner(kind, new_id=lambda index: f"id{index}")
+    content, parts = "", list[CallDelta]()
+    for result in [*(scanner.push(piece) for piece in pieces), scanner.finish()]:
+        content += result.content
+        parts += result.calls
+    joined: list[CallDelta] = []
+    for part in parts:
+        if part.name:
+            assert part.index == len(joined)
+            assert part.call_id == f"id{part.index}"
+            joined.append(part)
+        else:
+            assert part.index == len(joined) - 1
+            old = joined[-1]
+            joined[-1] = CallDelta(
+                index=old.index, call_id=old.call_id, name=old.name, arguments=old.arguments + part.arguments
+            )
+    assert scanner.num_calls == len(joined)
+    return Scanned(content, tuple(joined))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content"),
+    [
+        (ToolFormat.HERMES, HERMES, "Sure."),
+        (ToolFormat.LLAMA, LLAMA, ""),
+        (ToolFormat.LLAMA, "Well: <|python_tag|>" + LLAMA, "Well:"),
+        (ToolFormat.MISTRAL, MISTRAL, ""),
+    ],
+)
+def test_each_family_and_every_cut_gives_the_same_call(kind: ToolFormat, text: str, content: str) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        found = scan(kind, [text[i : i + size] for i in range(0, len(text), size)])
+        assert found.content == content
+        assert [call.name for call in found.calls] == ["sum"]
+        assert json.loads(found.calls[0].arguments) == ARGUMENTS
+
+
+def test_several_calls_and_the_text_between_them() -> None:
+    twice = HERMES + "and" + HERMES.removeprefix("Sure.") + "bye"
+    found = scan(ToolFormat.HERMES, [twice])
+    assert found.content == "Sure.\nand\nbye"
+    assert [call.index for call in found.calls] == [0, 1]
+    array = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}]'
+    found = scan(ToolFormat.MISTRAL, [array])
+    assert [(call.name, call.arguments) for call in found.calls] == [("a", "{}"), ("b", '{"x": 1}')]
+    found = scan(ToolFormat.LLAMA, [LLAMA + "; " + LLAMA])
+    assert len(found.calls) == 2
+
+
+def test_arguments_stream_before_the_call_ends() -> None:
+    scanner = ToolCallScanner(ToolFormat.HERMES, new_id=str)
+    first = scanner.push('<tool_call>{"name": "f", "arguments": {"x": "lon')
+    assert first.calls[0] == CallDelta(index=0, call_id="0", name="f")
+    assert "".join(call.arguments for call in first.calls) == '{"x": "lon'
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "arguments"),
+    [
+        ('{"arguments": {"x": 1}, "name": "f"}', "f", '{"x": 1}'),
+        ('{"name": "f", "arguments": "{\\"x\\": 1}"}', "f", '{"x": 1}'),
+        ('{"name": "f"}', "f", "{}"),
+        ('{"name": "f", "arguments":   {"x" :1} , "id": "7"}', "f", '{"x" :1}'),
+    ],
+)
+def test_odd_but_clear_calls(body: str, name: str, arguments: str) -> None:
+    found = scan(ToolFormat.HERMES, list(f"<tool_call>{body}</tool_call>"))
+    assert [(call.name, call.arguments) for call in found.calls] == [(name, arguments)]
+    assert found.content == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ToolFormat.HERMES, "no call < at <tool all"),
+        (ToolFormat.HERMES, "<tool_call>what?</tool_call> "),
+        (ToolFormat.HERMES, '<tool_call>{"answer": 42}</tool_call>'),
+        (ToolFormat.HERMES, '<tool_call>{"name": ""}'),
+        (ToolFormat.HERMES, '<tool_call>{"na'),
+        (ToolFormat.LLAMA, '{"answer": {"deep": "}"}}\n'),
+        (ToolFormat.LLAMA, " 1 < 2 "),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS] none"),
+    ],
+)
+def test_what_is_no_call_stays_content(kind: ToolFormat, text: str) -> None:
+    for size in (1, 3, len(text)):
+        found = scan(kind, [text[i : i + size] for i in range(0, len(text), size)])
+        assert found == Scanned(text, ())
+
+
+def test_a_call_cut_off_keeps_what_came() -> None:
+    found = scan(ToolFormat.HERMES, ['<tool_call>\n{"name": "f", "arguments": {"x": "unfin'])
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"x": "unfin')]
+    assert found.content == ""
+
+
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"', '"name": "f"', ",", ":", " ", "\\", "a"]))
+)
+def test_any_text_cut_anyhow_gives_the_same(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert scan(ToolFormat.HERMES, list(text)) == scan(ToolFormat.HERMES, [text])
+
+
+@pytest.mark.parametrize("piece", ["[", "{", ",", '"', "<tool_call>", "<", '{"name":', "\\", " ", "{}"])
+@pytest.mark.parametrize("kind", list(ToolFormat))
+def test_hostile_text_ends_in_time_and_is_no_call(kind: ToolFormat, piece: str) -> None:
+    """A scanner that looks twice at what it has seen would not be done with this within the test's time."""
+    opening = {"hermes": "<tool_call>", "llama": "", "mistral": "[TOOL_CALLS]"}[kind.value]
+    text = opening + piece * 40_000
+    found = scan(kind, [text[i : i + 16] for i in range(0, len(text), 16)])
+    assert found == Scanned(text, ())
+
+
+def test_ids_belong_to_the_request() -> None:
+    assert call_id("r", 0, 1) == call_id("r", 0, 1) != call_id("r", 1, 1)
+
+
+def test_formats_are_told_by_templates() -> None:
+    assert detect_format("{{ '<tool_call>' }}") is ToolFormat.HERMES
+    assert detect_format("[TOOL_CALLS]") is ToolFormat.MISTRAL
+    assert detect_format("<|python_tag|>") is ToolFormat.LLAMA
+    assert detect_format("{{ messages }}") is ToolFormat.HERMES
