@@ -10,15 +10,15 @@ from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.micro_batches import MicroBatches
-from edgepipe.engine.pump import Pump
+from edgepipe.engine.pump import Pump, Registrar
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.ids import Epoch, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Event, Policy, Scheduler, SchedulerLimits
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.plans import PipelineSpec, Registration
+from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import common_pb2
 
 
@@ -71,9 +71,7 @@ class EpochRun:
             for site in sites
         ]
 
-    async def open(
-        self, *, registration: Callable[[SequenceId], Registration], on_events: Callable[[list[Event]], None]
-    ) -> None:
+    async def open(self, *, registration: Registrar, on_events: Callable[[list[Event]], None]) -> None:
         """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost."""
         try:
             async with asyncio.TaskGroup() as tasks:
