@@ -13,7 +13,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, PipelineId
+from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Event, Policy, Scheduler, SchedulerLimits
