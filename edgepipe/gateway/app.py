@@ -1,40 +1,59 @@
-"""Routes and the guards before them: who may ask (Host, Origin), and errors in one shape for everything."""
+"""Routes and the guard before them, and errors in one shape for everything."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from edgepipe.errors import EdgepipeError, ModelUnknown
+from edgepipe.gateway.access import AccessRules, Guard
+from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.door import Door
-from edgepipe.gateway.problems import HttpProblem, from_error
+from edgepipe.gateway.endpoints import Endpoint, fields
+from edgepipe.gateway.ollama import OllamaChatBody, OllamaDoor, OllamaGenerateBody, ShowBody
+from edgepipe.gateway.openapi import make_document, make_page
+from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
+from edgepipe.gateway.schema import ChatBody, CompletionBody
+from edgepipe.gateway.status import StatusPages
+from edgepipe.gateway.streams import StreamTimeouts
+from edgepipe.gateway.tokenizing import DetokenizeBody, TokenizeBody, TokenPages
 
 logger = logging.getLogger(__name__)
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
+_ANSWER = fields(
+    "id", "object", "created", "model", "choices", "usage", id="string", created="integer", choices="array"
+)
+_LIST = fields("object", "data", object="string", data="array")
+_CARD = fields("id", "object", "created", "owned_by", id="string", created="integer")
 
 
-def make_app(door: Door, *, host_names: Iterable[str] = ()) -> ASGIApp:
-    """The ASGI application. ``host_names``: names and addresses besides loopback's under which it may be asked."""
-    routes = [
-        Route("/v1/chat/completions", door.chat, methods=["POST"]),
-        Route("/v1/completions", door.complete, methods=["POST"]),
-        Route("/v1/models", door.list_models, methods=["GET"]),
-        Route("/v1/models/{id:path}", door.one_model, methods=["GET"]),
-        Route("/health", door.health, methods=["GET"]),
-        Route("/ready", door.ready, methods=["GET"]),
-    ]
-    allowed = LOOPBACK_NAMES | {name.lower() for name in host_names}
+def make_app(*, desk: Desk, pages: StatusPages, rules: AccessRules, timeouts: StreamTimeouts | None = None) -> ASGIApp:
+    """The ASGI application."""
+    endpoints = _endpoints(desk, pages, timeouts or StreamTimeouts())
+    document = make_document(endpoints)
+    text = json.dumps(document)
+
+    async def openapi(request: Request) -> Response:
+        return Response(text, media_type="application/json")
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(make_page(document, host=request.headers["host"]), headers=_PAGE_HEADERS)
+
+    routes = [Route(each.path, each.handler, methods=[each.method]) for each in endpoints]
+    routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Guard, allowed=allowed)],
+        middleware=[Middleware(Guard, rules=rules)],
         exception_handlers={
             HttpProblem: _show_problem,
             EdgepipeError: _show_error,
@@ -44,63 +63,203 @@ def make_app(door: Door, *, host_names: Iterable[str] = ()) -> ASGIApp:
     )
 
 
-class _Guard:
-    """Refuses requests that a foreign web page may have caused: Host and Origin must name this machine, always."""
-
-    def __init__(self, app: ASGIApp, *, allowed: frozenset[str]) -> None:
-        self._app = app
-        self._allowed = allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        problem = self._problem(headers)
-        app = self._app if problem is None else _response(problem)
-        await app(scope, receive, send)
-
-    def _problem(self, headers: list[tuple[str, str]]) -> HttpProblem | None:
-        hosts = [value for name, value in headers if name == "host"]
-        if len(hosts) != 1 or host_name(hosts[0]) not in self._allowed:
-            return HttpProblem(
-                status=421, message="this server does not answer for that Host", code="misdirected_request"
-            )
-        for name, value in headers:
-            if name == "origin" and host_name(value.partition("://")[2]) not in self._allowed:
-                return HttpProblem(status=403, message="this Origin may not ask here", code="origin_not_allowed")
-        return None
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 
 
-def host_name(value: str) -> str | None:
-    """The name in a Host header, lower case, without its port; None if it is malformed."""
-    name, colon, port = value.strip().lower().rpartition(":")
-    if not colon or value.endswith("]"):
-        return value.strip().lower()
-    return name if port.isascii() and port.isdigit() else None
+def _endpoints(desk: Desk, pages: StatusPages, timeouts: StreamTimeouts) -> Sequence[Endpoint]:
+    door = Door(desk=desk, timeouts=timeouts)
+    return [*_openai(door, pages), *_status(pages), *_tokens(TokenPages(models=desk.models)), *_ollama(desk, door)]
 
 
-def _response(problem: HttpProblem) -> Response:
-    return JSONResponse(problem.body(), status_code=problem.status, headers=dict(problem.headers))
+def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
+    return [
+        Endpoint(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=door.chat,
+            group="OpenAI",
+            summary="The next turn of a conversation.",
+            body=ChatBody,
+            answer=_ANSWER,
+            streams=_EVENTS,
+        ),
+        Endpoint(
+            method="POST",
+            path="/v1/completions",
+            handler=door.complete,
+            group="OpenAI",
+            summary="Continuations of prompts.",
+            body=CompletionBody,
+            answer=_ANSWER,
+            streams=_EVENTS,
+        ),
+        Endpoint(
+            method="GET",
+            path="/v1/models",
+            handler=pages.list_models,
+            group="OpenAI",
+            summary="Models that answer now.",
+            answer=_LIST,
+        ),
+        Endpoint(
+            method="GET",
+            path="/v1/models/{id:path}",
+            handler=pages.one_model,
+            group="OpenAI",
+            summary="One of them.",
+            answer=_CARD,
+        ),
+    ]
+
+
+def _status(pages: StatusPages) -> list[Endpoint]:
+    group = "Status"
+    status = fields("status", status="string")
+    return [
+        Endpoint(
+            method="GET",
+            path="/health",
+            handler=pages.health,
+            group=group,
+            summary="This gateway lives.",
+            answer=status,
+            open=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/ready",
+            handler=pages.ready,
+            group=group,
+            summary="A model answers; 503 while none does.",
+            answer=status,
+            open=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/version",
+            handler=pages.version,
+            group=group,
+            summary="Versions of edgepipe and of its protocol.",
+            answer=fields("version", "protocol", version="string", protocol="integer"),
+        ),
+        Endpoint(
+            method="GET",
+            path="/metrics",
+            handler=pages.scrape,
+            group=group,
+            summary="Figures for Prometheus.",
+            media_type="text/plain",
+        ),
+    ]
+
+
+def _tokens(pages: TokenPages) -> list[Endpoint]:
+    group = "Tokens"
+    return [
+        Endpoint(
+            method="POST",
+            path="/tokenize",
+            handler=pages.tokenize,
+            group=group,
+            summary="Token ids of a text or of a conversation.",
+            body=TokenizeBody,
+            answer=fields("count", "max_model_len", "tokens", count="integer", tokens="array"),
+        ),
+        Endpoint(
+            method="POST",
+            path="/detokenize",
+            handler=pages.detokenize,
+            group=group,
+            summary="The text of token ids.",
+            body=DetokenizeBody,
+            answer=fields("prompt", prompt="string"),
+        ),
+        Endpoint(
+            method="GET",
+            path="/tokenizer_info",
+            handler=pages.tokenizer_info,
+            group=group,
+            summary="Special tokens and chat template.",
+            answer=fields("model", model="string"),
+            query=("model",),
+        ),
+    ]
+
+
+def _ollama(desk: Desk, door: Door) -> list[Endpoint]:
+    group = "Ollama"
+    ollama = OllamaDoor(desk=desk, door=door)
+    models = fields("models", models="array")
+    return [
+        Endpoint(
+            method="POST",
+            path="/api/chat",
+            handler=ollama.chat,
+            group=group,
+            summary="The next turn of a conversation.",
+            body=OllamaChatBody,
+            answer=fields("model", "message", "done", done="boolean"),
+            streams=_LINES,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/generate",
+            handler=ollama.generate,
+            group=group,
+            summary="An answer to a prompt.",
+            body=OllamaGenerateBody,
+            answer=fields("model", "response", "done", done="boolean"),
+            streams=_LINES,
+        ),
+        Endpoint(
+            method="GET", path="/api/tags", handler=ollama.tags, group=group, summary="Models served.", answer=models
+        ),
+        Endpoint(method="GET", path="/api/ps", handler=ollama.ps, group=group, summary="Models loaded.", answer=models),
+        Endpoint(
+            method="POST",
+            path="/api/show",
+            handler=ollama.show,
+            group=group,
+            summary="What is known of a model.",
+            body=ShowBody,
+            answer=fields("details", "model_info", "capabilities", details="object", capabilities="array"),
+        ),
+        Endpoint(
+            method="GET",
+            path="/api/version",
+            handler=ollama.version,
+            group=group,
+            summary="Version of edgepipe.",
+            answer=fields("version", version="string"),
+        ),
+    ]
+
+
+def _response(request: Request, problem: HttpProblem) -> Response:
+    """In OpenAI's shape, or in the one line that Ollama's clients read."""
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": problem.message}, status_code=problem.status, headers=dict(problem.headers))
+    return problem_response(problem)
 
 
 async def _show_problem(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HttpProblem)
-    return _response(exc)
+    return _response(request, exc)
 
 
 async def _show_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, EdgepipeError)
-    return _response(from_error(exc, param="model" if isinstance(exc, ModelUnknown) else None))
+    return _response(request, from_error(exc, param="model" if isinstance(exc, ModelUnknown) else None))
 
 
 async def _show_http(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
     text = f"{request.method} {request.url.path[:200]}: {exc.detail}"
-    return _response(HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {}))
+    problem = HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {})
+    return _response(request, problem)
 
 
 async def _show_bug(request: Request, exc: Exception) -> Response:
     problem = HttpProblem(status=500, message="edgepipe made a mistake; its log has the details", code="internal_error")
-    return _response(problem)
+    return _response(request, problem)

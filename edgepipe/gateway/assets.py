@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from edgepipe.gateway.text import Detokenizer
+from edgepipe.gateway.tool_calls import ToolFormat, detect_format
 from edgepipe.model.store import StoredModel
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tokenizer import Tokenizer
+
+_CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
 
 
 class ModelAssets:
@@ -18,18 +21,59 @@ class ModelAssets:
     def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._special = {token: text for text, token in tokenizer.special_ids.items()}
+        sources = renderer.template.sources
+        self._source = "\n".join(sources.values())
+        self._tool_format = detect_format(self._source)
+
+    @property
+    def vocab_size(self) -> int:
+        """See Assets."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """See Assets."""
+        return self._tool_format
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """See Assets."""
+        return "tools" in self._source
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Assets."""
         return self._tokenizer.encode(text, add_special=special_tokens)
 
-    def new_detokenizer(self) -> Detokenizer:
-        """See Assets. Special tokens have no text."""
-        return self._tokenizer.detokenizer()
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Assets."""
+        return self._tokenizer.decode(ids, skip_special=False)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def token_bytes(self, token: int) -> bytes:
+        """See Assets."""
+        return b"" if token in self._special else self._tokenizer.token_bytes(token)
+
+    def token_text(self, token: int) -> str:
+        """See Assets."""
+        return self._special.get(token) or self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def new_detokenizer(self, *, tool_calls: bool = False) -> Detokenizer:
+        """See Assets. Special tokens have no text."""
+        return self._tokenizer.detokenizer(keep=_CALL_MARKS if tool_calls else ())
+
+    def info(self) -> dict[str, Any]:
+        """See Assets: names as in Hugging Face's ``tokenizer_config.json``."""
+        template = self._renderer.template
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": self.vocab_size,
+            **template.special_tokens,
+            "chat_template": template.sources.get("default"),
+        }
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         """See Assets. The child that renders is started by the first call and kept."""
-        return await self._renderer.render(messages)
+        return await self._renderer.render(messages, **keywords)
 
     async def close(self) -> None:
         """End the child."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from edgepipe.errors import PromptTooLong, RequestInvalid
 from edgepipe.gateway.generation import Generation
+from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta
+from edgepipe.gateway.tool_calls import ToolCallScanner, ToolFormat, call_id
+from edgepipe.sampling import TokenLogprobs
 from edgepipe.wire.requests import Submission
 
 
@@ -21,6 +25,7 @@ class Completion:
     model: str
     requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
+    tool_format: ToolFormat | None = None  # set: calls are looked for in the text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -32,13 +37,18 @@ class Completion:
         """Choices of all prompts."""
         return sum(request.num_choices for request in self.requests)
 
+    def prompt_of(self, choice: int) -> int:
+        """Index of the prompt that a choice answers."""
+        return choice // self.requests[0].num_choices
+
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Tokens of a request, for its usage: a function of the log."""
+    """What a request has come to: a function of the log."""
 
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])  # by prompt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +56,10 @@ class _Track:
     """A choice on its way: which generation feeds it, and how far its text is."""
 
     generation: Generation
+    prompt: int  # index
     choice: int  # within the generation
     text: ChoiceText
+    scanner: ToolCallScanner | None
 
 
 def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: int) -> int:
@@ -66,7 +78,7 @@ def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: 
 
 
 async def run_completion(
-    completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts
+    completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts, meter: RequestMeter
 ) -> AsyncGenerator[Delta]:
     """Deltas of all choices as they become visible; the last of each has its finish reason.
 
@@ -75,42 +87,75 @@ async def run_completion(
     changed = asyncio.Event()
     with ExitStack() as stack:
         generations = [stack.enter_context(entry.link.open(r, changed=changed)) for r in completion.requests]
-        tracks = _tracks(completion, generations, assets)
-        while any(not track.text.finished for track in tracks):
+        running = _tracks(completion, generations, assets)
+        counts.prompt_logprobs = {i: each.log.prompt_logprobs for i, each in enumerate(generations)}
+        while running:
             await changed.wait()
             changed.clear()
-            for track in tracks:
-                if not track.text.finished and (delta := _advance(track, counts)) is not None:
+            for track in running:
+                if (delta := _advance(track, counts, meter)) is not None:
                     yield delta
+            running = [track for track in running if not track.text.finished]
 
 
 def _tracks(completion: Completion, generations: list[Generation], assets: Assets) -> list[_Track]:
     tracks: list[_Track] = []
-    for generation in generations:
+    for prompt, generation in enumerate(generations):
         for choice in range(generation.request.num_choices):
             text = ChoiceText(
                 len(tracks),
-                new_detokenizer=assets.new_detokenizer,
+                new_detokenizer=partial(assets.new_detokenizer, tool_calls=completion.tool_format is not None),
                 stops=completion.stops,
                 stop_token_ids=generation.request.stop_token_ids,
             )
-            tracks.append(_Track(generation=generation, choice=choice, text=text))
+            scanner = _scanner(completion, generation, choice)
+            tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, scanner=scanner))
     return tracks
 
 
-def _advance(track: _Track, counts: Counts) -> Delta | None:
+def _scanner(completion: Completion, generation: Generation, choice: int) -> ToolCallScanner | None:
+    if completion.tool_format is None:
+        return None
+    request_id = generation.request.request_id
+    return ToolCallScanner(completion.tool_format, new_id=lambda index: call_id(request_id, choice, index))
+
+
+def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None:
     """What is new of one choice, or None. Raises the request's failure once everything before it was told."""
-    ids = track.generation.log.tokens(track.choice, start=track.text.num_tokens)
+    log = track.generation.log
+    before = track.text.num_tokens
+    ids = log.tokens(track.choice, start=before)
     ending = track.generation.ending(track.choice)
     if not ids and ending is None:
         if track.generation.failure is not None:
             raise track.generation.failure
         return None
-    before = track.text.num_tokens
     delta = track.text.advance(ids, ending.reason if ending else None)
-    counts.completion_tokens += track.text.num_tokens - before
+    count = track.text.num_tokens - before
+    counts.completion_tokens += count
+    if count:
+        meter.tokens(delta.choice, count)
     if delta.stopped_at is not None:
         track.generation.cancel(track.choice, at_position=delta.stopped_at)
     if ending is not None and track.choice == 0:
         counts.cached_prompt_tokens += ending.cached_prompt_tokens
+    if track.generation.request.sampling.logprobs:
+        delta = replace(delta, logprobs=tuple(log.logprobs(track.choice, start=before, count=count)))
+    if track.scanner is not None:
+        delta = _scanned(delta, track.scanner)
+    if delta.finish_reason is not None:
+        meter.choice_ended(delta.finish_reason)
     return delta
+
+
+def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
+    """The delta with its calls taken out of its text."""
+    scanned = scanner.push(delta.text)
+    content, calls = scanned.content, scanned.calls
+    reason = delta.finish_reason
+    if reason is not None:
+        rest = scanner.finish()
+        content, calls = content + rest.content, calls + rest.calls
+        if reason == "stop" and scanner.num_calls:
+            reason = "tool_calls"
+    return replace(delta, text=content, calls=calls, finish_reason=reason)

@@ -30,8 +30,8 @@ class LinkLimits:
 
     resume_window_s: float = 3.0  # a crashed engine is reported by its daemon within 0.1 s; a blip is over by then
     max_breaks: int = 5  # in a row without a message in between
-    max_requests: int = 256  # prompts in flight; each may hold a context of ids
-    max_outbox: int = 4096  # messages waiting for the stream: one submit and up to 8 cancels per request
+    max_requests: int = 4096  # prompts in flight, of all keys; each may hold a context of ids
+    max_outbox: int = 16384  # messages waiting for the stream: one submit and a few cancels per request
 
 
 class EngineLink:

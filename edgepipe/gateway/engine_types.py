@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import PipelineId, RequestId
+from edgepipe.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,17 @@ class TokensArrived:
     choice: int
     position: int
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens from the absolute ``position`` on."""
+
+    request_id: RequestId
+    choice: int
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,9 @@ class ChoiceEnded:
     error: EdgepipeError | None = None
 
 
+EngineReport = TokensArrived | PromptScored | ChoiceEnded
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model that some engine serves, as this node's daemon tells it."""
@@ -40,6 +55,8 @@ class ServedModel:
     address: str  # HOST:PORT of the engine
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
+    manifest_hash: str = ""
+    weight_bytes: int = 0  # of all stages together
     message: str = ""
     error: EdgepipeError | None = None
 

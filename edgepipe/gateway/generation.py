@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
-from edgepipe.gateway.engine_types import ChoiceEnded, TokensArrived
+from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, TokensArrived
 from edgepipe.gateway.log import RequestLog
 from edgepipe.wire.requests import Submission
 
@@ -26,20 +26,24 @@ class Generation:
         send_cancel: Callable[[Generation, int, int], None],
     ) -> None:
         self.request = request
-        self.log = RequestLog(num_choices=request.num_choices, max_tokens=request.max_tokens)
+        self.log = RequestLog(
+            num_choices=request.num_choices,
+            max_tokens=request.max_tokens,
+            with_logprobs=request.sampling.logprobs,
+        )
         self.failure: EdgepipeError | None = None
         self.cancelled: dict[int, int] = {}  # choice -> number of tokens wanted; a resumed engine is told again
         self._changed = changed
         self._send_cancel = send_cancel
         self._endings: dict[int, ChoiceEnded] = {}
 
-    def apply(self, event: TokensArrived | ChoiceEnded) -> None:
+    def apply(self, event: EngineReport) -> None:
         """Append what the engine reports, then wake the reader. A broken rule of the protocol fails the request."""
         if isinstance(event, ChoiceEnded):
             self._end(event)
         elif event.choice not in self._endings:
             try:
-                self.log.append(choice=event.choice, position=event.position, ids=event.ids)
+                self._append(event)
             except RemoteProtocolError as exc:
                 self.fail(exc)
         self._changed.set()
@@ -64,6 +68,12 @@ class Generation:
         """The request cannot be finished. The first failure stays."""
         self.failure = self.failure or error
         self._changed.set()
+
+    def _append(self, event: TokensArrived | PromptScored) -> None:
+        if isinstance(event, PromptScored):
+            self.log.add_prompt_logprobs(position=event.position, logprobs=event.logprobs)
+        else:
+            self.log.append(choice=event.choice, position=event.position, ids=event.ids, logprobs=event.logprobs)
 
     def _end(self, event: ChoiceEnded) -> None:
         if event.reason in ("stop", "length"):

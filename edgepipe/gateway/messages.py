@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgepipe.gateway.engine_types import ChoiceEnded, ServedModel, TokensArrived
+from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, ServedModel, TokensArrived
 from edgepipe.ids import PipelineId, RequestId
 from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.sampling import logprobs_from_wire
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 
-def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[TokensArrived | ChoiceEnded]:
-    """What an engine reports of requests, in order."""
+def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
+    """What an engine reports of requests, in order. Raises RemoteProtocolError."""
+    for scores in event.prompt_scores:
+        yield PromptScored(
+            request_id=RequestId(scores.request_id),
+            choice=scores.choice,
+            position=scores.position,
+            logprobs=logprobs_from_wire(scores.tokens),
+        )
     for tokens in event.tokens:
         yield TokensArrived(
             request_id=RequestId(tokens.request_id),
             choice=tokens.choice,
             position=tokens.position,
             ids=tuple(tokens.ids),
+            logprobs=logprobs_from_wire(tokens.logprobs),
         )
     for ended in event.ended:
         yield ChoiceEnded(
@@ -44,6 +53,8 @@ def _served(entry: node_pb2.ServedModel) -> ServedModel:
         address=engine.address,
         context_length=engine.context_length,
         model_path=entry.model_path,
+        manifest_hash=engine.manifest_hash,
+        weight_bytes=sum(stage.weight_bytes for stage in engine.stages),
         message=engine.message,
         error=error_from_wire(engine.error) if engine.HasField("error") else None,
     )

@@ -11,20 +11,52 @@ from edgepipe.errors import CapacityError, ModelUnknown
 from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.text import Detokenizer
+from edgepipe.gateway.tool_calls import ToolFormat
 
 
 class Assets(Protocol):
     """What turns a model's text into ids and back."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to one below this."""
+        ...
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls."""
+        ...
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether its chat template shows tools to the model."""
+        ...
+
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Ids of a text. ``special_tokens``: add those that the model expects around a raw prompt."""
         ...
 
-    def new_detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer for one choice."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens' too."""
         ...
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for; empty for special tokens and ids that have none."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """A token by itself, for people: special ones by their name, half characters replaced."""
+        ...
+
+    def new_detokenizer(self, *, tool_calls: bool = False) -> Detokenizer:
+        """A fresh detokenizer for one choice. ``tool_calls``: what begins a call has text, even where it is special."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """What clients may want to know of the tokenizer."""
+        ...
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         """The conversation as a prompt that asks for the assistant's next turn. Raises TemplateFailed."""
         ...
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from edgepipe.errors import EdgepipeError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -34,6 +36,11 @@ class HttpProblem(Exception):
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"
+
+
+def problem_response(problem: HttpProblem) -> JSONResponse:
+    """The response that tells of it."""
+    return JSONResponse(problem.body(), status_code=problem.status, headers=dict(problem.headers))
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> HttpProblem:

@@ -1,30 +1,45 @@
-"""Answers in OpenAI's shapes, whole and as server-sent events. Fields that its schema requires are there, even null."""
+"""Answers in OpenAI's shapes, whole and as server-sent events. Fields that its schema requires are there, even null.
+
+Events are written as text around the one piece that changes: a token's event costs microseconds.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edgepipe.gateway.completion import Completion, Counts
+from edgepipe.gateway.desk import Order
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.logprobs import TextLogprobs, chat_logprobs
+from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.schema import RequestBody
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.tool_calls import CallDelta
+from edgepipe.sampling import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(body: dict[str, Any]) -> bytes:
+def compact(value: object) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(body: str) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {body}\n\n".encode()
 
 
-def usage(completion: Completion, counts: Counts) -> dict[str, Any]:
-    """Token counts of a request."""
+def usage(order: Order) -> dict[str, Any]:
+    """Token counts of a request so far."""
+    prompt_tokens, counts = order.completion.num_prompt_tokens, order.counts
     return {
-        "prompt_tokens": completion.num_prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": counts.completion_tokens,
-        "total_tokens": completion.num_prompt_tokens + counts.completion_tokens,
+        "total_tokens": prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_prompt_tokens},
     }
 
@@ -46,149 +61,262 @@ class GatheredChoice:
 
     text: list[str] = field(default_factory=list[str])
     ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    calls: list[CallDelta] = field(default_factory=list[CallDelta])
     finish_reason: str = ""
 
     def add(self, delta: Delta) -> None:
         """Append what became visible."""
         self.text.append(delta.text)
         self.ids.extend(delta.ids)
+        self.logprobs.extend(delta.logprobs)
+        self.calls.extend(delta.calls)
         self.finish_reason = delta.finish_reason or self.finish_reason
+
+    def whole_calls(self) -> list[dict[str, Any]]:
+        """Its tool calls, their pieces joined."""
+        found: dict[int, dict[str, Any]] = {}
+        for piece in self.calls:
+            call = found.setdefault(
+                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+            call["id"] += piece.call_id
+            call["function"]["name"] += piece.name
+            call["function"]["arguments"] += piece.arguments
+        return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What every part of an answer repeats."""
+    """What every part of an answer repeats, and what the client wants to see of it."""
 
     response_id: str
     created_s: int
-    model: str
+    fingerprint: str
+    service_tier: str | None
     with_ids: bool  # return_token_ids
+    with_usage: bool  # in the last event
+    with_running_usage: bool  # in every event
 
-    def fields(self, kind: str) -> dict[str, Any]:
+    @classmethod
+    def of(cls, body: RequestBody, order: Order, *, response_id: str, created_s: int) -> Head:
+        """From a request."""
+        options = body.stream_options
+        served = order.entry.served
+        made_of = f"{served.pipeline_id}/{served.engine_id}"
+        return cls(
+            response_id=response_id,
+            created_s=created_s,
+            fingerprint="fp_" + hashlib.sha256(made_of.encode()).hexdigest()[:10],
+            service_tier=None if body.service_tier is None else ("flex" if body.is_batch else "default"),
+            with_ids=bool(body.return_token_ids),
+            with_usage=bool(options and options.include_usage),
+            with_running_usage=bool(options and options.continuous_usage_stats),
+        )
+
+    def fields(self, kind: str, order: Order) -> dict[str, Any]:
         """The first fields of a body."""
-        return {"id": self.response_id, "object": kind, "created": self.created_s, "model": self.model}
+        fields: dict[str, Any] = {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": order.completion.model,
+            "system_fingerprint": self.fingerprint,
+        }
+        return fields | ({"service_tier": self.service_tier} if self.service_tier else {})
 
 
 class Shape(Protocol):
     """The form of one endpoint's answers."""
 
-    def whole(self, completion: Completion, choices: Sequence[GatheredChoice], counts: Counts) -> dict[str, Any]:
+    media_type: str  # of a stream
+
+    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         ...
 
-    def opening(self, completion: Completion) -> list[dict[str, Any]]:
-        """Chunks before the first text."""
+    def opening(self) -> bytes:
+        """What a stream begins with, before the first delta."""
         ...
 
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """The chunk of a delta; None if a client would see nothing new."""
+    def delta(self, delta: Delta) -> bytes:
+        """What a delta adds; empty if a client would see nothing new."""
         ...
 
-    def usage_chunk(self, completion: Completion, counts: Counts) -> dict[str, Any]:
-        """The last chunk, when usage was asked for."""
+    def ending(self) -> bytes:
+        """What ends a stream that went well."""
+        ...
+
+    def error(self, problem: HttpProblem) -> bytes:
+        """What ends one that did not."""
         ...
 
 
-class ChatShape:
+class _EventShape:
+    """What OpenAI's two endpoints share."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, head: Head, order: Order, *, kind: str) -> None:
+        self._head = head
+        self._order = order
+        self._wants_logprobs = order.completion.requests[0].sampling.logprobs
+        self._fields = head.fields(kind, order)
+        self._prefix = compact(self._fields)[:-1] + ',"choices":['
+        self._null_usage = ',"usage":null' if head.with_usage else ""
+
+    def ending(self) -> bytes:
+        """See Shape."""
+        if not self._head.with_usage:
+            return DONE
+        return event(f'{self._prefix}],"usage":{compact(usage(self._order))}}}') + DONE
+
+    def error(self, problem: HttpProblem) -> bytes:
+        """See Shape."""
+        return event(compact(problem.body()))
+
+    def _event(self, choice: str, more: str = "") -> bytes:
+        numbers = f',"usage":{compact(usage(self._order))}' if self._head.with_running_usage else self._null_usage
+        return event(f"{self._prefix}{choice}]{numbers}{more}}}")
+
+    def _shows(self, delta: Delta) -> bool:
+        ids = delta.ids and (self._head.with_ids or self._wants_logprobs)
+        return bool(delta.text or delta.calls or ids or delta.finish_reason is not None)
+
+
+class ChatShape(_EventShape):
     """``chat.completion`` and ``chat.completion.chunk``."""
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
-        self._head = head
-        self._null_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    def __init__(self, head: Head, order: Order, *, streams: bool) -> None:
+        super().__init__(head, order, kind="chat.completion.chunk" if streams else "chat.completion")
 
-    def whole(self, completion: Completion, choices: Sequence[GatheredChoice], counts: Counts) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
         """See Shape."""
-        body = self._head.fields("chat.completion")
-        body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        body["usage"] = usage(completion, counts)
+        body: dict[str, Any] = self._fields | {
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage(self._order),
+        }
         if self._head.with_ids:
-            body["prompt_token_ids"] = list(completion.requests[0].prompt)
+            body["prompt_token_ids"] = list(self._order.completion.requests[0].prompt)
         return body
 
-    def opening(self, completion: Completion) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
         """See Shape. The role comes first, so that a client can show the answer's place while the prompt is read."""
-        chunks = [
-            self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(completion.num_choices)
-        ]
-        if self._head.with_ids:
-            chunks[0]["prompt_token_ids"] = list(completion.requests[0].prompt)
-        return chunks
+        ids = self._order.completion.requests[0].prompt
+        more = f',"prompt_token_ids":{compact(ids)}' if self._head.with_ids else ""
+        return b"".join(
+            self._event(self._part(index, '{"role":"assistant","content":""}'), more if index == 0 else "")
+            for index in range(self._order.completion.num_choices)
+        )
 
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+    def delta(self, delta: Delta) -> bytes:
         """See Shape."""
-        if not delta.text and delta.finish_reason is None and not (self._head.with_ids and delta.ids):
-            return None
-        body = self._chunk(delta.choice, {"content": delta.text} if delta.text else {}, delta.finish_reason)
-        if self._head.with_ids:
-            body["choices"][0]["token_ids"] = list(delta.ids)
-        return body
+        if not self._shows(delta):
+            return b""
+        fields = f'"content":{compact(delta.text)}' if delta.text else ""
+        if delta.calls:
+            calls = compact([_call_piece(piece) for piece in delta.calls])
+            fields += ("," if fields else "") + f'"tool_calls":{calls}'
+        more = f',"token_ids":{compact(delta.ids)}' if self._head.with_ids else ""
+        logprobs = compact(self._logprobs(delta.ids, delta.logprobs)) if delta.logprobs else "null"
+        return self._event(self._part(delta.choice, f"{{{fields}}}", logprobs, delta.finish_reason, more))
 
-    def usage_chunk(self, completion: Completion, counts: Counts) -> dict[str, Any]:
-        """See Shape."""
-        return self._head.fields("chat.completion.chunk") | {"choices": [], "usage": usage(completion, counts)}
-
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        body = self._head.fields("chat.completion.chunk")
-        body["choices"] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]
-        return body | self._null_usage
+    def _part(
+        self, index: int, delta: str, logprobs: str = "null", finish_reason: str | None = None, more: str = ""
+    ) -> str:
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
 
     def _choice(self, index: int, choice: GatheredChoice) -> dict[str, Any]:
+        text, calls = "".join(choice.text), choice.whole_calls()
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         body: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": None,
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "logprobs": self._logprobs(choice.ids, choice.logprobs) if self._wants_logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         return body | ({"token_ids": choice.ids} if self._head.with_ids else {})
 
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return chat_logprobs(self._order.assets, ids, logprobs)
 
-class TextShape:
+
+class TextShape(_EventShape):
     """``text_completion``, whole and streamed."""
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
-        self._head = head
-        self._null_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    def __init__(self, head: Head, order: Order) -> None:
+        super().__init__(head, order, kind="text_completion")
+        self._texts = order.texts  # echoed
+        self._logprobs = [TextLogprobs(order.assets) for _ in range(order.completion.num_choices)]
+        self._begun: set[int] = set()  # choices whose echo was sent
 
-    def whole(self, completion: Completion, choices: Sequence[GatheredChoice], counts: Counts) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
         """See Shape."""
-        prompts = _prompt_of_choice(completion)
-        body = self._head.fields("text_completion")
         entries: list[dict[str, Any]] = []
         for index, choice in enumerate(choices):
-            entry = _text_choice(index, "".join(choice.text), choice.finish_reason)
+            logprobs = self._of_prompt(index) if self._wants_logprobs and self._texts else None
+            if self._wants_logprobs:
+                new = self._logprobs[index].add(choice.ids, choice.logprobs)
+                logprobs = {name: logprobs[name] + part for name, part in new.items()} if logprobs else new
+            entry: dict[str, Any] = {
+                "index": index,
+                "text": self._echo(index) + "".join(choice.text),
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+            }
             if self._head.with_ids:
-                entry |= {"token_ids": choice.ids, "prompt_token_ids": prompts[index]}
+                entry |= {"token_ids": choice.ids, "prompt_token_ids": self._prompt(index)}
             entries.append(entry)
-        return body | {"choices": entries, "usage": usage(completion, counts)}
+        return self._fields | {"choices": entries, "usage": usage(self._order)}
 
-    def opening(self, completion: Completion) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
         """See Shape. Only clients that want ids see anything before the first text."""
         if not self._head.with_ids:
-            return []
-        chunks: list[dict[str, Any]] = []
-        for index, prompt in enumerate(_prompt_of_choice(completion)):
-            entry = _text_choice(index, "", None) | {"token_ids": [], "prompt_token_ids": prompt}
-            chunks.append(self._chunk(entry))
-        return chunks
+            return b""
+        return b"".join(
+            self._event(
+                self._part(index, "", more=f',"token_ids":[],"prompt_token_ids":{compact(self._prompt(index))}')
+            )
+            for index in range(self._order.completion.num_choices)
+        )
 
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """See Shape."""
-        if not delta.text and delta.finish_reason is None and not (self._head.with_ids and delta.ids):
-            return None
-        entry = _text_choice(delta.choice, delta.text, delta.finish_reason)
-        return self._chunk(entry | ({"token_ids": list(delta.ids)} if self._head.with_ids else {}))
+    def delta(self, delta: Delta) -> bytes:
+        """See Shape. A choice's first brings what is echoed: by then the prompt's log-probabilities have come."""
+        echo = self._begin(delta.choice) if self._texts and delta.choice not in self._begun else b""
+        if not self._shows(delta):
+            return echo
+        logprobs = "null"
+        if self._wants_logprobs and delta.ids:
+            logprobs = compact(self._logprobs[delta.choice].add(delta.ids, delta.logprobs))
+        more = f',"token_ids":{compact(delta.ids)}' if self._head.with_ids else ""
+        return echo + self._event(self._part(delta.choice, delta.text, logprobs, delta.finish_reason, more))
 
-    def usage_chunk(self, completion: Completion, counts: Counts) -> dict[str, Any]:
-        """See Shape."""
-        return self._head.fields("text_completion") | {"choices": [], "usage": usage(completion, counts)}
+    def _begin(self, choice: int) -> bytes:
+        self._begun.add(choice)
+        logprobs = compact(self._of_prompt(choice)) if self._wants_logprobs else "null"
+        more = ',"token_ids":[]' if self._head.with_ids else ""
+        return self._event(self._part(choice, self._echo(choice), logprobs, more=more))
 
-    def _chunk(self, entry: dict[str, Any]) -> dict[str, Any]:
-        return self._head.fields("text_completion") | {"choices": [entry]} | self._null_usage
+    def _part(
+        self, index: int, text: str, logprobs: str = "null", finish_reason: str | None = None, more: str = ""
+    ) -> str:
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        return f'{{"index":{index},"text":{compact(text)},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
+
+    def _echo(self, choice: int) -> str:
+        return self._texts[self._order.completion.prompt_of(choice)] if self._texts else ""
+
+    def _prompt(self, choice: int) -> tuple[int, ...]:
+        return self._order.completion.requests[self._order.completion.prompt_of(choice)].prompt
+
+    def _of_prompt(self, choice: int) -> dict[str, Any]:
+        scored = self._order.counts.prompt_logprobs[self._order.completion.prompt_of(choice)]
+        return self._logprobs[choice].add(self._prompt(choice), [None, *scored])
 
 
-def _text_choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _prompt_of_choice(completion: Completion) -> list[list[int]]:
-    return [list(request.prompt) for request in completion.requests for _ in range(request.num_choices)]
+def _call_piece(piece: CallDelta) -> dict[str, Any]:
+    if not piece.name:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
@@ -14,33 +15,26 @@ MAX_PROMPTS = 64  # lm-eval sends its batch as one list
 MAX_MESSAGES = 2048
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
-MAX_TOKEN_ID = (1 << 32) - 1
+MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context bounds it further
+MAX_TOOLS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_BIASED_TOKENS = 300
 
-# Fields of later versions: a value that changes nothing is taken, any other is refused rather than ignored.
+# Fields that are not supported: a value that changes nothing is taken, any other is refused rather than ignored.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "tools": (None, []),
+    "prompt_logprobs": (None, False, 0),
     "functions": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "min_tokens": (None, 0),
-    "echo": (None, False),
+    "function_call": (None, "none", "auto"),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
+    "chat_template": (None,),  # templates come from models, never from requests
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
 }
 
-BodyT = TypeVar("BodyT", bound="RequestBody")
+BodyT = TypeVar("BodyT", bound="Checked")
 
 
 def _stops(value: object) -> object:
@@ -73,36 +67,93 @@ def _prompts(value: object) -> object:
     return [items] if isinstance(items[0], int) else items
 
 
+def _biases(value: object) -> object:
+    """Token ids are keys of a JSON object, so they are text there."""
+    if not isinstance(value, dict):
+        return value
+    biases: dict[int, object] = {}
+    for key, bias in cast("dict[object, object]", value).items():
+        text = str(key)
+        if not re.fullmatch(r"[0-9]{1,10}", text):
+            raise ValueError("keys must be token ids")
+        if int(text) in biases:
+            raise ValueError(f"token {int(text)} stands there twice")
+        biases[int(text)] = bias
+    return biases
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Prompt = str | Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = str | TokenIds
+Text = Annotated[str, Field(max_length=256)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Stops = Annotated[
+    list[StopString] | None,
+    BeforeValidator(_stops, json_schema_input_type=StopString | list[StopString] | None),
+    Field(max_length=MAX_STOPS),
+]
+Biases = Annotated[
+    dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
+    | None,
+    BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None),
+    Field(max_length=MAX_BIASED_TOKENS),
+]
 
 
-class _Checked(BaseModel):
+class Checked(BaseModel):
+    """Strict: a number is no text and a flag no number. Unknown fields are ignored, as OpenAI's clients expect."""
+
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class StreamOptions(_Checked):
+class TextPart(Checked):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str | None, BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart] | None)]
+
+
+class StreamOptions(Checked):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
-class RequestBody(_Checked):
+class RequestBody(Checked):
     """Fields that both endpoints share."""
 
-    model: Annotated[str, Field(max_length=256)] | None = None
+    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: Biases = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Annotated[list[StopString] | None, BeforeValidator(_stops), Field(max_length=MAX_STOPS)] = None
+    stop: Stops = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex", "batch"] | None = None  # flex, batch: others go first
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether interactive requests go before this one."""
+        return self.service_tier in ("flex", "batch")
 
     @model_validator(mode="after")
     def _consistent(self) -> RequestBody:
@@ -113,20 +164,87 @@ class RequestBody(_Checked):
         return self
 
 
-class Message(_Checked):
+class FunctionCall(Checked):
+    """What the assistant called, in an earlier turn."""
+
+    name: Text
+    arguments: str = ""
+
+
+class ToolCall(Checked):
+    """A call in an earlier turn."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Checked):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_joined_text)] = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    content: Content = None
+    name: Text | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Text | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and not self.tool_calls:
             raise ValueError(f"content is required for role '{self.role}'")
         return self
+
+
+_FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_TOOL_SCHEMA = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": _FUNCTION_NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object", "description": "JSON schema of the arguments."},
+            },
+        },
+    },
+}
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME}},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_FORMAT_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+# Read by edgepipe.gateway.structured, which checks them; here stands what the API's document tells of them.
+RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
+RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA)]
+RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA)]
 
 
 class ChatBody(RequestBody):
@@ -134,12 +252,32 @@ class ChatBody(RequestBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: RawFormat = None
+    tools: Annotated[list[RawTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: RawToolChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        return self
 
 
 class CompletionBody(RequestBody):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        list[Prompt],
+        BeforeValidator(_prompts, json_schema_input_type=str | TokenIds | list[Prompt]),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
 
 
 def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
@@ -147,7 +285,7 @@ def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
     for name, neutral in _NEUTRAL.items():
         value = raw.get(name)
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral):
-            raise bad_request(f"'{name}' is not supported by this version", param=name, code="unsupported_parameter")
+            raise bad_request(f"'{name}' is not supported", param=name, code="unsupported_parameter")
     try:
         return kind.model_validate(raw)
     except ValidationError as exc:
@@ -157,7 +295,11 @@ def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
 def _problem(exc: ValidationError) -> HttpProblem:
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     names = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-    param = ".".join(name for name in names if name not in ("str", "list", "int"))
+    param = ".".join(name for name in names if name not in _TYPE_NAMES)
     message = first["msg"].removeprefix("Value error, ")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return bad_request(f"{param}: {message}" if param else message, param=param or None, code=code)
+
+
+_TYPE_NAMES = ("str", "list", "int", "dict")
+"""Of union members: pydantic puts them into an error's place, but no request has such a field."""

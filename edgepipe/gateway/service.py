@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, PortInUse, StageLost
+from edgepipe.gateway.access import AccessRules
+from edgepipe.gateway.admission import Admission, AdmissionLimits
 from edgepipe.gateway.app import make_app
 from edgepipe.gateway.assets import load_assets
-from edgepipe.gateway.door import Door
+from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, ConnectionLimits, Connections
+from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.messages import served_models
+from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable
+from edgepipe.gateway.status import StatusPages
+from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.ids import IdSource
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
-MAX_HEADER_BYTES = 16 << 10
-MAX_CONNECTIONS = 512  # idle ones included; each costs some 50 KB
+_BACKLOG = 1024  # connections that the kernel keeps for a busy loop
 _STOP_S = 2  # answers still running then are cut
 
 
@@ -43,7 +49,10 @@ class Gateway:
         new_seed: Callable[[], int],
         load: AssetLoader = load_assets,
         limits: LinkLimits | None = None,
-        host_names: Iterable[str] = (),
+        rules: AccessRules | None = None,
+        admission: AdmissionLimits | None = None,
+        connections: ConnectionLimits | None = None,
+        timeouts: StreamTimeouts | None = None,
     ) -> None:
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
         self._load = load
@@ -53,11 +62,24 @@ class Gateway:
         self._changed = asyncio.Event()
         self._entries: dict[tuple[str, str], ModelEntry] = {}
         self._runners: dict[tuple[str, str], asyncio.Task[None]] = {}
-        door = Door(models=self._models, clock=clock, ids=ids, new_seed=new_seed)
-        self.app: ASGIApp = make_app(door, host_names=host_names)
+        self._newest = node_pb2.ClusterView()
+        self._connections = Connections(connections or ConnectionLimits())
+        self._admission = Admission(admission or AdmissionLimits())
+        metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
+        desk = Desk(
+            models=self._models,
+            clock=clock,
+            ids=ids,
+            new_seed=new_seed,
+            admission=self._admission,
+            metrics=metrics.requests,
+        )
+        pages = StatusPages(models=self._models, clock=clock, metrics=metrics)
+        self.app: ASGIApp = make_app(desk=desk, pages=pages, rules=rules or AccessRules(), timeouts=timeouts)
 
     def update(self, view: node_pb2.ClusterView) -> None:
         """Take the daemon's newest view; ``run`` acts on it."""
+        self._newest = view
         self._view = served_models(view)
         self._changed.set()
 
@@ -77,15 +99,14 @@ class Gateway:
         """Answer HTTP on a listening socket until cancelled; answers under way get two seconds to end."""
         config = uvicorn.Config(
             self.app,
-            http="h11",  # checks more than httptools does
+            http=self._connections.protocol(),  # over h11, which checks more than httptools does
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=30,
+            timeout_keep_alive=round(self._connections.limits.idle_s),
             timeout_graceful_shutdown=_STOP_S,
         )
         server = _Server(config)
@@ -97,6 +118,13 @@ class Gateway:
                 server.should_exit = True
                 await serving
                 raise
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "connections": len(self._connections),
+            "prompts_running": self._admission.num_running,
+            "requests_waiting": self._admission.num_waiting,
+        }
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
         ready = {(served.pipeline_id, served.address): served for served in self._view if served.ready}
@@ -149,7 +177,8 @@ def listen(*, host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(128)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # what it accepts inherits it
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as exc:
         sock.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -15,39 +17,120 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.problems import HttpProblem
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTimeouts:
+    """What a stream waits for."""
+
+    hold_s: float = 1.0  # for the first token: until then what fails has its own status instead of an event
+    heartbeat_s: float = 15.0  # proxies close what is silent for 30 to 60 s
+    send_s: float = 30.0  # a client that takes nothing for so long is gone, or reads too slowly to matter
 
 
 class EventStream(Response):
-    """Server-sent events. What can be refused is refused before this response is made: its status is 200."""
+    """A streamed answer: its events, comments while there are none, and its end when the client leaves or stalls.
 
-    media_type = "text/event-stream"
+    Nothing is kept for a slow client but the request's log: events are made when it can take them.
+    """
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        opening: bytes,
+        on_error: Callable[[EdgepipeError], bytes],
+        place: AbstractContextManager[object],
+        timeouts: StreamTimeouts,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        """
+        opening   sent at once if no event comes within ``hold_s``, else right before the first
+        on_error  the event that ends a stream whose events raise this
+        place     held until the stream has ended
+        """
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
+        self._opening = opening
+        self._on_error = on_error
+        self._place = place
+        self._timeouts = timeouts
+        self._heartbeat = b": still working\n\n" if media_type == "text/event-stream" else b""
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end or the client leaves."""
-        async with aclosing(self._events):
-            await _first(self._send_all(send), receive)
+        """Send events until they end or the client leaves. Raises what fails before anything was sent."""
+        with self._place:
+            async with aclosing(self._events):
+                try:
+                    await first_of(self._send_all(send), receive)
+                except _Stalled:
+                    logger.info("a client took nothing for %.0f s, its request is cancelled", self._timeouts.send_s)
+                    scope["state"]["connection"].abort()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for part in self._events:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        first = asyncio.ensure_future(anext(self._events, b""))
+        try:
+            await asyncio.wait({first}, timeout=self._timeouts.hold_s)
+            if first.done():
+                first.result()  # raises what went wrong
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_parts(send, first)
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_parts(self, send: Send, first: asyncio.Future[bytes]) -> None:
+        beating = asyncio.create_task(self._beat(send), name="heartbeat")
+        try:
+            await self._send(send, self._opening)
+            await self._send(send, await first)
+            async for part in self._events:
+                await self._send(send, part)
+        except EdgepipeError as exc:
+            await self._send(send, self._on_error(exc))
+        finally:
+            beating.cancel()
+
+    async def _send(self, send: Send, part: bytes) -> None:
+        self._sent += 1
+        if not part:
+            return
+        try:
+            async with asyncio.timeout(self._timeouts.send_s):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            raise _Stalled from None
+
+    async def _beat(self, send: Send) -> None:
+        """Comments, where nothing else was sent for a while."""
+        while self._heartbeat:
+            sent = self._sent
+            await asyncio.sleep(self._timeouts.heartbeat_s)
+            if sent == self._sent:
+                try:
+                    await self._send(send, self._heartbeat)
+                except _Stalled:
+                    return  # who sends parts notices, too
+
+
+class _Stalled(Exception):
+    """The client takes nothing."""
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result or error. If the client leaves first, the work is cancelled and HttpProblem 499 raised."""
-    result = await _first(work, request.receive)
+    result = await first_of(work, request.receive)
     if result is None:
         raise HttpProblem(status=499, message="the client left", code="client_closed_request")
     return result
 
 
-async def _first(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+async def first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
     """The work's result, or None if the client left before it ended. Both have ended on return."""
     async with asyncio.TaskGroup() as tasks:
         worker = tasks.create_task(_outcome(work), name="answer")
@@ -74,7 +157,7 @@ class _Outcome(Generic[T]):
 async def _outcome(work: Coroutine[Any, Any, T]) -> _Outcome[T]:
     try:
         return _Outcome(await work)
-    except (EdgepipeError, HttpProblem, OSError) as exc:
+    except (EdgepipeError, HttpProblem, OSError, _Stalled) as exc:
         return _Outcome(error=exc)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from edgepipe.gateway.tool_calls import CallDelta
+from edgepipe.sampling import TokenLogprobs
+
 
 class Detokenizer(Protocol):
     """Turns one choice's ids into text as they come. ``edgepipe.model.detokenizer`` has the real one."""
@@ -62,8 +65,10 @@ class Delta:
     choice: int
     text: str
     ids: tuple[int, ...]
-    finish_reason: str | None = None  # "stop" | "length" in the last one
+    finish_reason: str | None = None  # "stop" | "length" | "tool_calls" in the last one
     stopped_at: int | None = None  # number of tokens kept, when a stop string ended the choice here
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
+    calls: tuple[CallDelta, ...] = ()  # pieces of tool calls
 
 
 class ChoiceText:

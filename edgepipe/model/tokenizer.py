@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use (262,144 tokens) take about 34 MB
+_SHORT_CHARS = 4096  # encoded within 1 ms
 _CHECK_S = 60  # wall time for a check that the kernel ends after 10 s of CPU time
 
 CHAT_ENDS = (
@@ -57,6 +58,11 @@ class Tokenizer:
         return cls(rebuild_tokenizer(metadata))
 
     @property
+    def vocab_size(self) -> int:
+        """Ids go from 0 to one below this."""
+        return self._vocab_size
+
+    @property
     def special_ids(self) -> Mapping[str, int]:
         """Special tokens by their text."""
         return self._special
@@ -66,9 +72,11 @@ class Tokenizer:
 
         Special tokens that stand in the text are honoured. A chat template's result wants ``add_special=False``: it
         brings its own. Raises ModelInvalid if the tokenizer gives an id that the model does not have.
+
+        Safe in a thread beside others: long texts are encoded without the interpreter's lock.
         """
         with _panics_translated():
-            ids = self._library.encode(text, add_special_tokens=add_special).ids
+            ids = self._ids(text, add_special)
         if ids and max(ids) >= self._vocab_size:
             raise ModelInvalid(
                 "the tokenizer does not fit the model",
@@ -76,15 +84,22 @@ class Tokenizer:
             )
         return ids
 
+    def _ids(self, text: str, add_special: bool) -> list[int]:
+        """The library's plain call holds the interpreter's lock all the while, its call for batches does not."""
+        if len(text) <= _SHORT_CHARS:
+            return self._library.encode(text, add_special_tokens=add_special).ids
+        return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become replacement characters."""
         detokenizer = self.detokenizer(skip_special=skip_special)
         return "".join([*(detokenizer.add(token) for token in ids), detokenizer.finish()])
 
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one choice of a request."""
-        skipped = frozenset(self._special.values()) if skip_special else frozenset[int]()
-        return Detokenizer(self._token_bytes, skipped)
+    def detokenizer(self, *, skip_special: bool = True, keep: Collection[str] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one choice of a request; ``keep``: special tokens that have text all the
+        same, such as those that begin a tool call."""
+        skipped = (token for text, token in self._special.items() if text not in keep) if skip_special else ()
+        return Detokenizer(self._token_bytes, frozenset(skipped))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for by itself."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgepipe.errors import EdgepipeError
+from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.link.channels import bind, make_server
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2
@@ -46,11 +47,28 @@ class ByteAssets:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(text.encode())
 
-    def new_detokenizer(self) -> ByteDetokenizer:
+    vocab_size = 257
+    tool_format = ToolFormat.HERMES
+    template_knows_tools = False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token != END).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == END else bytes([token])
+
+    def token_text(self, token: int) -> str:
+        return "<end>" if token == END else bytes([token]).decode(errors="replace")
+
+    def new_detokenizer(self, *, tool_calls: bool = False) -> ByteDetokenizer:
         return ByteDetokenizer()
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+    def info(self) -> dict[str, Any]:
+        return {"eos_token": "<end>", "chat_template": "lines"}
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+        told = "".join(f"[{name}={value}]" for name, value in sorted(keywords.items()))
+        return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 
     async def close(self) -> None:
         return None

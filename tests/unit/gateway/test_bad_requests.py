@@ -19,6 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -53,10 +54,66 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": "yes"}, "ignore_eos"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, ""),
-    *[({name: value}, name) for name, value in {"top_p": 0.5, "logprobs": True, "top_logprobs": 10**6}.items()],
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    *[({"top_p": value}, "top_p") for value in (0, 1.1, -1)],
+    *[({"top_k": value}, "top_k") for value in (-2, 1.5, 2**40)],
+    *[({"min_p": value}, "min_p") for value in (-0.1, 1.1)],
+    *[({name: value}, name) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "1")],
+    *[({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 101)],
+    *[({"min_tokens": value}, "min_tokens") for value in (-1, 1.5)],
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, ""),
+    *[({"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (-1, 21, 10**6)],
+    *[
+        ({"logit_bias": value}, "logit_bias")
+        for value in (
+            {"1": 101},
+            {"1": -101},
+            {"1": "much"},
+            {"x": 1},
+            {"-1": 1},
+            {"257": 1},
+            {"99999999999": 1},
+            {"1": 1, "01": 2},
+            {str(token): 1 for token in range(301)},
+            {str(token): 1 for token in range(100_000)},
+            [1],
+        )
+    ],
+    *[
+        ({"tools": value}, "tools")
+        for value in (
+            [{"type": "function"}],
+            [{"type": "code"}],
+            [{"type": "function", "function": {"name": "a b"}}],
+            [TOOL, TOOL],
+            [TOOL] * 10_000,
+            [{"type": "function", "function": {"name": "a", "parameters": 3}}],
+            "all",
+        )
+    ],
+    ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    *[
+        ({"response_format": value}, "response_format")
+        for value in (
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "a"}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "wizard"}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}},
+            "json",
+        )
+    ],
+    ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),
+    *[({"chat_template_kwargs": value}, "chat_template_kwargs") for value in ({"tokenize": True}, {"messages": []}, 3)],
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"functions": [{"name": "a"}]}, "functions"),
+    ({"suffix": "x"}, "suffix"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"best_of": 2}, ""),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
@@ -166,7 +223,7 @@ async def test_models_health_and_ready(served: Served) -> None:
         ("tiny", "model", CONTEXT)
     ]
     assert (await served.http.get("/health")).status_code == 200
-    assert (await served.http.get("/ready")).json() == {"status": "ready", "models": ["tiny"]}
+    assert (await served.http.get("/ready")).json() == {"status": "ready"}
 
 
 async def test_while_nothing_is_served_health_is_fine_and_the_rest_says_so() -> None:

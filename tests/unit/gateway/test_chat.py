@@ -11,6 +11,7 @@ from tests.unit.gateway.conftest import Served, events_of, serving
 from tests.unit.gateway.fake_engine import CONTEXT, END, FakeEngine, view_of
 
 ANSWER = FakeEngine().answer.decode()
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 async def test_an_answer_has_every_field_that_openai_s_schema_requires(served: Served) -> None:
@@ -132,7 +133,7 @@ async def test_token_ids_come_back_on_request_whole_and_streamed(served: Served)
 async def test_content_may_be_parts_or_null(served: Served) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "user", "content": "c"},
     ]
     response = await served.http.post("/v1/chat/completions", json={"messages": messages, "user": "u", "store": False})
@@ -143,8 +144,7 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
 async def test_a_client_that_leaves_a_stream_cancels_its_request() -> None:
     async with serving(FakeEngine(hold_after=4)) as served:
         async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
-            async for _ in _until(response.aiter_lines(), "data: ", count=3):
-                pass
+            await _until_text(response.aiter_lines(), 3)
         async with asyncio.timeout(5):
             await served.engine.cancelled.wait()
 
@@ -162,7 +162,7 @@ async def test_a_broken_stream_is_resumed_and_the_client_sees_nothing() -> None:
     async with serving(FakeEngine(hold_after=4)) as served:
         async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
             lines = response.aiter_lines()
-            seen = [line async for line in _until(lines, "data: ", count=5)]
+            seen = await _until_text(lines, 4)
             served.engine.break_stream.set()
             served.engine.release.set()
             seen += [line async for line in lines if line]
@@ -176,7 +176,7 @@ async def test_an_engine_that_was_started_again_ends_the_request_with_an_error()
     async with serving(FakeEngine(hold_after=4)) as served:
         async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
             lines = response.aiter_lines()
-            seen = [line async for line in _until(lines, "data: ", count=5)]
+            seen = await _until_text(lines, 4)
             served.engine.engine_id = "engine-2"
             served.engine.break_stream.set()
             seen += [line async for line in lines if line]
@@ -238,10 +238,13 @@ def _body(**fields: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "hi"}]} | fields
 
 
-async def _until(lines: AsyncIterator[str], start: str, *, count: int) -> AsyncIterator[str]:
-    """The first ``count`` lines that begin with ``start``."""
-    while count:
+async def _until_text(lines: AsyncIterator[str], num_chars: int) -> list[str]:
+    """Lines of a stream until so many characters of the answer have come."""
+    seen: list[str] = []
+    text = ""
+    while len(text) < num_chars:
         line = await anext(lines)
-        if line.startswith(start):
-            count -= 1
-            yield line
+        if line:
+            seen.append(line)
+            text += events_of(line)[0]["choices"][0]["delta"].get("content", "")
+    return seen

@@ -1,0 +1,183 @@
+"""Connections before they are requests: how many, how long a header may take, errors in one shape from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from edgepipe.gateway.problems import HttpProblem
+
+MAX_HEADER_BYTES = 16 << 10
+SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: what a client that reads slowly may leave there
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one gateway holds open."""
+
+    max_connections: int = 512  # idle ones included; each costs some 50 KB
+    header_s: float = 10.0  # from the connection, or from a later request's first byte, to the end of its header
+    idle_s: float = 30.0  # between two requests
+
+
+class Connections:
+    """Those that stand. One too many takes the place of the one that idles longest; if none idles, it is refused."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._open: dict[LimitedProtocol, None] = {}  # the one that was last in use at the end
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: LimitedProtocol) -> bool:
+        """Count it; False if there is no room."""
+        if len(self._open) >= self.limits.max_connections:
+            idle = next((other for other in self._open if other.idle), None)
+            if idle is None:
+                return False
+            idle.abort()
+            self.remove(idle)
+        self._open[connection] = None
+        return True
+
+    def touch(self, connection: LimitedProtocol) -> None:
+        """It was in use until now."""
+        if connection in self._open:
+            del self._open[connection]
+            self._open[connection] = None
+
+    def remove(self, connection: LimitedProtocol) -> None:
+        """It is closed."""
+        self._open.pop(connection, None)
+
+    def protocol(self) -> type[LimitedProtocol]:
+        """What uvicorn makes per connection, counted here."""
+
+        class Counted(LimitedProtocol):
+            registry = self
+
+        return Counted
+
+
+class LimitedProtocol(H11Protocol):
+    """Uvicorn's protocol with a deadline for headers, a cap on connections, and JSON for what is no HTTP.
+
+    A request finds its connection as ``scope["state"]["connection"]``.
+    """
+
+    registry: Connections
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        self._header_deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way. A header that has begun counts as idle: whoever connects must go on."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count it, or refuse it."""
+        super().connection_made(transport)
+        if not self.registry.admit(self):
+            self._refuse(
+                HttpProblem(
+                    status=503,
+                    message=f"all {self.registry.limits.max_connections} connections are in use",
+                    code="too_many_connections",
+                    headers={"Retry-After": "1"},
+                )
+            )
+            return
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self.registry.remove(self)
+        self._header_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a header or of a body."""
+        if self.transport.is_closing():
+            return
+        if self.idle and self._header_deadline is None:
+            self._expect_header()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Requests that are complete up to their header begin here, later ones of a pipeline too."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._header_came()
+
+    def on_response_complete(self) -> None:
+        """The connection idles from now on."""
+        self.registry.touch(self)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, or its header is too large."""
+        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        code = "header_too_large" if status == 431 else "invalid_http"
+        text = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB" if status == 431 else "this is not valid HTTP"
+        self._refuse(HttpProblem(status=status, message=text, code=code))
+
+    def abort(self) -> None:
+        """Close at once, dropping what was not sent."""
+        self.transport.abort()
+
+    def _expect_header(self) -> None:
+        self._header_deadline = self.loop.call_later(self.registry.limits.header_s, self._header_is_late)
+
+    def _header_came(self) -> None:
+        if self._header_deadline is not None:
+            self._header_deadline.cancel()
+            self._header_deadline = None
+
+    def _header_is_late(self) -> None:
+        self._header_deadline = None
+        if self.idle:
+            self.abort()
+
+    def _refuse(self, problem: HttpProblem) -> None:
+        """Answer without a request, then close."""
+        self._header_came()
+        body = json.dumps(problem.body()).encode()
+        headers: Mapping[str, str] = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **problem.headers,
+        }
+        response = h11.Response(
+            status_code=problem.status, headers=list(headers.items()), reason=STATUS_PHRASES[problem.status]
+        )
+        try:
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        except h11.LocalProtocolError:  # in the middle of an answer
+            self.abort()
+        else:
+            self.transport.close()

@@ -1,0 +1,254 @@
+"""What every protocol at the door needs done: a checked body to a completion, and its run with place and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgepipe.clock import Clock
+from edgepipe.errors import EdgepipeError, RequestInvalid
+from edgepipe.gateway.admission import Admission, Ticket
+from edgepipe.gateway.completion import Completion, Counts, limit_tokens, run_completion
+from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
+from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
+from edgepipe.gateway.problems import bad_request, from_error
+from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
+from edgepipe.gateway.text import Delta
+from edgepipe.ids import IdSource, RequestId
+from edgepipe.model.template import KNOWN_KEYWORDS
+from edgepipe.sampling import SamplingParams
+from edgepipe.wire.requests import Submission
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
+_INLINE_CHARS = 4 << 10  # longer texts are tokenised in a thread
+_OWN_KEYWORDS = frozenset({"tools", "documents"})  # of templates; a request has fields for the first
+
+
+@dataclass(slots=True, kw_only=True)
+class Order:
+    """A completion that is ready to run, and what it has come to."""
+
+    completion: Completion
+    entry: ModelEntry
+    assets: Assets
+    ticket: Ticket
+    meter: RequestMeter
+    texts: tuple[str, ...] = ()  # of the prompts, where the answer repeats them
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """Takes orders. Everything that can be refused is refused before there is one."""
+
+    models: ModelTable
+    clock: Clock
+    ids: IdSource
+    new_seed: Callable[[], int]  # for requests without a seed
+    admission: Admission
+    metrics: RequestMetrics
+    compiler: GrammarCompiler = field(default_factory=GrammarCompiler)
+
+    async def chat(self, body: ChatBody, *, owner: str) -> Order:
+        """A conversation's next turn. Raises HttpProblem, EdgepipeError."""
+        entry = self.models.get(body.model)
+        assets = await entry.assets()
+        plan = await plan_output(
+            response_format=body.response_format,
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
+            tool_format=assets.tool_format,
+            compiler=self.compiler,
+        )
+        text = await render_chat(assets, body, plan)
+        prompt = await encode(assets, text, special_tokens=False)
+        sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+        wanted = body.max_completion_tokens or body.max_tokens
+        completion = self._completion(body, entry, [prompt], sampling, wanted=wanted, param="messages", plan=plan)
+        return self._order(completion, entry, assets, owner)
+
+    async def complete(self, body: CompletionBody, *, owner: str) -> Order:
+        """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
+        entry = self.models.get(body.model)
+        assets = await entry.assets()
+        prompts = [
+            await encode(assets, prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+        sampling = self._sampling(
+            body,
+            assets,
+            plan=OutputPlan(),
+            logprobs=body.logprobs is not None,
+            top=body.logprobs or 0,
+            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        )
+        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        completion = self._completion(body, entry, prompts, sampling, wanted=wanted, param="prompt", plan=OutputPlan())
+        for prompt in prompts:
+            _check_ids(prompt, assets, param="prompt")
+        texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
+        return self._order(completion, entry, assets, owner, texts=texts)
+
+    async def run(self, order: Order) -> AsyncGenerator[Delta]:
+        """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
+        meter = order.meter
+        try:
+            await order.ticket.admitted.wait()
+            meter.started()
+            deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        except EdgepipeError as exc:
+            meter.failed(exc.code)
+            raise
+        meter.ended()
+
+    def _order(
+        self, completion: Completion, entry: ModelEntry, assets: Assets, owner: str, *, texts: tuple[str, ...] = ()
+    ) -> Order:
+        """The last step: nothing waits between this and the caller's hold of the ticket."""
+        entry.link.check_room(len(completion.requests))
+        return Order(
+            completion=completion,
+            entry=entry,
+            assets=assets,
+            ticket=self.admission.enter(owner, num_prompts=len(completion.requests)),
+            meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
+            texts=texts,
+        )
+
+    def _sampling(
+        self,
+        body: RequestBody,
+        assets: Assets,
+        *,
+        plan: OutputPlan,
+        logprobs: bool,
+        top: int,
+        prompt_logprobs: bool = False,
+    ) -> SamplingParams:
+        _check_ids(list(body.logit_bias or ()), assets, param="logit_bias")
+        return SamplingParams(
+            temperature=_or(body.temperature, 1.0),
+            seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
+            top_k=max(0, body.top_k or 0),
+            top_p=_or(body.top_p, 1.0),
+            min_p=_or(body.min_p, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            logit_bias=tuple(sorted((body.logit_bias or {}).items())),
+            logprobs=logprobs,
+            top_logprobs=top,
+            prompt_logprobs=prompt_logprobs,
+            min_tokens=body.min_tokens or 0,
+            grammar=plan.grammar,
+        )
+
+    def _completion(
+        self,
+        body: RequestBody,
+        entry: ModelEntry,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        *,
+        wanted: int | None,
+        param: str,
+        plan: OutputPlan,
+    ) -> Completion:
+        context_length = entry.served.context_length
+        try:
+            limits = [
+                limit_tokens(num_prompt_tokens=len(prompt), wanted=wanted, context_length=context_length)
+                for prompt in prompts
+            ]
+        except RequestInvalid as exc:
+            raise from_error(exc, param=param) from exc
+        if sampling.min_tokens > min(limits):
+            raise bad_request(f"min_tokens is more than the {min(limits)} tokens that may come", param="min_tokens")
+        requests = tuple(
+            Submission(
+                request_id=RequestId(self.ids.new("request")),
+                prompt=tuple(prompt),
+                num_choices=body.n or 1,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                ignore_eos=bool(body.ignore_eos),
+                stop_token_ids=frozenset(body.stop_token_ids or ()),
+                priority=int(body.is_batch),
+            )
+            for prompt, max_tokens in zip(prompts, limits, strict=True)
+        )
+        return Completion(
+            model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), tool_format=plan.tool_format
+        )
+
+
+async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
+    """The prompt of a conversation. Raises TemplateFailed, HttpProblem for keywords that no template has."""
+    keywords = dict(body.chat_template_kwargs or {})
+    for name in keywords:
+        if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
+            raise bad_request(
+                f"'{name[:64]}' cannot be given to a chat template", param=f"chat_template_kwargs.{name[:64]}"
+            )
+    if body.reasoning_effort is not None:
+        keywords.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = [_message_for_template(message) for message in body.messages]
+    if plan.tools and assets.template_knows_tools:
+        keywords["tools"] = list(plan.tools)
+    elif plan.tools:
+        _tell_of_tools(messages, plan.tools)
+    return await assets.render(messages, **keywords)
+
+
+async def encode(assets: Assets, text: str, *, special_tokens: bool) -> list[int]:
+    """Ids of a text, without holding up the loop."""
+    if len(text) <= _INLINE_CHARS:
+        return assets.encode(text, special_tokens=special_tokens)
+    return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
+
+
+def _message_for_template(message: Message) -> dict[str, Any]:
+    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text."""
+    fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
+    for call in fields.get("tool_calls", ()):
+        try:
+            arguments: object = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = arguments
+    return fields
+
+
+def _tell_of_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    text = tool_instructions(tools)
+    if messages[0]["role"] == "system":
+        messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _echoed(assets: Assets, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else assets.decode(prompt)
+
+
+def _check_ids(ids: Sequence[int], assets: Assets, *, param: str) -> None:
+    highest = max(ids, default=0)
+    if highest >= assets.vocab_size:
+        raise bad_request(
+            f"{param} has the token id {highest}; the model's go from 0 to {assets.vocab_size - 1}", param=param
+        )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

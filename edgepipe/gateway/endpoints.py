@@ -1,0 +1,36 @@
+"""Every endpoint, once: its route and what the API's document says of it come from the same line."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    method: str
+    path: str  # as Starlette writes it: {id:path} takes slashes
+    handler: Handler
+    group: str
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: dict[str, Any] | None = None  # JSON schema of a 200; None: no JSON
+    streams: str = ""  # media type of a streamed answer
+    media_type: str = "application/json"
+    query: tuple[str, ...] = ()  # optional parameters, all text
+    open: bool = False  # needs no key
+
+
+def fields(*required: str, **types: str) -> dict[str, Any]:
+    """Schema of an object: required names, and the types of some."""
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    return {"type": "object", "required": [*required], "properties": properties}

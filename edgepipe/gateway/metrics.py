@@ -1,0 +1,231 @@
+"""What Prometheus scrapes: requests as this gateway saw them; engines, stages and links as the daemon tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from edgepipe.clock import Clock
+from edgepipe.wire.v1 import engine_pb2, node_pb2
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_BETWEEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_WHOLE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+_WAIT_S = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RequestMetrics:
+    """Counts and durations of requests. One registry per gateway; nothing is global."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
+        self.clock = clock
+        labels = ("model",)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"edgepipe_{name}_seconds", what, labels, buckets=buckets, registry=registry)
+
+        self.prompt_tokens = Counter("edgepipe_prompt_tokens", "Prompt tokens taken.", labels, registry=registry)
+        self.output_tokens = Counter("edgepipe_generation_tokens", "Tokens generated.", labels, registry=registry)
+        self.succeeded = Counter(
+            "edgepipe_request_success", "Choices that ended well.", (*labels, "finished_reason"), registry=registry
+        )
+        self.failed = Counter(
+            "edgepipe_request_failures", "Requests that ended in an error.", (*labels, "code"), registry=registry
+        )
+        self.first_token = histogram("time_to_first_token", "Request accepted to its first token.", _FIRST_TOKEN_S)
+        self.between = histogram("inter_token_latency", "Between two tokens of a choice.", _BETWEEN_S)
+        self.whole = histogram("e2e_request_latency", "Request accepted to its end.", _WHOLE_S)
+        self.queued = histogram("request_queue_time", "Waiting for a place in this gateway.", _WAIT_S)
+        self.prefill = histogram("request_prefill_time", "Sent to the engine to its first token.", _FIRST_TOKEN_S)
+        self.decode = histogram("request_decode_time", "First token to the last.", _WHOLE_S)
+
+    def begin(self, model: str, *, num_prompt_tokens: int) -> RequestMeter:
+        """Count a request that was accepted now."""
+        self.prompt_tokens.labels(model).inc(num_prompt_tokens)
+        return RequestMeter(self, model)
+
+
+class RequestMeter:
+    """Follows one request. Times are the clock's monotonic seconds."""
+
+    def __init__(self, metrics: RequestMetrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._accepted_s = self._started_s = metrics.clock.monotonic_s()
+        self._first_s: float | None = None
+        self._last_s: dict[int, float] = {}  # by choice
+        self._between = metrics.between.labels(model)
+        self._tokens = metrics.output_tokens.labels(model)
+
+    def started(self) -> None:
+        """It has its place and goes to the engine."""
+        self._started_s = self._metrics.clock.monotonic_s()
+        self._metrics.queued.labels(self._model).observe(self._started_s - self._accepted_s)
+
+    def tokens(self, choice: int, count: int) -> None:
+        """So many tokens of a choice came; those that come together share their gap."""
+        now_s = self._metrics.clock.monotonic_s()
+        self._tokens.inc(count)
+        if self._first_s is None:
+            self._first_s = now_s
+            self._metrics.first_token.labels(self._model).observe(now_s - self._accepted_s)
+            self._metrics.prefill.labels(self._model).observe(now_s - self._started_s)
+        last_s = self._last_s.get(choice)
+        if last_s is not None:
+            for _ in range(count):
+                self._between.observe((now_s - last_s) / count)
+        self._last_s[choice] = now_s
+
+    def choice_ended(self, reason: str) -> None:
+        """One of its choices ended."""
+        self._metrics.succeeded.labels(self._model, reason).inc()
+
+    def ended(self) -> None:
+        """All of it ended well."""
+        now_s = self._metrics.clock.monotonic_s()
+        self._metrics.whole.labels(self._model).observe(now_s - self._accepted_s)
+        if self._first_s is not None:
+            self._metrics.decode.labels(self._model).observe(now_s - self._first_s)
+
+    def failed(self, code: str) -> None:
+        """It ended in an error."""
+        self._metrics.failed.labels(self._model, code).inc()
+
+
+class ClusterMetrics(Collector):
+    """The daemon's newest view, read at every scrape."""
+
+    def __init__(
+        self, view: Callable[[], node_pb2.ClusterView], own: Callable[[], dict[str, float]], version: str
+    ) -> None:
+        """``own``: this gateway's gauges by name."""
+        self._view = view
+        self._own = own
+        self._version = version
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are known once there is a view."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family with its samples."""
+        build = GaugeMetricFamily("edgepipe_build_info", "Version of edgepipe.", labels=("version",))
+        build.add_metric((self._version,), 1)
+        yield build
+        for name, value in self._own().items():
+            yield GaugeMetricFamily(
+                f"edgepipe_gateway_{name}", name.replace("_", " ").capitalize() + " in this gateway.", value=value
+            )
+        view = self._view()
+        engines = [entry.engine for entry in view.served if entry.engine.state in ("ready", "recovering")]
+        yield from _engine_families(engines)
+        yield from _stage_families(engines)
+        yield from _node_families(view)
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
+    ("num_requests_running", "Sequences that are computed.", lambda e: e.running),
+    ("num_requests_waiting", "Sequences that wait in the engine.", lambda e: e.waiting),
+    ("kv_cache_usage_ratio", "Share of the KV blocks in use.", lambda e: _used(e)),
+    ("kv_cache_blocks", "KV blocks of every stage.", lambda e: e.num_blocks),
+    ("micro_batches", "Micro-batches kept in flight (M).", lambda e: e.micro_batches),
+    ("steps_in_flight", "Steps between their plan and their retirement.", lambda e: e.in_flight),
+    ("tokens_per_second", "Tokens generated in the last seconds.", lambda e: e.tokens_per_s),
+    ("predicted_tokens_per_second", "What M and the sequences allow.", lambda e: e.predicted_tokens_per_s),
+    ("ring_latency_seconds", "One-way delays, sampling and return of a whole turn.", lambda e: e.latency_ms / 1e3),
+    ("epoch", "Counter of the pipeline's epoch.", lambda e: e.epoch.counter),
+)
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
+    ("num_preemptions", "Sequences put back for lack of KV blocks.", lambda e: e.preemptions),
+    ("prefix_cache_queries_tokens", "Known tokens of admitted sequences.", lambda e: e.admitted_tokens),
+    ("prefix_cache_hits_tokens", "Of those, found in the prefix cache.", lambda e: e.cached_tokens),
+    ("recoveries", "Epochs that replaced a failed one.", lambda e: e.recoveries),
+    ("recovery_stall_seconds", "From failures to the first token after each.", lambda e: e.stall_ms / 1e3),
+)
+_STAGE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
+    ("stage_busy_ratio", "Share of the last seconds that the stage computed.", lambda s: s.busy),
+    ("stage_step_seconds", "Compute time of a step, smoothed.", lambda s: s.step_ms / 1e3),
+    ("stage_weight_bytes", "Weights that the stage holds.", lambda s: s.weight_bytes),
+    ("stage_kv_bytes", "KV cache that the stage holds.", lambda s: s.kv_bytes),
+)
+
+
+def _used(engine: engine_pb2.EngineState) -> float:
+    return 1 - engine.free_blocks / engine.num_blocks if engine.num_blocks else 0.0
+
+
+def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+    for name, what, read in _ENGINE_GAUGES:
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+        for engine in engines:
+            gauge.add_metric((engine.model,), read(engine))
+        yield gauge
+    for name, what, read in _ENGINE_COUNTERS:
+        counter = CounterMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+        for engine in engines:
+            counter.add_metric((engine.model,), read(engine))
+        yield counter
+
+
+def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+    for name, what, read in _STAGE_GAUGES:
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", what, labels=("model", "node", "stage"))
+        for engine in engines:
+            for index, stage in enumerate(engine.stages):
+                gauge.add_metric((engine.model, stage.node_name, str(index)), read(stage))
+        yield gauge
+    upload = GaugeMetricFamily(
+        "edgepipe_hop_upload_seconds", "Time to put a step on the link, smoothed.", labels=("model", "src", "dst")
+    )
+    latency = GaugeMetricFamily(
+        "edgepipe_hop_latency_seconds", "One-way latency of the link, smoothed.", labels=("model", "src", "dst")
+    )
+    for engine in engines:
+        for stage, following in zip(engine.stages, list(engine.stages)[1:], strict=False):
+            hop = (engine.model, stage.node_name, following.node_name)
+            upload.add_metric(hop, stage.upload_ms / 1e3)
+            latency.add_metric(hop, stage.one_way_ms / 1e3)
+    yield upload
+    yield latency
+
+
+def _node_families(view: node_pb2.ClusterView) -> Iterator[Metric]:
+    up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
+    rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
+    memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
+    own = next((member.node.name for member in view.members if member.self), "")
+    for member in view.members:
+        node = member.node
+        up.add_metric((node.name,), float(member.state == "alive"))
+        if not member.self and member.rtt_ms:
+            rtt.add_metric((own, node.name), member.rtt_ms / 1e3)
+        memory.add_metric((node.name, "reserved"), sum(device.reserved_bytes for device in node.devices))
+        memory.add_metric((node.name, "free"), sum(device.free_bytes for device in node.devices))
+    yield up
+    yield rtt
+    yield memory
+
+
+class Metrics:
+    """One gateway's registry."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        view: Callable[[], node_pb2.ClusterView],
+        own: Callable[[], dict[str, float]],
+        version: str,
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = RequestMetrics(self._registry, clock)
+        self._registry.register(ClusterMetrics(view, own, version))
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)

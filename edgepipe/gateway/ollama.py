@@ -1,0 +1,358 @@
+"""Ollama's endpoints, for the clients that speak nothing else. Each body becomes one of ours; only shapes differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgepipe import __version__
+from edgepipe.clock import Clock
+from edgepipe.gateway.desk import Desk, Order
+from edgepipe.gateway.door import Door, owner_of, read_checked
+from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.responses import GatheredChoice, compact
+from edgepipe.gateway.schema import (
+    MAX_MESSAGES,
+    MAX_TOKEN_ID,
+    MAX_TOOLS,
+    ChatBody,
+    Checked,
+    CompletionBody,
+    Penalty,
+    RawTool,
+    Stops,
+    Text,
+    validate,
+)
+from edgepipe.gateway.text import Delta
+from edgepipe.gateway.tool_calls import CallDelta
+
+_FOREVER = "0001-01-01T00:00:00Z"  # models stay until they are stopped
+
+
+class Options(Checked):
+    """How to draw; what only concerns Ollama's own engine is ignored."""
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 40
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.9
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stops = None
+    num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as there is room for
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """As they stand in our bodies."""
+        fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+        fields["repetition_penalty"] = self.repeat_penalty
+        return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
+
+
+class CalledFunction(Checked):
+    """A call in an earlier turn; arguments are an object here."""
+
+    name: Text
+    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class Call(Checked):
+    """A call in an earlier turn."""
+
+    function: CalledFunction
+
+
+class Turn(Checked):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    images: Annotated[list[str], Field(max_length=0)] | None = None  # none are read
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
+    tool_name: Text | None = None
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """As it stands in our bodies."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_name is not None:
+            fields["name"] = self.tool_name
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": f"call_{index}_{place}",
+                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+                }
+                for place, call in enumerate(self.tool_calls)
+            ]
+        return fields
+
+
+class OllamaBody(Checked):
+    """What both endpoints take."""
+
+    model: Text
+    stream: bool = True
+    format: str | dict[str, Any] | None = None  # "json", or a JSON schema
+    options: Options | None = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """As it stands in our bodies. Raises HttpProblem."""
+        if not self.format:
+            return None
+        if isinstance(self.format, dict):
+            return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
+        if self.format != "json":
+            raise bad_request("format must be 'json' or a JSON schema", param="format")
+        return {"type": "json_object"}
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Model and options as they stand in our bodies."""
+        return {"model": self.model, **(self.options or Options()).fields()}
+
+
+class OllamaChatBody(OllamaBody):
+    """``POST /api/chat``."""
+
+    messages: Annotated[list[Turn], Field(max_length=MAX_MESSAGES)]
+    tools: Annotated[list[RawTool], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    """``POST /api/generate``."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False  # without the chat template
+    images: Annotated[list[str], Field(max_length=0)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+
+class ShowBody(Checked):
+    """``POST /api/show``."""
+
+    model: Text | None = None
+    name: Text | None = None  # what older clients send
+
+
+class OllamaShape:
+    """Lines of JSON. ``piece``: the field that brings text, and the answer's whole as the last line's numbers."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, order: Order, clock: Clock, *, chat: bool) -> None:
+        self._order = order
+        self._clock = clock
+        self._chat = chat
+        self._began_s = clock.monotonic_s()
+        self._first_s: float | None = None
+        self._reason = "stop"
+        self._calls: list[CallDelta] = []
+
+    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
+        """See Shape."""
+        (choice,) = choices
+        self._reason = choice.finish_reason
+        calls = choice.whole_calls()
+        return self._line("".join(choice.text), calls) | self._numbers()
+
+    def opening(self) -> bytes:
+        """See Shape."""
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        """See Shape. Calls come whole, with the last text."""
+        if self._first_s is None:
+            self._first_s = self._clock.monotonic_s()
+        self._reason = delta.finish_reason or self._reason
+        self._calls += delta.calls
+        calls: list[dict[str, Any]] = []
+        if delta.finish_reason is not None and self._calls:
+            calls = GatheredChoice(calls=self._calls).whole_calls()
+        if not delta.text and not calls:
+            return b""
+        return _as_line(self._line(delta.text, calls) | {"done": False})
+
+    def ending(self) -> bytes:
+        """See Shape."""
+        return _as_line(self._line("", []) | self._numbers())
+
+    def error(self, problem: HttpProblem) -> bytes:
+        """See Shape."""
+        return _as_line({"error": problem.message})
+
+    def _line(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._order.completion.model, "created_at": _time_text(self._clock.wall_s())}
+        if not self._chat:
+            return body | {"response": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [{"function": _with_object(call["function"])} for call in calls]
+        return body | {"message": message}
+
+    def _numbers(self) -> dict[str, Any]:
+        now_s = self._clock.monotonic_s()
+        first_s = now_s if self._first_s is None else self._first_s
+        return {
+            "done": True,
+            "done_reason": "stop" if self._reason == "tool_calls" else self._reason,
+            "total_duration": _ns(now_s - self._began_s),
+            "load_duration": 0,
+            "prompt_eval_count": self._order.completion.num_prompt_tokens,
+            "prompt_eval_duration": _ns(first_s - self._began_s),
+            "eval_count": self._order.counts.completion_tokens,
+            "eval_duration": _ns(now_s - first_s),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaDoor:
+    """The handlers."""
+
+    desk: Desk
+    door: Door
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /api/chat``."""
+        body = await read_checked(request, OllamaChatBody)
+        messages = [turn.fields(index) for index, turn in enumerate(body.messages)]
+        return await self._chat(request, body, messages, tools=body.tools, chat=True)
+
+    async def generate(self, request: Request) -> Response:
+        """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
+        body = await read_checked(request, OllamaGenerateBody)
+        if body.raw:
+            if body.response_format() is not None:
+                raise bad_request("format cannot be combined with raw", param="format")
+            fields = body.shared_fields() | {"prompt": body.prompt}
+            fields.setdefault("max_tokens", MAX_TOKEN_ID)
+            fields["model"] = _known_name(self.desk.models, body.model)
+            order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
+            return await self.door.answer(request, order, self._shape(order, chat=False), body.stream)
+        messages = [{"role": "user", "content": body.prompt}]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
+        return await self._chat(request, body, messages if body.prompt else [], tools=None, chat=False)
+
+    async def tags(self, request: Request) -> Response:
+        """``GET /api/tags``."""
+        created = _time_text(self.desk.clock.wall_s())
+        return JSONResponse(
+            {"models": [_card(served) | {"modified_at": created} for served in self.desk.models.served]}
+        )
+
+    async def ps(self, request: Request) -> Response:
+        """``GET /api/ps``."""
+        running = [
+            _card(served)
+            | {"expires_at": _FOREVER, "size_vram": served.weight_bytes, "context_length": served.context_length}
+            for served in self.desk.models.served
+        ]
+        return JSONResponse({"models": running})
+
+    async def show(self, request: Request) -> Response:
+        """``POST /api/show``."""
+        body = await read_checked(request, ShowBody)
+        entry = self.desk.models.get(_known_name(self.desk.models, body.model or body.name or ""))
+        assets = await entry.assets()
+        return JSONResponse(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": assets.info().get("chat_template") or "",
+                "details": _card(entry.served)["details"],
+                "model_info": {
+                    "general.architecture": "edgepipe",
+                    "edgepipe.context_length": entry.served.context_length,
+                    "edgepipe.vocab_size": assets.vocab_size,
+                },
+                "capabilities": ["completion", "tools"],
+            }
+        )
+
+    async def version(self, request: Request) -> Response:
+        """``GET /api/version``."""
+        return JSONResponse({"version": __version__})
+
+    async def _chat(
+        self,
+        request: Request,
+        body: OllamaBody,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        chat: bool,
+    ) -> Response:
+        name = _known_name(self.desk.models, body.model)
+        fields = body.shared_fields() | {"messages": messages, "model": name}
+        fields |= {"tools": tools, "response_format": body.response_format()}
+        if not messages:  # asks that the model be loaded: it is, or this fails
+            self.desk.models.get(name)
+            return self._loaded(body, chat=chat)
+        order = await self.desk.chat(validate(ChatBody, fields), owner=owner_of(request))
+        return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
+
+    def _loaded(self, body: OllamaBody, *, chat: bool) -> Response:
+        line: dict[str, Any] = {"model": body.model, "created_at": _time_text(self.desk.clock.wall_s())}
+        line |= {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+        line |= {"done": True, "done_reason": "load"}
+        if body.stream:
+            return Response(_as_line(line), media_type=OllamaShape.media_type)
+        return JSONResponse(line)
+
+    def _shape(self, order: Order, *, chat: bool) -> OllamaShape:
+        return OllamaShape(order, self.desk.clock, chat=chat)
+
+
+def _known_name(models: ModelTable, name: str) -> str:
+    """Ollama's clients put a tag behind every name."""
+    known = {served.name for served in models.served}
+    return name.removesuffix(":latest") if name not in known else name
+
+
+def _card(served: ServedModel) -> dict[str, Any]:
+    return {
+        "name": served.name,
+        "model": served.name,
+        "size": served.weight_bytes,
+        "digest": served.manifest_hash,
+        "details": {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": "edgepipe",
+            "families": ["edgepipe"],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments are an object in Ollama's answers."""
+    try:
+        arguments: object = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = {}
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _as_line(body: Mapping[str, Any]) -> bytes:
+    return compact(body).encode() + b"\n"
+
+
+def _time_text(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

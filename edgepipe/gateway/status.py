@@ -1,0 +1,56 @@
+"""What is served and how it is: models, health, version, metrics. Reads only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.clock import Clock
+from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
+from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.responses import model_card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusPages:
+    """The handlers."""
+
+    models: ModelTable
+    clock: Clock
+    metrics: Metrics
+
+    async def list_models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        created_s = int(self.clock.wall_s())
+        return JSONResponse(
+            {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.served]}
+        )
+
+    async def one_model(self, request: Request) -> Response:
+        """``GET /v1/models/{id}``."""
+        served = self.models.get(request.path_params["id"]).served
+        return JSONResponse(model_card(served, created_s=int(self.clock.wall_s())))
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: this process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """``GET /ready``: a model answers."""
+        if not self.models.served:
+            raise HttpProblem(status=503, message="no model is served", code="not_ready", headers={"Retry-After": "1"})
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        """``GET /version``."""
+        return JSONResponse({"version": __version__, "protocol": PROTOCOL_VERSION})
+
+    async def scrape(self, request: Request) -> Response:
+        """``GET /metrics``, for Prometheus."""
+        text = await asyncio.to_thread(self.metrics.exposition)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
