@@ -125,8 +125,8 @@ class Dialogue:
         count = len(self.answers)
         session = f"session  {count} answer{'s' * (count != 1)} · {tokens} tok"
         if rates:
-            session += f" · {sum(rates) / len(rates):.1f} tok/s at the mean"
-        return "\n".join([*lines, f"{session} · first word {first[len(first) // 2]:.1f} s at the median"])
+            session += f" · {sum(rates) / len(rates):.1f} tok/s (mean)"
+        return "\n".join([*lines, f"{session} · first word {first[len(first) // 2]:.1f} s (median)"])
 
     def _as_json(self, model: str) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}

@@ -8,11 +8,12 @@ import grpc.aio
 
 from edgepipe.clock import Clock
 from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.daemon.child_planner import DaemonPlanner
 from edgepipe.daemon.child_progress import report_progress
 from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import RandomIds, SystemClock
-from edgepipe.engine import Engine
+from edgepipe.engine import Engine, Reachable
 from edgepipe.ids import NodeId, PipelineId
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import Network, make_network
@@ -49,17 +50,31 @@ async def _serve(
     async for command in link.commands():
         if not command.HasField("run"):
             continue
-        engine = _engine(settings, link, command.run, address=f"{settings.host}:{port}", clock=clock, network=network)
+        planner = DaemonPlanner(link)
+        address = f"{settings.host}:{port}"
+        engine = _engine(settings, link, command.run, address=address, clock=clock, network=network, planner=planner)
         engine.add_to(server)
         await server.start()
+        listening = asyncio.create_task(_listen(link, engine, planner), name="daemon")
         try:
             await engine.start()
             await engine.run()
         finally:
+            listening.cancel()
             await server.stop(grace=0.2)
             if network is not None:
                 network.close()
         return
+
+
+async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> None:
+    async for command in link.commands():
+        if command.HasField("plan"):
+            planner.answer(command.plan)
+        if command.HasField("reachable"):
+            engine.note_reachable(
+                Reachable(addresses={NodeId(node.node_id): node.address for node in command.reachable.nodes})
+            )
 
 
 def _engine(
@@ -70,6 +85,7 @@ def _engine(
     address: str,
     clock: Clock,
     network: Network | None,
+    planner: DaemonPlanner,
 ) -> Engine:
     def tell(state: EngineState) -> None:
         link.report(pb.ChildReport(engine=engine_state_to_wire(state)))
@@ -89,4 +105,5 @@ def _engine(
         ids=RandomIds(),
         on_state=tell,
         address=address,
+        planner=planner,
     )

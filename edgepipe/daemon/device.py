@@ -78,6 +78,8 @@ class DeviceHost:
         if self._ledger is not None:
             told.reserved_bytes = self._ledger.reserved_bytes
             told.free_bytes = self._ledger.free_bytes
+            for pipeline_id, held in self._ledger.held.items():
+                told.reserved.add(pipeline_id=pipeline_id, num_bytes=held.num_bytes)
         told.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
         if self._error is not None:
             told.error.CopyFrom(error_to_wire(self._error))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.wire.common import error_to_wire
@@ -37,10 +38,14 @@ class EngineHost:
         children: Children,
         new_settings: Callable[[], ChildSettings],
         peers: Peers,
+        replanner: Replanner,
+        changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
         on_change: Callable[[bool], None],
     ) -> None:
         """``on_change(urgent)``: a state is another; urgent when others should hear at once."""
+        self._replanner = replanner
+        self._changes = changes
         self._children = children
         self._new_settings = new_settings
         self._peers = peers
@@ -77,6 +82,8 @@ class EngineHost:
         command = pb.RunEngine(pipeline_id=request.pipeline_id, spec=request.spec, model_config=model_config)
         command.nodes.extend(request.nodes)
         child.send(pb.ChildCommand(run=command))
+        telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{request.pipeline_id}")
+        self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{request.pipeline_id}")
 
     async def stop(self, pipeline_id: str) -> None:
         """End an engine and its stages everywhere, and forget it; fine if there is none."""
@@ -96,6 +103,8 @@ class EngineHost:
         await asyncio.gather(*(self.stop(pipeline_id) for pipeline_id in list(self._runs)))
 
     def _take(self, run: _Run, child: Child, report: pb.ChildReport) -> None:
+        if report.HasField("plan_wanted"):
+            self._tasks.create_task(self._plan(run, child, report.plan_wanted), name=f"plan:{run.state.pipeline_id}")
         if not report.HasField("engine") or run.state.state == "stopping":
             return
         before = (run.state.state, run.state.message)
@@ -105,6 +114,25 @@ class EngineHost:
         if not run.state.address and child.port:
             run.state.address = f"{child.settings.host}:{child.port}"
         self._on_change(before != (run.state.state, run.state.message))
+
+    async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
+        """Answer an engine that asks where its stages go."""
+        try:
+            made = await self._replanner.plan(run.state.pipeline_id, wanted)
+            run.spec = made.spec
+        except EdgepipeError as error:
+            made = pb.PlanMade(error=error_to_wire(error))
+        child.send(pb.ChildCommand(plan=made))
+
+    async def _tell_reachable(self, child: Child) -> None:
+        """Tell the engine of the cluster, whenever what it can use of it changes, until it ends."""
+        told: tuple[object, ...] | None = None
+        async for _ in self._changes():
+            if child.exited.is_set():
+                return
+            if (news := self._replanner.room_changes()) != told:
+                told = news
+                child.send(pb.ChildCommand(reachable=self._replanner.reachable()))
 
     async def _mourn(self, run: _Run, child: Child) -> None:
         """Wait for the engine's end; if nobody asked for it, say why and give its stages back."""
@@ -131,3 +159,9 @@ class EngineHost:
             await self._peers.release(node_id, pipeline_id)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
+
+
+async def _end_with(child: Child, task: asyncio.Task[None]) -> None:
+    """Cancel the task once the child is gone."""
+    await child.exited.wait()
+    task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgepipe.errors import NoFeasiblePlacement
@@ -66,6 +67,11 @@ class MemoryLedger:
     def free_bytes(self) -> int:
         """What can still be reserved."""
         return max(0, self._usable_bytes - self.reserved_bytes)
+
+    @property
+    def held(self) -> Mapping[str, Reservation]:
+        """What is held, by pipeline."""
+        return self._held
 
     def reserve(self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int) -> Reservation:
         """Set memory aside for weights and for ``kv_tokens`` of KV, or for as many of these as fit and are decent.

@@ -25,6 +25,7 @@ from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
@@ -149,6 +150,8 @@ class NodeDaemon:
             children=self.children,
             new_settings=lambda: self._child_settings("engine"),
             peers=self._peers,
+            replanner=Replanner(peers=self._peers, models=self._models),
+            changes=self._local.changes.watch,
             tasks=tasks,
             on_change=lambda urgent: self._local.refresh(urgent=urgent),
         )

@@ -8,9 +8,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 from edgepipe.backend.types import ActivationType
-from edgepipe.daemon.memory import modest_kv_bytes, uses_host_memory
+from edgepipe.daemon.memory import modest_kv_bytes
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
 from edgepipe.errors import (
     EdgepipeError,
     ModelUnknown,
@@ -19,10 +20,10 @@ from edgepipe.errors import (
     PlanInvalid,
     VersionMismatch,
 )
-from edgepipe.ids import IdSource, NodeId
+from edgepipe.ids import IdSource
 from edgepipe.model.facts import ModelConfig
-from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
-from edgepipe.wire.common import activation_type_to_wire, error_from_wire, slices_to_wire
+from edgepipe.planner.placement import NodeRoom, Placed, place, place_by_plan
+from edgepipe.wire.common import activation_type_to_wire, error_from_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -32,7 +33,6 @@ _DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
 _DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
-_PLACEMENT_KV_TOKENS = 512  # that every stage must hold at the least; more is taken as memory allows
 
 
 class Serving:
@@ -106,7 +106,7 @@ class Serving:
 
     def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
         for node, engine in self.engines():
-            if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering"):
+            if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering", "waiting"):
                 return node, engine
         return None
 
@@ -137,9 +137,9 @@ class Serving:
     def _spec(self, request: pb.ServeRequest, model: LocalModel) -> pb.ServeSpec:
         options = request.options
         context = min(options.context_length or model.config.context_length, model.config.context_length)
-        need = Need(config=model.config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context))
+        need = placement_need(model.config, context)
         nodes = self._peers.nodes()
-        rooms = [room for node in nodes for room in _rooms(node, options.dtype)]
+        rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
         try:
             if request.plan:
                 placed = place_by_plan(need, rooms, request.plan)
@@ -158,7 +158,7 @@ class Serving:
         if not spec.activation_type:
             spec.activation_type = activation_type_to_wire(ActivationType.BF16)
         del spec.stages[:]
-        spec.stages.extend(_stages(placed))
+        spec.stages.extend(stages_of(placed))
         return spec
 
     def _describe(self, spec: pb.ServeSpec) -> str:
@@ -244,34 +244,3 @@ def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineSt
             fact=f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}",
             next_step=f"edgepipe stop {engine.model}, then serve it again",
         )
-
-
-def _rooms(node: pb.NodeState, dtype: str) -> Sequence[NodeRoom]:
-    """What a node's device offers; nothing while it cannot compute."""
-    usable = [device for device in node.devices if device.state not in ("starting", "failed") and device.free_bytes]
-    rooms: list[NodeRoom] = []
-    for device in usable[:1]:  # one device per node until several are joined in one slice
-        compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
-        size = 4 if compute == "float32" else 2
-        rooms.append(
-            NodeRoom(
-                node_id=NodeId(node.node_id),
-                name=node.name,
-                free_bytes=device.free_bytes,
-                bytes_per_weight=size,
-                bytes_per_kv=size,
-                shares_host_memory=uses_host_memory(device.profile),
-            )
-        )
-    return rooms
-
-
-def _stages(placed: Sequence[Placed]) -> list[pb.StagePlacement]:
-    """One stage per node, in the order in which tokens first reach them."""
-    by_node: dict[NodeId, list[Placed]] = {}
-    for one in placed:
-        by_node.setdefault(one.node_id, []).append(one)
-    return [
-        pb.StagePlacement(node_id=node_id, slices=slices_to_wire(one.part for one in parts))
-        for node_id, parts in by_node.items()
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -13,11 +14,13 @@ import grpc.aio
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageSite
 from edgepipe.engine.epoch import EpochRun, Surroundings
+from edgepipe.engine.hold_down import HoldDown
+from edgepipe.engine.planning import Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Nodes, Preparation
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import ClusterError, EdgepipeError, PlanInvalid, StaleEpoch
+from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable, NoFeasiblePlacement, PlanInvalid, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
@@ -53,6 +56,7 @@ class Engine:
         limits: EngineLimits | None = None,
         timeouts: EngineTimeouts | None = None,
         network: Network | None = None,
+        planner: Planner | None = None,
     ) -> None:
         """Raises PlanInvalid if the spec places nothing, ConfigInvalid if it names a policy that does not exist.
 
@@ -62,6 +66,7 @@ class Engine:
         address        HOST:PORT where gateways reach the server that ``add_to`` was given
         epoch_counter  1 + the highest that anybody has seen of this pipeline
         network        emulates one to the stages of other nodes
+        planner        asked where stages go when some are lost; None: where they were
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
@@ -80,6 +85,8 @@ class Engine:
             timeouts=self._timeouts,
             network=network,
         )
+        self._planner = planner or SamePlan(self._nodes)
+        self._hold_down = HoldDown()
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
         self._table: RequestTable | None = None
@@ -88,6 +95,10 @@ class Engine:
         self._running = False
         self._over = asyncio.Event()
         self._given_back = False
+        self._reachable: Reachable | None = None  # None: nobody tells
+        self._news = asyncio.Event()  # of the cluster
+        self._lost: asyncio.Future[None] | None = None  # fails when a node is lost that is being prepared
+        self._held: set[NodeId] = set()  # nodes that may hold a stage
         self._preparation = self._new_preparation()
         self._base = EngineState(
             model=spec.model,
@@ -187,6 +198,33 @@ class Engine:
         else:
             await self._give_back()
 
+    def note_reachable(self, reachable: Reachable) -> None:
+        """The cluster changed. A node of the pipeline that is gone ends the epoch, or its preparation."""
+        self._reachable = reachable
+        self._news.set()
+        try:
+            self._check_there()
+        except NodeUnreachable as error:
+            if self._run is not None:
+                self._run.pump.fail(error)
+            elif self._lost is not None and not self._lost.done():
+                self._lost.set_exception(error)
+
+    def _check_there(self) -> None:
+        """Raises NodeUnreachable if a node of the plan is not there."""
+        if (gone := self._gone()) is not None:
+            name = self._nodes.name(gone)
+            raise NodeUnreachable(f"node {name} is gone", fact="it does not answer heartbeats", node=name)
+
+    def _gone(self) -> NodeId | None:
+        """A node of the plan that is not there, or not where it was."""
+        if self._reachable is None:
+            return None
+        for stage in self._spec.stages:
+            if self._reachable.addresses.get(stage.node_id) != self._nodes.addresses.get(stage.node_id):
+                return stage.node_id
+        return None
+
     async def _serve(self, table: RequestTable) -> EdgepipeError | None:
         """Epoch after epoch, until stopped (None) or until there cannot be another (why)."""
         while self._run is not None:
@@ -208,48 +246,88 @@ class Engine:
 
     async def _recover(self, table: RequestTable, cause: EdgepipeError) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
-        self._tell(state="recovering", message="continuing without what was lost", error=cause)
+        if (gone := self._gone()) is not None:
+            self._hold_down.lost(gone, self._around.clock.monotonic_s())
         failures = 0
-        while True:
-            await self._close_run()
-            self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
-            self._tell(epoch=self._epoch)
+        while not self._stopping.is_set():
+            self._tell(state="recovering", message="continuing without what was lost", error=cause)
             try:
+                await self._close_run()
+                await self._unless_stopped(self._plan_again())
                 await self._unless_stopped(self._begin_epoch(table))
                 return None
+            except NoFeasiblePlacement as error:
+                await self._wait_for_room(table, error)
             except EdgepipeError as error:
                 failures += 1
                 logger.warning("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
                 if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
                     return error
-            pause_s = min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
-            await self._unless_stopped(asyncio.sleep(pause_s))
+                if self._preparation.failed is not None:
+                    self._hold_down.failed(self._preparation.failed, self._around.clock.monotonic_s())
+                pause_s = min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
+                await self._unless_stopped(asyncio.sleep(pause_s))
+        return None
+
+    async def _plan_again(self) -> None:
+        """Where the stages of the next epoch go. Raises NoFeasiblePlacement."""
+        self._news.clear()  # what is told from now on may change the answer
+        barred = self._hold_down.barred(self._around.clock.monotonic_s())
+        plan = await self._planner.plan(self._spec, barred=barred)
+        self._spec, self._nodes = plan.spec, plan.nodes
+        self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
+        self._tell(epoch=self._epoch)
+
+    async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
+        """The model does not fit: tell everybody what is missing, until the cluster changes."""
+        logger.warning("pipeline=%s waits: %s", self._around.pipeline_id, error)
+        self._tell(state="waiting", message="waiting for memory", error=error)
+        table.refuse_all(error)
+        await self._unless_stopped(self._news_or(self._timeouts.room_s))
+
+    async def _news_or(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, or as much of it as there is time for until the engine is to stop. Raises what it raises."""
+        """Do the work, or as much of it as there is time for until the engine is to stop or a node of the plan is lost.
+
+        Raises what it raises, and NodeUnreachable.
+        """
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stopping.wait())
+        self._lost = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            await asyncio.wait((working, stopping, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (self._lost, working):
+                if ended.done():
+                    ended.result()
         finally:
             for task in (working, stopping):
                 task.cancel()
             await asyncio.wait((working, stopping))
+            self._lost = None
 
     async def _begin_epoch(self, table: RequestTable) -> None:
         """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
         self._preparation = self._new_preparation()
+        self._check_there()
+        placed = {stage.node_id for stage in self._spec.stages}
+        self._held |= placed
         sites = await self._preparation.prepare()
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
         try:
             await run.open(registration=table.registration, on_events=table.note)
+            self._check_there()
         except BaseException:
             await run.close()
             raise
         self._run = run
+        if left := self._held - placed:
+            self._held = placed
+            await self._preparation.release(sorted(left))
         self._base = replace(
             self._base,
             context_length=run.limits.max_tokens,
@@ -300,7 +378,7 @@ class Engine:
         if self._table is not None:
             self._table.close()
         await self._close_run()
-        await self._preparation.release()
+        await self._preparation.release(sorted(self._held))
 
     async def _report(self) -> None:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -72,6 +72,7 @@ class Preparation:
         self._timeouts = timeouts
         self._on_progress = on_progress
         self._bytes: dict[int, tuple[int, int]] = {}  # by stage: done and total
+        self.failed: NodeId | None = None  # the first that refused or was silent
 
     async def prepare(self) -> list[StageSite]:
         """All stages, side by side. Raises the first error, the others' loading being cancelled then."""
@@ -85,10 +86,10 @@ class Preparation:
             raise first_error(group) from None
         return [site.result() for site in sites]
 
-    async def release(self) -> None:
-        """Give all stages back; a node that cannot be reached notices by itself."""
+    async def release(self, node_ids: Iterable[NodeId]) -> None:
+        """Give the stages on these nodes back; a node that cannot be reached notices by itself."""
         async with asyncio.TaskGroup() as tasks:
-            for node_id in dict.fromkeys(placement.node_id for placement in self._spec.stages):
+            for node_id in node_ids:
                 tasks.create_task(self._release_node(node_id), name=f"release:{node_id}")
 
     async def _prepare_stage(self, index: int, placement: StagePlacement) -> StageSite:
@@ -105,6 +106,7 @@ class Preparation:
                     else:
                         self._note_progress(index, name, event.progress)
         except grpc.aio.AioRpcError as exc:
+            self.failed = self.failed or placement.node_id
             raise _named(exc, name) from exc
         if prepared is None:
             raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)

@@ -19,6 +19,7 @@ class EngineTimeouts:
     flush_s: float = 1.0  # gateways are told of the end before their streams are closed
     again_min_s: float = 0.1  # between an epoch that could not begin and the next try, doubling
     again_max_s: float = 5.0
+    room_s: float = 30.0  # the cluster tells when it changes; nodes that were barred do not tell when they are no more
     report_interval_s: float = 0.5  # the state is told this often while it changes
 
 

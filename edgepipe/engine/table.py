@@ -46,6 +46,7 @@ class RequestTable:
         """No epoch stands at first: see ``go_on``."""
         self._config = config
         self._queue: Queue | None = None  # while an epoch stands
+        self._refusal: EdgepipeError | None = None  # why none can
         self._limits = limits
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
@@ -57,7 +58,7 @@ class RequestTable:
 
     def go_on(self, queue: Queue) -> None:
         """An epoch stands: what was asked before and meanwhile is computed there, from its tokens so far."""
-        self._queue = queue
+        self._queue, self._refusal = queue, None
         for request in list(self._requests.values()):
             waiting = [choice for choice in request.choices if choice.ending is None]
             try:
@@ -73,6 +74,11 @@ class RequestTable:
     def pause(self) -> None:
         """The epoch has ended. Requests are taken and kept until the next one."""
         self._queue = None
+
+    def refuse_all(self, error: EdgepipeError) -> None:
+        """No epoch can stand now: what waits ends with ``error``, and so does what comes until one can."""
+        self._refusal = error
+        self.fail_all(error)
 
     def note_crash(self, sequences: Iterable[SequenceId], error: EdgepipeError) -> None:
         """Their step could not be computed. After the second time a request is computed alone, so that the third time
@@ -198,6 +204,8 @@ class RequestTable:
     def _start(self, request: Request) -> None:
         try:
             self._check(request.submission)
+            if self._refusal is not None:
+                raise _copy(self._refusal)
             specs = [self._spec(choice) for choice in request.choices]
             events = self._queue.submit(specs) if self._queue is not None else self._keep(specs)
         except EdgepipeError as error:
@@ -313,6 +321,11 @@ class RequestTable:
     def _on_forget_timer(self) -> None:
         self._forget_timer = None
         self._forget_old()
+
+
+def _copy(error: EdgepipeError) -> EdgepipeError:
+    """For one more request, whose id it will carry."""
+    return type(error)(error.what, fact=error.fact, next_step=error.next_step, node=error.node, stage=error.stage)
 
 
 def _forgotten(resume_s: float) -> PeerClosed:

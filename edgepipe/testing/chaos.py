@@ -84,15 +84,13 @@ class ChaosCluster:
                 process.send_signal(number)
 
     async def children(self, kind: str) -> list[tuple[str, int]]:
-        """(node, pid) of every child of a kind that serves; spares are left out."""
+        """(node, pid) of every child of a kind that serves; spare stages are left out."""
         status = await self.first.status()
-        serving = {stage.node_id for engine in status.engines for stage in engine.stages}
+        serving = {int(stage.address.rpartition(":")[2]) for engine in status.engines for stage in engine.stages}
         found: list[tuple[str, int]] = []
         for name, node in self.running.items():
-            if kind == "stage" and node.node_id not in serving:
-                continue
-            own = await node.status()
-            found += [(name, child.pid) for child in own.children if child.kind == kind]
+            pids = [child.pid for child in (await node.status()).children if child.kind == kind]
+            found += [(name, pid) for pid in pids if kind != "stage" or serving & set(_listens_on(pid))]
         return sorted(found)
 
     async def until_ready(self, *, num_nodes: int | None = None) -> pb.ClusterStatus:
@@ -153,8 +151,12 @@ class Trial:
     """What one fault did to the streams."""
 
     fault: str
-    in_time: bool  # it struck before the streams had ended
-    stalls_s: tuple[float, ...]  # per stream that had begun: the longest time without a token
+    stalls_s: tuple[float, ...]  # per stream that it met under way: the longest time without a token
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it struck before the streams had ended."""
+        return bool(self.stalls_s)
 
 
 Fault = Callable[["ChaosRun"], Awaitable[None]]
@@ -236,8 +238,9 @@ class ChaosRun:
         await self.heal()
         if whole_again:
             await self.cluster.until_ready()
-        in_time = _struck_in_time(self.history)
-        trial = Trial(fault=fault, in_time=in_time, stalls_s=tuple(self.history.stall_s(name) for name in names))
+        struck_at_s = next(event.at_s for event in self.history.events if isinstance(event, Struck))
+        stalls = (self.history.stall_s(name, since_s=struck_at_s) for name in names)
+        trial = Trial(fault=fault, stalls_s=tuple(stall for stall in stalls if stall is not None))
         self.trials.append(trial)
         return trial
 
@@ -297,10 +300,13 @@ class ChaosRun:
         return f"stream-{self._number}"
 
 
-def _struck_in_time(history: History) -> bool:
-    struck = [event.at_s for event in history.events if isinstance(event, Struck)]
-    ended = [event.at_s for event in history.events if isinstance(event, Ended)]
-    return bool(struck and ended) and min(struck) < max(ended)
+def _listens_on(pid: int) -> list[int]:
+    """TCP ports; none of a process that is gone."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
 
 
 async def _now() -> None:

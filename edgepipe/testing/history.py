@@ -131,10 +131,11 @@ class History:
             prompt_tokens=counted[-1].prompt_tokens if counted else 0,
         )
 
-    def stall_s(self, stream: str) -> float:
-        """The longest time without a token, from the first one on."""
+    def stall_s(self, stream: str, *, since_s: float = float("-inf")) -> float | None:
+        """The longest time without a token that reaches beyond ``since_s``; None if no token came after that."""
         times = [event.at_s for event in self.of(stream) if isinstance(event, Given) and (event.ids or event.text)]
-        return max((later - sooner for sooner, later in itertools.pairwise(times)), default=0.0)
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times) if later > since_s]
+        return max(gaps, default=None)
 
     def pause_s(self, stream: str) -> float:
         """The longest time without anything new: comment lines show that the stream lives, not that it gets on."""

@@ -216,7 +216,9 @@ def test_chat_on_a_terminal(demo: Demo) -> None:
             terminal.send(line + "\r")
             terminal.until(shown)
             terminal.until_prompt(">>>")
-        terminal.send("/b\t\r")
+        terminal.send("/b\t")
+        terminal.until(">>> /bye")
+        terminal.send("\r")
         assert terminal.exit_code() == 0
         assert max(map(len, terminal.text().splitlines())) <= 80
 

@@ -13,7 +13,9 @@ import psutil
 from edgepipe_emulated import emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
-from edgepipe.testing.nodes import Node
+from edgepipe.model.emulated_folder import write_model_folder
+from edgepipe.model.store import ModelStore
+from edgepipe.testing.nodes import Node, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb
 
 CONFIG = emulated_model_config(num_layers=6, tied_embeddings=False)
@@ -81,6 +83,23 @@ class Stream:
                 self.ids += choice.get("token_ids") or []
                 self.finish = choice.get("finish_reason") or ""
             self.changed.notify_all()
+
+
+async def slow_cluster(nodes: Nodes, *names: str, **flags: Any) -> list[Node]:
+    """Slow nodes with ``tiny`` on the first one's disk, ready to compute and known to each other."""
+    write_model_folder(nodes.folder / "tiny", CONFIG)
+    ModelStore(nodes.folder / names[0] / "models").pull(str(nodes.folder / "tiny"))
+    started = await asyncio.gather(*(nodes.start(name, backend_options=SLOW, **flags) for name in names))
+    await asyncio.gather(*(node.until(lambda status: idle(status, len(names))) for node in started))
+    return list(started)
+
+
+def cut_power(node: Node) -> None:
+    """End the node and all its children at once."""
+    family = children_of(node.process.pid)
+    node.kill()
+    for child in family:
+        child.kill()
 
 
 def children(status: pb.ClusterStatus, kind: str) -> list[psutil.Process]:

@@ -177,6 +177,7 @@ class DeviceState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     FENCED_MESSAGES_FIELD_NUMBER: _builtins.int
     reserved_bytes: _builtins.int
     state: _builtins.str
@@ -189,6 +190,8 @@ class DeviceState(_message.Message):
     def profile(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def reserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserved]: ...
     def __init__(
         self,
         *,
@@ -197,15 +200,40 @@ class DeviceState(_message.Message):
         state: _builtins.str = ...,
         error: _common_pb2.Error | None = ...,
         free_bytes: _builtins.int = ...,
+        reserved: _abc.Iterable[Global___Reserved] | None = ...,
         fenced_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fenced_messages", b"fenced_messages", "free_bytes", b"free_bytes", "profile", b"profile", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fenced_messages", b"fenced_messages", "free_bytes", b"free_bytes", "profile", b"profile", "reserved", b"reserved", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
+
+@_typing.final
+class Reserved(_message.Message):
+    """What a pipeline's stage holds of a device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    pipeline_id: _builtins.str
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        pipeline_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
 
 @_typing.final
 class ModelOnDisk(_message.Message):
@@ -748,6 +776,7 @@ class ChildReport(_message.Message):
     LOADED_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    PLAN_WANTED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     child_id: _builtins.str
     """in the first report, whatever it reports"""
@@ -765,6 +794,8 @@ class ChildReport(_message.Message):
     def engine(self) -> _engine_pb2.EngineState: ...
     @_builtins.property
     def fault(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def plan_wanted(self) -> Global___PlanWanted: ...
     def __init__(
         self,
         *,
@@ -774,17 +805,102 @@ class ChildReport(_message.Message):
         loaded: Global___ShardLoaded | None = ...,
         engine: _engine_pb2.EngineState | None = ...,
         fault: _common_pb2.Error | None = ...,
+        plan_wanted: Global___PlanWanted | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
 Global___ChildReport: _TypeAlias = ChildReport  # noqa: Y015
+
+@_typing.final
+class PlanWanted(_message.Message):
+    """An engine that lost stages asks where they go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    BARRED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> Global___ServeSpec:
+        """as it was"""
+
+    @_builtins.property
+    def barred(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node ids that are avoided where that is possible"""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___ServeSpec | None = ...,
+        barred: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barred", b"barred", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanWanted: _TypeAlias = PlanWanted  # noqa: Y015
+
+@_typing.final
+class PlanMade(_message.Message):
+    """The answer: a placement, or why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> Global___ServeSpec: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Introduction]:
+        """of all nodes in the spec"""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.Error: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___ServeSpec | None = ...,
+        nodes: _abc.Iterable[Global___Introduction] | None = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "nodes", b"nodes", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanMade: _TypeAlias = PlanMade  # noqa: Y015
+
+@_typing.final
+class Reachable(_message.Message):
+    """The nodes that the daemon hears. Sent when they, or what their devices can take, change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Introduction]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___Introduction] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reachable: _TypeAlias = Reachable  # noqa: Y015
 
 @_typing.final
 class ChildStarted(_message.Message):
@@ -891,6 +1007,8 @@ class ChildCommand(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
@@ -907,6 +1025,14 @@ class ChildCommand(_message.Message):
     @_builtins.property
     def stop(self) -> Global___StopChild: ...
     @_builtins.property
+    def plan(self) -> Global___PlanMade:
+        """engines"""
+
+    @_builtins.property
+    def reachable(self) -> Global___Reachable:
+        """engines"""
+
+    @_builtins.property
     def pause(self) -> Global___PauseStage:
         """stages"""
 
@@ -917,13 +1043,15 @@ class ChildCommand(_message.Message):
         cluster: Global___ClusterView | None = ...,
         run: Global___RunEngine | None = ...,
         stop: Global___StopChild | None = ...,
+        plan: Global___PlanMade | None = ...,
+        reachable: Global___Reachable | None = ...,
         pause: Global___PauseStage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "pause"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -115,7 +115,7 @@ def test_figures_of_the_session() -> None:
         )
     last, session = one.stats().splitlines()
     assert last == "last     5 prompt tokens · 7 tok · first word 3.0 s · 2 nodes"
-    assert session == "session  3 answers · 21 tok · 15.0 tok/s at the mean · first word 1.0 s at the median"
+    assert session == "session  3 answers · 21 tok · 15.0 tok/s (mean) · first word 1.0 s (median)"
 
 
 def test_completion_knows_commands_and_their_first_word(tmp_path: Path) -> None:

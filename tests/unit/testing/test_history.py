@@ -46,7 +46,10 @@ def changed(place: int, *events: Event) -> History:
 
 def test_a_pause_breaks_no_rule():
     assert rules(right()) == []
-    assert 2.0 < right().stall_s("s1") < 2.1
+    stall_s = right().stall_s("s1", since_s=0.2)
+    assert stall_s is not None
+    assert 2.0 < stall_s < 2.1
+    assert right().stall_s("s1", since_s=9.0) is None
 
 
 @pytest.mark.parametrize("place", random.Random(3).sample(range(1, 39), 6))

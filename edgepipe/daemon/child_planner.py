@@ -1,0 +1,48 @@
+"""The engine's planner: its daemon, over the stream between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from edgepipe.daemon.child_link import DaemonLink
+from edgepipe.engine import Nodes, Plan
+from edgepipe.errors import SendTimeout
+from edgepipe.ids import NodeId
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.engines import ServeSpec, serve_spec_from_wire, serve_spec_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_PLAN_S = 20.0  # the daemon may have to fetch a model's shape from a peer first
+
+
+class DaemonPlanner:
+    """One question at a time; see ``edgepipe.engine.Planner``."""
+
+    def __init__(self, link: DaemonLink) -> None:
+        self._link = link
+        self._answer: asyncio.Future[pb.PlanMade] | None = None
+
+    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+        """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        self._link.report(pb.ChildReport(plan_wanted=pb.PlanWanted(spec=serve_spec_to_wire(spec), barred=barred)))
+        try:
+            async with asyncio.timeout(_PLAN_S):
+                made = await answer
+        except TimeoutError as exc:
+            raise SendTimeout("the node did not answer where stages go", fact=f"waited {_PLAN_S:.0f} s") from exc
+        if made.HasField("error"):
+            raise error_from_wire(made.error)
+        return Plan(
+            spec=serve_spec_from_wire(made.spec),
+            nodes=Nodes(
+                addresses={NodeId(node.node_id): node.address for node in made.nodes},
+                names={NodeId(node.node_id): node.name for node in made.nodes},
+            ),
+        )
+
+    def answer(self, made: pb.PlanMade) -> None:
+        """The daemon's answer came."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(made)

@@ -1,0 +1,48 @@
+"""What an engine asks its daemon when stages are lost, and what it is told of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgepipe.engine.preparation import Nodes
+from edgepipe.ids import NodeId
+from edgepipe.wire.engines import ServeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where the stages of the next epoch are."""
+
+    spec: ServeSpec
+    nodes: Nodes
+
+
+class Planner(Protocol):
+    """Places stages anew when some are lost."""
+
+    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+        """The placement of ``spec`` without nodes that are gone, and without ``barred`` ones where that is possible.
+
+        Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
+        """
+        ...
+
+
+class SamePlan:
+    """Plans nothing: every stage is where it was."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+        """See Planner."""
+        return Plan(spec=spec, nodes=self._nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reachable:
+    """The nodes that the engine's daemon hears; told whenever they, or what their devices can take, change."""
+
+    addresses: Mapping[NodeId, str]  # HOST:PORT

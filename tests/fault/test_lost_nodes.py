@@ -1,0 +1,41 @@
+"""Whole nodes lost in mid-sentence: their layers move to others, and the same streams go on, every token right."""
+
+from __future__ import annotations
+
+import asyncio
+
+from streams import PROMPT, Stream, answers, cut_power, kv_is_free, slow_cluster
+
+from edgepipe.testing.nodes import Nodes
+
+
+async def test_layers_of_a_lost_node_move_to_an_idle_one(nodes: Nodes) -> None:
+    a, b, c = await slow_cluster(nodes, "a", "b", "c")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(a)
+    await answers(c)
+    streams = [Stream(PROMPT, 150), Stream((*PROMPT, 7, 7), 120), Stream(PROMPT[:2], 100)]
+    async with asyncio.TaskGroup() as tasks:
+        for stream, node in zip(streams, (a, c, a), strict=True):
+            tasks.create_task(stream.run(node.http_port))
+        for stream in streams:
+            await stream.has(20)
+        cut_power(b)
+    for stream in streams:
+        stream.assert_right()
+    status = await a.until(kv_is_free)
+    assert [stage.node_name for stage in status.engines[0].stages] == ["a", "c"]
+
+
+async def test_a_survivor_takes_all_layers_if_they_fit(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(a)
+    stream = Stream(PROMPT, 120)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(a.http_port))
+        await stream.has(20)
+        cut_power(b)
+    stream.assert_right()
+    status = await a.until(kv_is_free)
+    assert [stage.node_name for stage in status.engines[0].stages] == ["a"]
