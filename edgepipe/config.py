@@ -33,7 +33,7 @@ class Config:
     """Everything that a node can be told. Field names are the names of flags, variables and TOML keys."""
 
     name: str = ""  # of this node; empty: the host's name
-    cluster: str = "home"  # id of the cluster; only nodes of the same id join
+    cluster: str = ""  # name of the cluster that a new node founds, home unless given; nodes join others by pairing
     backend: str = "auto"  # auto | none | a backend's entry point
     device: str = "auto"  # the backend's word, such as cuda:0
     dtype: str = "auto"  # compute dtype of this node's stages

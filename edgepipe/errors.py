@@ -13,7 +13,7 @@
     │  └─ ConnectTimeout · SendTimeout · PeerClosed · LocalProtocolError · RemoteProtocolError
     ├─ ClusterError     the cluster cannot do this now                  exit 3, HTTP 503
     │  ├─ NodeUnreachable · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
-    │  └─ PairingRejected · CertificateInvalid · AccessDenied           exit 5
+    │  └─ PairingRejected · CertificateInvalid · AccessDenied · TrustInvalid  exit 5
     └─ StageError       a stage failed                                  exit 1, HTTP 503
        └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
 
@@ -281,6 +281,13 @@ class AccessDenied(ClusterError):
     """The caller may not do this here."""
 
     code = "access_denied"
+    exit_code = 5
+
+
+class TrustInvalid(ClusterError):
+    """The trust store, or a change of it, is not what an owner of the cluster signed."""
+
+    code = "trust_invalid"
     exit_code = 5
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from figures import Row, below, print_rows
 
 from edgepipe.cli.admin import Admin, connect
+from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.testing.lan import LanHost, LanLab, lan_available
 from edgepipe.wire.v1 import node_pb2
 
@@ -50,6 +51,7 @@ async def _measure(rounds: int) -> tuple[list[float], list[float], list[float]]:
         async with LanLab(hosts=3) as lan:
             first, second, third = lan.hosts
             folders = [Path(folder) / host.name for host in lan.hosts]
+            found_local_cluster(folders, name="bench")
             for host, data_dir in ((first, folders[0]), (second, folders[1])):
                 await _start(host, data_dir)
             async with connect(folders[0]) as one, connect(folders[1]) as two:

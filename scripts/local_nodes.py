@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
 from edgepipe.sampling import SamplingParams
@@ -64,6 +65,7 @@ def running_nodes(
     with tempfile.TemporaryDirectory(prefix="edgepipe-bench-") as folder:
         cluster = Path(folder).name.lower().replace("_", "-")
         nodes: list[Node] = []
+        found_local_cluster([Path(folder) / str(index) for index in range(count)], name=cluster)
         try:
             for index in range(count):
                 backend = backends[index % len(backends)]

@@ -103,7 +103,7 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
 
 def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
     """Nodes announce themselves, but this command cannot ask them."""
-    told = sorted(f"'{one.node_name}' at {one.address}, cluster '{one.cluster_id}'" for one in found)
+    told = sorted(f"'{one.node_name}' at {one.address}, cluster {one.cluster_name!r}" for one in found)
     names = "; ".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
     if all(one.host.startswith("127.") for one in found):
         return NodeUnreachable(
@@ -114,7 +114,7 @@ def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
     return NodeUnreachable(
         "the nodes that were found answer HTTP on their own machine only",
         fact=f"{checked}found {names}",
-        next_step=f"join them: edgepipe node start --cluster {found[0].cluster_id}",
+        next_step="join them: edgepipe node invite there, then edgepipe node join here",
     )
 
 

@@ -63,8 +63,11 @@ class ClusterPlan:
 @asynccontextmanager
 async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
     """Start all nodes at once, and leave nothing behind. Raises what hindered the first that failed."""
+    from edgepipe.cluster.founding import found_local_cluster
+
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-demo-"))
     try:
+        found_local_cluster([folder / node.name for node in plan.nodes], name=plan.cluster)
         async with AsyncExitStack() as stack:
             processes = [await stack.enter_async_context(_process(plan, node, folder)) for node in plan.nodes]
             started: list[LocalNode] = []

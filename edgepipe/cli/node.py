@@ -35,7 +35,7 @@ def _group() -> None:
 def start(
     name: Annotated[str | None, typer.Option("--name", help="Name of this node; the host's unless given.")] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Cluster to join; nodes of others are ignored.")
+        str | None, typer.Option("--cluster", help="Name of the cluster that a new node founds; home unless given.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Device, in the backend's words (cuda:0).")] = None,
     backend: Annotated[str | None, typer.Option("--backend", help="torch, mlx, emulated, none or auto.")] = None,

@@ -1,23 +1,26 @@
-"""Find nodes of the same cluster by multicast DNS. What is found is only an address to try: it authorises nothing."""
+"""Find nodes by multicast DNS. What is found is only an address to try: it authorises nothing, and is believed to be
+nothing but short, printable text."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from edgepipe import PROTOCOL_VERSION
+from edgepipe import PROTOCOL_VERSION, __version__
 
 logger = logging.getLogger(__name__)
 
 SERVICE_TYPE = "_edgepipe._tcp.local."
 _LOOKUP_MS = 2000  # a node answers in milliseconds; lost multicast is asked again within this
 _MAX_LOOKUPS = 64  # at a time; more names than a home has machines means that somebody floods
+_MAX_TXT_BYTES = 1024  # ours have about 250
+_INCARNATION_DIGITS = 10  # of an instance's name, which is a DNS label: at most 63 bytes with the node's 52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +28,15 @@ class Announcement:
     """What a node says of itself in its TXT record."""
 
     cluster_id: str
+    cluster_name: str
     node_id: str
     node_name: str
     host: str
     port: int
     incarnation: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    edgepipe_version: str = __version__
+    pairing_port: int = 0  # open to who has the code; 0: nobody is being invited
 
     @property
     def address(self) -> str:
@@ -39,9 +45,10 @@ class Announcement:
 
 
 class Discovery:
-    """Announces this node and tells ``on_found`` of others, on one interface, from ``start`` to ``stop``."""
+    """Announces this node and tells ``on_found`` of others, of any cluster, on one interface."""
 
     def __init__(self, own: Announcement, on_found: Callable[[Announcement], None]) -> None:
+        self.problem = ""  # why nobody can be found; empty: it works, as far as this machine can tell
         self._own = own
         self._on_found = on_found
         self._zeroconf: AsyncZeroconf | None = None
@@ -59,7 +66,16 @@ class Discovery:
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
         except OSError as exc:
-            logger.warning("multicast DNS does not work on %s: %s; name peers with --peer", self._own.host, exc)
+            self.problem = f"multicast DNS does not work on {self._own.host}: {exc}"
+            logger.warning("%s; peers are found by remembered addresses and --peer", self.problem)
+
+    async def announce_pairing(self, port: int) -> None:
+        """Say at which port a machine may join, or (0) that none may."""
+        self._own = replace(self._own, pairing_port=port)
+        self._info = _service_info(self._own)
+        if self._zeroconf is not None:
+            update: Any = self._zeroconf.async_update_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            self._announced = await update(self._info)
 
     async def stop(self) -> None:
         """Say goodbye and close the sockets."""
@@ -87,31 +103,53 @@ class Discovery:
             logger.debug("no answer from %s", name)
             return
         found = read_announcement(info)
-        if found is not None and found.cluster_id == self._own.cluster_id:
+        if found is not None and (found.node_id, found.address) != (self._own.node_id, self._own.address):
             self._on_found(found)
 
 
 def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
-    """The announcement in a DNS-SD record; None if it is not one of ours."""
-    texts = {
-        key.decode(errors="replace"): (value or b"").decode(errors="replace") for key, value in info.properties.items()
-    }
+    """The announcement in a DNS-SD record; None if it is not one of ours to the last character."""
     hosts = info.parsed_addresses(IPVersion.V4Only)
-    protocol = texts.get("protocol", "")
-    if not hosts or not info.port or not texts.get("node_id") or not protocol.isdecimal():
+    texts = read_texts(info.properties)
+    if not hosts or not info.port or texts is None:
         return None
-    return Announcement(
-        cluster_id=texts.get("cluster_id", ""),
-        node_id=texts["node_id"],
-        node_name=texts.get("name", ""),
-        host=hosts[0],
-        port=info.port,
-        protocol_version=int(protocol),
-    )
+    try:
+        return Announcement(
+            cluster_id=texts["cluster_id"],
+            cluster_name=texts["cluster"],
+            node_id=texts["node_id"],
+            node_name=texts["name"],
+            host=hosts[0],
+            port=info.port,
+            protocol_version=_number(texts["protocol"]),
+            edgepipe_version=texts["version"],
+            pairing_port=_number(texts.get("pairing", "0")),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def read_texts(properties: Mapping[bytes, bytes | None]) -> dict[str, str] | None:
+    """The keys and values of a TXT record; None if it is too long, not UTF-8, or holds what no terminal should show."""
+    if sum(len(key) + len(value or b"") for key, value in properties.items()) > _MAX_TXT_BYTES:
+        return None
+    try:
+        texts = {key.decode(): (value or b"").decode() for key, value in properties.items()}
+    except UnicodeDecodeError:
+        return None
+    return texts if all(text.isprintable() for pair in texts.items() for text in pair) else None
+
+
+def _number(text: str) -> int:
+    """Raises ValueError: ``int`` alone takes signs, blanks and digits of other scripts."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5):
+        raise ValueError(text)
+    return int(text)
 
 
 def _service_info(own: Announcement) -> AsyncServiceInfo:
-    name = f"{own.node_id}-{own.incarnation}"  # two copies of one data directory differ in the latter
+    digits = str(own.incarnation)[-_INCARNATION_DIGITS:]
+    name = f"{own.node_id}-{digits}"  # two copies of one data directory differ in the latter
     return AsyncServiceInfo(
         SERVICE_TYPE,
         f"{name}.{SERVICE_TYPE}",
@@ -120,8 +158,11 @@ def _service_info(own: Announcement) -> AsyncServiceInfo:
         server=f"{name}.local.",
         properties={
             "cluster_id": own.cluster_id,
+            "cluster": own.cluster_name,
             "node_id": own.node_id,
             "name": own.node_name,
             "protocol": str(own.protocol_version),
+            "version": own.edgepipe_version,
+            "pairing": str(own.pairing_port),
         },
     )

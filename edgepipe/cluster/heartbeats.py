@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -26,14 +26,44 @@ from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.trust_view import TrustedPeer
 from edgepipe.telemetry.log import Once
 from edgepipe.wire.common import check_hello
-from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc, trust_pb2
 
 logger = logging.getLogger(__name__)
 
 _ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
 _MAX_REFUSALS = 64  # refused addresses shown in the status
+
+
+class SharedTrust(Protocol):
+    """What two members tell each other of their trust stores; ``TrustKeeper`` is one."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of all statements."""
+        ...
+
+    def statements(self) -> trust_pb2.TrustSet:
+        """All of them."""
+        ...
+
+    def hear(self, source: NodeId, *, digest: bytes, statements: Iterable[trust_pb2.TrustStatement]) -> None:
+        """A member told its digest, and its statements if they differed."""
+        ...
+
+    def member(self, fingerprint: str) -> TrustedPeer | None:
+        """Who may call."""
+        ...
+
+    def outbound(self) -> tuple[TrustedPeer, ...]:
+        """Who may be called."""
+        ...
+
+    def changes(self) -> AsyncIterator[None]:
+        """Yields at once and then after every change."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +77,9 @@ class _Conversation:
     heard_at_s: float = 0.0
     told_version: int = -1
     told_at_s: float = float("-inf")
+    told_digest: bytes = b""
+    heard_digest: bytes = b""
+    told_trust: tuple[bytes, bytes] | None = None  # own and other digest when the whole set was last told
 
 
 class Heartbeats:
@@ -57,6 +90,7 @@ class Heartbeats:
         *,
         membership: Membership,
         hello: common_pb2.Hello,
+        trust: SharedTrust,
         state: Callable[[], node_pb2.NodeState],
         clock: Clock,
         timeouts: Timeouts,
@@ -66,6 +100,7 @@ class Heartbeats:
         self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address -> why we do not join
         self._membership = membership
         self._hello = hello
+        self._trust = trust
         self._state = state
         self._clock = clock
         self._timeouts = timeouts
@@ -87,12 +122,15 @@ class Heartbeats:
             self._tasks = tasks
             waiting, self._waiting = self._waiting, []
             self._perform(waiting)
+            tasks.create_task(self._follow_trust(), name="trust")
             while True:
                 await asyncio.sleep(self._timeouts.tick_s)
                 self._perform(self._membership.on_tick(now=self._clock.monotonic_s()))
 
     def found(self, address: str, *, node_id: str = "", manual: bool = False) -> None:
-        """Discovery or a person named an address."""
+        """Discovery, memory or a person named an address. Of what the network says, only addresses of members count."""
+        if not manual and NodeId(node_id) not in self._trusted():
+            return
         self._perform(self._membership.on_address(address, node_id=node_id, manual=manual))
 
     def announce(self) -> None:
@@ -120,8 +158,35 @@ class Heartbeats:
         async for beat in beats:
             if not node_id:
                 node_id = self._admit(beat.hello)
+                self._require(self._trust.member(node_id), beat.hello)
+            if self._trust.member(node_id) is None:
+                yield self._beat(conversation)  # the last one tells it that it was removed
+                raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
             yield self._beat(conversation)
+
+    def _trusted(self) -> set[NodeId]:
+        return {peer.node_id for peer in self._trust.outbound()}
+
+    async def _follow_trust(self) -> None:
+        """Tell news of trust at once; drop whoever was removed."""
+        async for _ in self._trust.changes():
+            trusted = self._trusted()
+            self.announce()
+            for node_id in self._membership.node_ids():
+                if node_id not in trusted:
+                    self._perform(self._membership.on_expelled(node_id))
+
+    def _require(self, peer: TrustedPeer | None, hello: common_pb2.Hello) -> None:
+        if peer is None:
+            error = PairingRejected(
+                f"{hello.node_name or hello.node_id} is not paired with this node",
+                fact=f"{hello.node_id[:12]} is no member of cluster '{self._hello.cluster_name}' as known here",
+                next_step="pair it: edgepipe node invite here, edgepipe node join there",
+                node=hello.node_name,
+            )
+            self._refuse(f"node {hello.node_name or hello.node_id}", error)
+            raise error
 
     def _admit(self, hello: common_pb2.Hello) -> str:
         """The caller's node id, if it may join."""
@@ -131,8 +196,8 @@ class Heartbeats:
             if hello.cluster_id != self._hello.cluster_id:
                 raise PairingRejected(
                     f"node {hello.node_name} belongs to another cluster",
-                    fact=f"it is in '{hello.cluster_id}', this node in '{self._hello.cluster_id}'",
-                    next_step="start both nodes with the same --cluster",
+                    fact=f"it is in {cluster_label(hello)}, this node in {cluster_label(self._hello)}",
+                    next_step="to bring them together: edgepipe node invite on one, edgepipe node join on the other",
                     node=hello.node_name,
                 )
         except EdgepipeError as error:
@@ -217,6 +282,8 @@ class Heartbeats:
                 await call.write(self._beat(conversation, first=True))
                 first = await self._first_answer(call, address)
                 node_id = self._admit(first.hello)
+                trusted = {peer.node_id: peer for peer in self._trust.outbound()}
+                self._require(trusted.get(NodeId(node_id)), first.hello)
                 self.refusals.pop(address, None)
                 self._hear(conversation, first, NodeId(node_id), dialled=address)
                 async with asyncio.TaskGroup() as tasks:
@@ -272,8 +339,20 @@ class Heartbeats:
         if conversation.heard:
             beat.echo = conversation.heard
             beat.echo_delay_us = int((now - conversation.heard_at_s) * 1e6)
+        self._add_trust(beat, conversation)
         self._add_state(beat, conversation, now)
         return beat
+
+    def _add_trust(self, beat: node_pb2.Beat, conversation: _Conversation) -> None:
+        """The digest when it changed; all statements once per pair of digests that differ."""
+        digest = self._trust.digest
+        if conversation.told_digest != digest:
+            beat.trust_digest = conversation.told_digest = digest
+        differs = (digest, conversation.heard_digest)
+        if conversation.heard_digest not in (b"", digest) and conversation.told_trust != differs:
+            beat.trust.CopyFrom(self._trust.statements())
+            beat.trust_digest = digest
+            conversation.told_trust = differs
 
     def _add_state(self, beat: node_pb2.Beat, conversation: _Conversation, now: float) -> None:
         state = self._state()
@@ -289,19 +368,28 @@ class Heartbeats:
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
         state = beat.state if beat.HasField("state") and beat.state.node_id == node_id else None
+        trusted = self._trusted()
         heard = HeardBeat(
             node_id=node_id,
             state=state,
-            known=tuple((one.node_id, one.address) for one in beat.known),
+            known=tuple((one.node_id, one.address) for one in beat.known if one.node_id in trusted),
             leaving=beat.leaving,
             sleeping=beat.sleeping,
             dialled=dialled,
         )
+        if beat.trust_digest:
+            conversation.heard_digest = beat.trust_digest
+            self._trust.hear(node_id, digest=beat.trust_digest, statements=beat.trust.statements)
         self._perform(self._membership.on_beat(heard, now=now))
         sent_s = conversation.sent_at_s.get(beat.echo)
         if dialled and sent_s is not None:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
+
+
+def cluster_label(hello: common_pb2.Hello) -> str:
+    """``'home' (4kq3zt)``: two clusters of one name are told apart by their ids."""
+    return f"'{hello.cluster_name or hello.cluster_id}' ({hello.cluster_id[:6]})"
 
 
 async def _next_beat(call: Any) -> node_pb2.Beat | None:

@@ -18,6 +18,7 @@ _MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile 
 _LATE_S = 0.25  # a tick that comes later than this is this process's own lag, not the others' silence
 _LAG_MEMORY_S = 10.0  # who was slow lately is slow to hear, so for so long it is more patient by what it lagged
 _SLEEPY_S = 1.0  # beats that were under way when a node went to sleep do not wake it
+_MAX_TARGETS_PER_NODE = 8  # a machine has a few addresses; who announces more in its name must not drown the right one
 
 
 class MemberStatus(StrEnum):
@@ -113,7 +114,8 @@ class HeardBeat:
 @dataclass(slots=True, kw_only=True)
 class _Target:
     manual: bool  # named by a person: never forgotten
-    node_id: NodeId | None = None  # who answered there
+    node_id: NodeId | None = None  # who answered there, or was said to be there
+    answered: bool = False
     dialling: bool = False
     nobody_since_s: float | None = None  # dialled, and no member of ours
 
@@ -156,6 +158,11 @@ class Membership:
         }
         return [(NodeId(one), NodeId(other)) for one, other in sorted(pairs)]
 
+    def node_ids(self) -> list[NodeId]:
+        """Everybody it knows of, reachable or not, and whoever an address was said to be of."""
+        hinted = {target.node_id for target in self._targets.values() if target.node_id}
+        return sorted({*self._members, *hinted})
+
     def introductions(self) -> list[tuple[str, str]]:
         """(node id, address) of every reachable member, to be told to others."""
         return [(member.node.node_id, member.node.address) for member in self.reachable()]
@@ -171,17 +178,20 @@ class Membership:
         if not address or address in self._own_addresses:  # our id elsewhere is a copy, and meeting it shows that
             return []
         target = self._targets.get(address)
+        room: list[Command] | None = []
         if target is None:
-            if len(self._targets) >= _MAX_TARGETS and not manual:
+            room = self._make_room(node_id)
+            if room is None and not manual:
                 return []
             target = self._targets[address] = _Target(manual=manual)
+        commands = room or []
         target.manual = target.manual or manual
         target.node_id = target.node_id or (NodeId(node_id) if node_id else None)
         owner = self._members.get(NodeId(node_id)) if node_id else None
         if target.dialling or (owner is not None and owner.reachable and self._is_dialled(owner.node.node_id)):
-            return []
+            return commands
         target.dialling = True
-        return [Dial(address)]
+        return [*commands, Dial(address)]
 
     def on_beat(self, beat: HeardBeat, *, now: float) -> list[Command]:
         """A heartbeat came in, on a stream of either direction."""
@@ -219,6 +229,14 @@ class Membership:
         if now - member.refused_since_s < self._limits.refused_s:
             return []
         return self._set_status(member, MemberStatus.DEAD, since_s=member.last_heard_s)
+
+    def on_expelled(self, node_id: NodeId) -> list[Command]:
+        """A node belongs to the cluster no more: it is dropped at once, and so are its addresses."""
+        member = self._members.pop(node_id, None)
+        if member is None:
+            return list(self._drop_targets(node_id))
+        member.status = MemberStatus.LEFT
+        return [MemberChanged(node_id, MemberStatus.LEFT), *self._drop_targets(node_id)]
 
     def on_rtt(self, node_id: NodeId, *, rtt_ms: float) -> None:
         """A round trip was measured; smoothed over about eight beats."""
@@ -301,7 +319,7 @@ class Membership:
         target = self._targets.get(address)
         if target is None:
             return []
-        target.node_id = node_id
+        target.node_id, target.answered = node_id, True
         own = self._targets.get(self._members[node_id].node.address)
         if own is None or not own.dialling or own.node_id != node_id:
             return []
@@ -312,6 +330,18 @@ class Membership:
                 self._targets[other].dialling = False
                 commands.append(HangUp(other))
         return commands
+
+    def _make_room(self, node_id: str) -> list[Command] | None:
+        """Room for one more address: commands to perform first, None if there is none. Of the addresses that were said
+        to be one node's, the oldest where it never answered makes way: a liar must not keep the right one out."""
+        said = [key for key, target in self._targets.items() if node_id and target.node_id == node_id]
+        if len(said) < _MAX_TARGETS_PER_NODE:
+            return [] if len(self._targets) < _MAX_TARGETS else None
+        oldest = next((key for key in said if not (self._targets[key].manual or self._targets[key].answered)), None)
+        if oldest is None:
+            return None
+        del self._targets[oldest]
+        return [HangUp(oldest)]
 
     def _is_dialled(self, node_id: str) -> bool:
         return any(target.dialling and target.node_id == node_id for target in self._targets.values())

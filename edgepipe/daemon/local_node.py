@@ -9,7 +9,7 @@ from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
 from edgepipe.daemon.changes import Changes
-from edgepipe.daemon.data_dir import Identity
+from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
 
 Part = Callable[[pb.NodeState], None]  # fills in its fields
@@ -18,13 +18,15 @@ Part = Callable[[pb.NodeState], None]  # fills in its fields
 class LocalNode:
     """Builds this node's state from its parts, counts its versions and spreads the news."""
 
-    def __init__(self, *, identity: Identity, name: str, address: str, announce: Callable[[], None]) -> None:
+    def __init__(
+        self, *, node_id: NodeId, incarnation: int, name: str, address: str, announce: Callable[[], None]
+    ) -> None:
         self.changes = Changes()  # of this node and of the cluster as seen from it
         self.state = pb.NodeState(
-            node_id=identity.node_id,
+            node_id=node_id,
             name=name,
             address=address,
-            incarnation=identity.incarnation,
+            incarnation=incarnation,
             edgepipe_version=__version__,
             platform=f"{platform.system()} {platform.machine()}",
             version=1,

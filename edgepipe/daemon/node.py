@@ -12,13 +12,15 @@ from collections.abc import Awaitable, Generator
 
 import uvloop
 
+from edgepipe.cluster.founding import begin_anew, open_trust
 from edgepipe.cluster.interfaces import choose_address, interfaces, routed_address
 from edgepipe.config import Config
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
-from edgepipe.daemon.system import RandomIds, SystemClock
+from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import EdgepipeError
+from edgepipe.telemetry.audit import AuditKind
 from edgepipe.telemetry.log import set_up_logging
 
 __all__ = ["NodeReady", "OnReady", "run"]
@@ -49,16 +51,25 @@ def run(config: Config, on_ready: OnReady | None = None) -> None:
 
 async def _run_until_stopped(config: Config, data_dir: DataDir, host: str, on_ready: OnReady | None) -> None:
     """Run nodes until one was stopped; a node whose identity another has makes way for one with a new identity."""
-    clock, ids = SystemClock(), RandomIds()
-    identity = data_dir.identity(ids, clock)
+    clock, cluster = SystemClock(), config.cluster
     while True:
-        node = NodeDaemon(config=config, data_dir=data_dir, identity=identity, host=host, on_ready=on_ready)
+        trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
+        node = NodeDaemon(
+            config=config,
+            data_dir=data_dir,
+            trust=trust,
+            incarnation=data_dir.next_incarnation(clock),
+            host=host,
+            on_ready=on_ready,
+        )
         with _signals(node):
             await _single(node.run())
         if not node.identity_taken:
             return
-        identity = data_dir.new_identity(ids, clock)
-        logger.warning("this data directory is a copy of another node's: the node is now %s", identity.node_id)
+        trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
+        begin_anew(data_dir.path)
+        cluster = ""
+        logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
 
 
 async def _single(running: Awaitable[None]) -> None:

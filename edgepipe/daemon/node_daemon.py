@@ -14,17 +14,20 @@ from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
+from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Timeouts
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.data_dir import DataDir, Identity
+from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
+from edgepipe.daemon.neighbours import Neighbours
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.remembered import RememberedAddresses
 from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving import Serving
@@ -60,19 +63,33 @@ class NodeDaemon:
     """One node from start to stop."""
 
     def __init__(
-        self, *, config: Config, data_dir: DataDir, identity: Identity, host: str, on_ready: OnReady | None
+        self,
+        *,
+        config: Config,
+        data_dir: DataDir,
+        trust: TrustKeeper,
+        incarnation: int,
+        host: str,
+        on_ready: OnReady | None,
     ) -> None:
         self.stopping = asyncio.Event()
         self.identity_taken = False
         self._config = config
         self._data_dir = data_dir
-        self._identity = identity
+        self._trust = trust
+        self._node_id, self._cluster = trust.node_id, trust.store
+        self._incarnation = incarnation
+        self._discovery: Discovery | None = None
         self._host = host
         self._on_ready = on_ready
         self._timeouts = _timeouts_for(host)
         self._clock, self._ids = SystemClock(), RandomIds()
         self._hello = make_hello(
-            role="node", node_id=identity.node_id, node_name=config.name, cluster_id=config.cluster
+            role="node",
+            node_id=self._node_id,
+            node_name=config.name,
+            cluster_id=self._cluster.cluster_id,
+            cluster_name=self._cluster.cluster_name,
         )
         self.children = Children(self._timeouts, self._clock)
 
@@ -97,8 +114,8 @@ class NodeDaemon:
     def _build(self, tasks: asyncio.TaskGroup) -> None:
         config, timeouts = self._config, self._timeouts
         self._membership = Membership(
-            node_id=self._identity.node_id,
-            incarnation=self._identity.incarnation,
+            node_id=self._node_id,
+            incarnation=self._incarnation,
             address=self._address,
             limits=MembershipLimits(
                 refused_s=timeouts.refused_s,
@@ -109,7 +126,8 @@ class NodeDaemon:
             ),
         )
         self._local = LocalNode(
-            identity=self._identity,
+            node_id=self._node_id,
+            incarnation=self._incarnation,
             name=config.name,
             address=self._address,
             announce=lambda: self._heartbeats.announce(),
@@ -117,6 +135,7 @@ class NodeDaemon:
         self._heartbeats = Heartbeats(
             membership=self._membership,
             hello=self._hello,
+            trust=self._trust,
             state=lambda: self._local.state,
             clock=self._clock,
             timeouts=timeouts,
@@ -125,6 +144,10 @@ class NodeDaemon:
         )
         self._peers = Peers(
             own=lambda: self._local.state, membership=self._membership, hello=self._hello, timeouts=timeouts
+        )
+        self._remembered = RememberedAddresses(self._data_dir.path / "addresses.json")
+        self._neighbours = Neighbours(
+            trust=self._trust, dial=lambda address, node_id: self._heartbeats.found(address, node_id=node_id)
         )
         self._sleep = SleepGuard(
             self._clock, tell=lambda sleeping: self._heartbeats.sleeps(sleeping=sleeping), on_wake=self._wake
@@ -184,7 +207,7 @@ class NodeDaemon:
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
     def _register(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
-        admit = admit_to(self._config.cluster, node_name=self._config.name)
+        admit = admit_to(self._hello)
         node = NodeService(
             admit=admit,
             heartbeats=self._heartbeats,
@@ -215,62 +238,70 @@ class NodeDaemon:
         await server.start()
         tasks.create_task(self._gateway.keep(gateway), name="gateway")
         tasks.create_task(self._device.keep_spare(), name="spare")
+        tasks.create_task(self._trust.run(), name="trust-file")
+        tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._heartbeats.run(), name="heartbeats")
         tasks.create_task(self.children.watch_hangs(), name="hangs")
         tasks.create_task(self._sleep.run(), name="sleep")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
         for address in self._config.peers:
             self._heartbeats.found(address, manual=True)
+        for node_id, address in self._remembered.all().items():
+            self._heartbeats.found(address, node_id=node_id)
         await self._start_discovery()
         self._tell_ready()
         await self.stopping.wait()
 
     async def _start_discovery(self) -> None:
-        self._discovery: Discovery | None = None
         if not self._config.discovery:
             return
         host, _, port = self._address.rpartition(":")
         own = Announcement(
-            cluster_id=self._config.cluster,
-            node_id=self._identity.node_id,
+            cluster_id=self._cluster.cluster_id,
+            cluster_name=self._cluster.cluster_name,
+            node_id=self._node_id,
             node_name=self._config.name,
             host=host,
             port=int(port),
-            incarnation=self._identity.incarnation,
+            incarnation=self._incarnation,
         )
-        self._discovery = Discovery(own, lambda found: self._heartbeats.found(found.address, node_id=found.node_id))
+        self._discovery = Discovery(own, self._neighbours.found)
         await self._discovery.start()
 
     def _tell_ready(self) -> None:
-        logger.info("node ready name=%s node=%s address=%s", self._config.name, self._identity.node_id, self._address)
+        logger.info("node ready name=%s node=%s address=%s", self._config.name, self._node_id, self._address)
         if self._on_ready is not None:
             self._on_ready(
                 NodeReady(
-                    node_id=self._identity.node_id,
+                    node_id=self._node_id,
                     name=self._config.name,
                     address=self._address,
                     http_port=self._gateway.http_port,
                     socket=self._data_dir.socket,
-                    cluster=self._config.cluster,
+                    cluster=self._cluster.cluster_name,
                 )
             )
 
     async def _take_down(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
         """Leaving first, so that nobody waits for this node; then engines, stages, gateway, servers, the name."""
         self.stopping.set()
-        logger.info("node stops node=%s", self._identity.node_id)
+        logger.info("node stops node=%s", self._node_id)
         await self._heartbeats.leave()
         await self._engines.stop_all()
         await self._device.release_all()
         await self.children.stop_all("gateway")
         await asyncio.gather(server.stop(grace=0.2), unix_server.stop(grace=0.5))
         await self._peers.close()
-        if (discovery := getattr(self, "_discovery", None)) is not None:
-            await discovery.stop()
+        if self._discovery is not None:
+            await self._discovery.stop()
         logging.getLogger().removeHandler(self._logs)
         self._data_dir.socket.unlink(missing_ok=True)
 
     def _on_member(self, change: MemberChanged) -> None:
+        if (member := self._membership.member(change.node_id)) is not None:
+            self._remembered.note(change.node_id, member.node.address)
+        elif self._trust.store.peers.get(change.node_id) is None:
+            self._remembered.forget(change.node_id)
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
             logger.warning("node is %s node=%s", change.status, change.node_id)
             self._device.release_of_engines_on(change.node_id)
@@ -287,7 +318,7 @@ class NodeDaemon:
         self._sleep.announce()
 
     def _on_identity_taken(self, address: str) -> None:
-        logger.warning("another node has the id of this one: node=%s address=%s", self._identity.node_id, address)
+        logger.warning("another node has the id of this one: node=%s address=%s", self._node_id, address)
         self.identity_taken = True
         self.stopping.set()
 
@@ -300,9 +331,9 @@ class NodeDaemon:
             host=self._host,
             ports=self._child_ports(),
             http_port=http_port,
-            node_id=self._identity.node_id,
+            node_id=self._node_id,
             node_name=config.name,
-            cluster_id=config.cluster,
+            cluster_id=self._cluster.cluster_id,
             address=self._address,
             log_level=config.log_level,
             link=config.link,
@@ -322,7 +353,7 @@ class NodeDaemon:
         return tuple(port for port in ports if port not in taken)
 
     def _view(self) -> pb.ClusterView:
-        view = pb.ClusterView(cluster_id=self._config.cluster)
+        view = pb.ClusterView(cluster_id=self._cluster.cluster_id)
         view.members.extend(member_states(self._local, self._membership))
         view.absent.extend(absent_nodes(self._membership, self._clock))
         for _, engine in self._serving.engines():
@@ -332,9 +363,9 @@ class NodeDaemon:
 
     def _status(self) -> pb.ClusterStatus:
         status = pb.ClusterStatus(
-            cluster_id=self._config.cluster,
-            cluster_name=self._config.cluster,
-            node_id=self._identity.node_id,
+            cluster_id=self._cluster.cluster_id,
+            cluster_name=self._cluster.cluster_name,
+            node_id=self._node_id,
             uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
             data_dir=str(self._data_dir.path),
         )
@@ -342,6 +373,10 @@ class NodeDaemon:
         status.absent.extend(absent_nodes(self._membership, self._clock))
         for one, other in self._membership.broken_links():
             status.broken_links.add(node_id=one, other_id=other)
+        status.neighbours.extend(self._neighbours.others())
+        status.discovery_problem = self._discovery.problem if self._discovery else "it is switched off"
+        status.removed = not self._trust.belongs
+        status.trust_damage = self._trust.damage
         status.engines.extend(engine for _, engine in self._serving.engines())
         status.children.extend(_child_state(child) for child in self.children.running())
         for peer, error in self._heartbeats.refusals.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.cluster.heartbeats import Heartbeats, cluster_label
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
@@ -22,16 +22,16 @@ _MAX_LOG_LINES = 2000
 Admit = Callable[[common_pb2.Hello], None]
 
 
-def admit_to(cluster_id: str, *, node_name: str) -> Admit:
+def admit_to(own: common_pb2.Hello) -> Admit:
     """A check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
 
     def admit(hello: common_pb2.Hello) -> None:
-        check_hello(hello, own_name=node_name)
-        if hello.cluster_id != cluster_id:
+        check_hello(hello, own_name=own.node_name)
+        if hello.cluster_id != own.cluster_id:
             raise PairingRejected(
                 f"{hello.node_name or hello.role} belongs to another cluster",
-                fact=f"it is in '{hello.cluster_id}', this node in '{cluster_id}'",
-                next_step="start both nodes with the same --cluster",
+                fact=f"it is in {cluster_label(hello)}, this node in {cluster_label(own)}",
+                next_step="to bring them together: edgepipe node invite on one, edgepipe node join on the other",
             )
 
     return admit

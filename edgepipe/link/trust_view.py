@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from edgepipe.ids import NodeId
+from edgepipe.link.certificates import Certificate, KeyPair
 
 
 class Role(StrEnum):
@@ -24,19 +25,7 @@ class TrustedPeer:
     node_id: NodeId  # the fingerprint of its certificate's public key
     name: str  # as it was when it joined
     role: Role
-    certificate_pem: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
-    """A key and the self-signed certificate that belongs to it. The key is never logged, so it is not in the repr."""
-
-    node_id: NodeId
-    certificate_pem: bytes
-    key_pem: bytes
-
-    def __repr__(self) -> str:
-        return f"Credentials(node_id={self.node_id!r})"
+    certificate: Certificate
 
 
 class TrustView(Protocol):
@@ -44,7 +33,7 @@ class TrustView(Protocol):
     return never changes afterwards."""
 
     @property
-    def credentials(self) -> Credentials:
+    def key_pair(self) -> KeyPair:
         """This process's own key and certificate."""
         ...
 

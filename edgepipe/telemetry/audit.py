@@ -89,7 +89,7 @@ class AuditLog:
     def _append(self, line: str) -> None:
         if self._path.exists() and self._path.stat().st_size >= _FILE_BYTES:
             self._path.replace(_older(self._path))
-        with self._path.open("a", encoding="ascii", opener=_private) as file:
+        with open(self._path, "a", encoding="ascii", opener=_private) as file:
             file.write(line + "\n")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.testing.lan import LanHost
@@ -24,6 +25,7 @@ from edgepipe.wire.v1 import node_pb2_grpc
 
 READY_S = 40.0  # a busy machine starts Python slowly
 LOOK_S = 0.02
+_MOST_NODES = 8  # of one test
 HELLO = make_hello(role="cli")
 
 
@@ -88,10 +90,11 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Nodes:
-    """Starts nodes in one folder; they end with the test, which calls ``end``."""
+    """Starts nodes of one cluster in one folder; they end with the test, which calls ``end``."""
 
     folder: Path
     cluster: str
+    spare: list[Path] = field(default_factory=list[Path])  # data directories with identities in the cluster
     started: list[asyncio.subprocess.Process] = field(default_factory=list["asyncio.subprocess.Process"])
     _drains: list[asyncio.Future[None]] = field(default_factory=list["asyncio.Future[None]"])
 
@@ -125,6 +128,8 @@ class Nodes:
             "backend_options": "time_factor=0",
             "data_dir": str(self.folder / name),
         }
+        if flags.get("cluster", self.cluster) == self.cluster:
+            self._provide_identity(Path(flags.get("data_dir", self.folder / name)))
         settings = {key: value for key, value in {**defaults, **flags}.items() if value is not None}
         environ = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
         command = [sys.executable, "-P", "-m", "edgepipe.daemon", json.dumps(settings)]
@@ -138,6 +143,17 @@ class Nodes:
             )
         self.started.append(process)
         return process
+
+    def _provide_identity(self, data_dir: Path) -> None:
+        """Let a new data directory belong to the cluster, as if it had been paired before."""
+        if not self.spare and not (pool := self.folder / ".identities").exists():
+            self.spare = [pool / str(index) for index in range(_MOST_NODES)]
+            found_local_cluster(self.spare, name=self.cluster)
+        if not (data_dir / "identity").exists():
+            data_dir.mkdir(parents=True, exist_ok=True)
+            made = self.spare.pop(0)
+            for part in ("identity", "trust"):
+                (made / part).rename(data_dir / part)
 
     async def end(self) -> None:
         """End what still runs, children first found."""

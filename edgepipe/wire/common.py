@@ -17,7 +17,9 @@ _ACTIVATIONS = {
 }
 
 
-def make_hello(*, role: str, node_id: str = "", node_name: str = "", cluster_id: str = "") -> pb.Hello:
+def make_hello(
+    *, role: str, node_id: str = "", node_name: str = "", cluster_id: str = "", cluster_name: str = ""
+) -> pb.Hello:
     """The first message of a connection from this process."""
     return pb.Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -26,6 +28,7 @@ def make_hello(*, role: str, node_id: str = "", node_name: str = "", cluster_id:
         node_name=node_name,
         cluster_id=cluster_id,
         role=role,
+        cluster_name=cluster_name,
     )
 
 

@@ -13,6 +13,7 @@ from bad_input import Node, Shell, emulated_model, error_of
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe import PROTOCOL_VERSION
+from edgepipe.cluster.identity import load_identity
 from edgepipe.daemon.data_dir import socket_path
 
 CONTEXT = 256
@@ -114,20 +115,23 @@ def test_a_port_of_another_program_as_a_script_sees_it(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["error"]["code"] == "port_in_use"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'{"node_id": "../x", "incarnation": "y"}',
-        *(pytest.param(text, marks=pytest.mark.long) for text in (b"", b"{", b"[]", b"\xff\x00")),
-    ],
-)
-def test_a_damaged_identity_is_made_anew(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["key.pem", "certificate.pem"])
+def test_a_damaged_identity_ends_the_start_and_says_how_to_begin_anew(file: str, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
-    shell.data_dir.mkdir(parents=True, mode=0o700)
-    (shell.data_dir / "identity.json").write_bytes(content)
-    with shell.node() as node:
-        assert node.told["node_id"].startswith("node-")
-    assert json.loads((shell.data_dir / "identity.json").read_text())["node_id"] == node.told["node_id"]
+    identity = shell.data_dir / "identity"
+    load_identity(identity)
+    (identity / file).write_bytes(b"\xff\x00")
+    error_of(shell.run("node", "start", "--backend", "none", "--port", "0"), 2, str(identity), "is damaged", "mv ")
+
+
+def test_a_key_that_others_may_read_ends_the_start_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    load_identity(shell.data_dir / "identity")
+    key = shell.data_dir / "identity" / "key.pem"
+    key.chmod(0o644)
+    error_of(
+        shell.run("node", "start", "--backend", "none", "--port", "0"), 2, "its mode is 0644", f"chmod 600 '{key}'"
+    )
 
 
 def test_a_path_too_long_for_a_socket_works_all_the_same(tmp_path: Path) -> None:

@@ -13,9 +13,13 @@ import httpx
 import psutil
 import pytest
 
+from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.ids import NodeId
-from edgepipe.testing.nodes import HELLO, Nodes, children_of, idle
+from edgepipe.telemetry.audit import read_audit
+from edgepipe.testing.nodes import HELLO, LOOK_S, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb
+
+_LEFT = ["identity", "incarnation", "node.log", "trust"]
 
 
 @pytest.fixture
@@ -58,7 +62,7 @@ async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int):
     assert {child.kind for child in (await node.status()).children} == {"gateway", "stage"}
     assert await node.stop(number) == 0
     assert not [child for child in family if child.is_running()]
-    assert sorted(path.name for path in node.data_dir.iterdir()) == ["identity.json", "node.log"]
+    assert sorted(path.name for path in node.data_dir.iterdir()) == _LEFT
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", node.http_port), timeout=1).close()
 
@@ -126,7 +130,7 @@ async def test_an_unknown_backend_ends_the_start_and_makes_nothing(nodes: Nodes)
     assert process.stderr is not None
     assert "there is no backend 'abacus'" in (await process.stderr.read()).decode()
     assert await process.wait() == 2
-    assert not (nodes.folder / "a").exists()
+    assert sorted(path.name for path in (nodes.folder / "a").iterdir()) == ["identity", "trust"]  # as it was given
 
 
 async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
@@ -134,10 +138,15 @@ async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
     shutil.copytree(a.data_dir, nodes.folder / "b", ignore=shutil.ignore_patterns("daemon.*", "*.log"))
     b = await nodes.start("b", backend="none")
     assert b.node_id == NodeId(a.node_id)
-    status = await a.until(lambda status: len(status.members) == 2)
-    ids = {member.node.name: member.node.node_id for member in status.members}
-    assert ids["a"] == a.node_id
-    assert ids["b"] != a.node_id
+    told = b.data_dir / "audit.log"
+    async with asyncio.timeout(20):
+        while [entry.kind for entry in read_audit(told, last=2)] != ["identity copied", "founded"]:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+    fresh = TrustFile(b.data_dir / "trust").load()
+    assert fresh is not None
+    assert fresh.store.cluster_id != (await a.status()).cluster_id  # it has to be paired
+    assert a.node_id not in fresh.store.peers
+    assert len((await a.status()).members) == 1
 
 
 async def test_the_log_is_there_to_read_and_the_socket_takes_the_stop(nodes: Nodes):

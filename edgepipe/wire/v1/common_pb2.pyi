@@ -72,6 +72,7 @@ class Hello(_message.Message):
     NODE_NAME_FIELD_NUMBER: _builtins.int
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    CLUSTER_NAME_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     edgepipe_version: _builtins.str
     node_id: _builtins.str
@@ -79,6 +80,8 @@ class Hello(_message.Message):
     cluster_id: _builtins.str
     role: _builtins.str
     """"node" | "engine" | "stage" | "gateway" | "cli" """
+    cluster_name: _builtins.str
+    """of nodes: what people call the cluster"""
     def __init__(
         self,
         *,
@@ -88,10 +91,11 @@ class Hello(_message.Message):
         node_name: _builtins.str = ...,
         cluster_id: _builtins.str = ...,
         role: _builtins.str = ...,
+        cluster_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "edgepipe_version", b"edgepipe_version", "node_id", b"node_id", "node_name", b"node_name", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "edgepipe_version", b"edgepipe_version", "node_id", b"node_id", "node_name", b"node_name", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ command line of its own machine (Admin, over a Unix socket only).
 from collections import abc as _abc
 from edgepipe.wire.v1 import common_pb2 as _common_pb2
 from edgepipe.wire.v1 import engine_pb2 as _engine_pb2
+from edgepipe.wire.v1 import trust_pb2 as _trust_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -34,6 +35,8 @@ class Beat(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
+    TRUST_DIGEST_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     echo: _builtins.int
     """the highest sequence seen from the other side"""
@@ -42,6 +45,8 @@ class Beat(_message.Message):
     leaving: _builtins.bool
     sleeping: _builtins.bool
     """its machine is about to sleep: it comes back as it is"""
+    trust_digest: _builtins.bytes
+    """of the sender's trust store: when it changed, and with every state"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello:
         """in the first beat of a stream"""
@@ -54,6 +59,10 @@ class Beat(_message.Message):
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___Introduction]:
         """other members, so that one working address joins all"""
 
+    @_builtins.property
+    def trust(self) -> _trust_pb2.TrustSet:
+        """when the other side's digest differs"""
+
     def __init__(
         self,
         *,
@@ -65,10 +74,12 @@ class Beat(_message.Message):
         known: _abc.Iterable[Global___Introduction] | None = ...,
         leaving: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
+        trust_digest: _builtins.bytes = ...,
+        trust: _trust_pb2.TrustSet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "state", b"state", "trust", b"trust"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state", "trust", b"trust", "trust_digest", b"trust_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1285,11 +1296,21 @@ class ClusterStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     BROKEN_LINKS_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    DISCOVERY_PROBLEM_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    TRUST_DAMAGE_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     cluster_name: _builtins.str
     node_id: _builtins.str
     uptime_ms: _builtins.int
     data_dir: _builtins.str
+    discovery_problem: _builtins.str
+    """empty: multicast works, as far as the node can tell"""
+    removed: _builtins.bool
+    """this node was removed from its cluster"""
+    trust_damage: _builtins.str
+    """empty: the trust store is whole"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberState]: ...
     @_builtins.property
@@ -1302,6 +1323,8 @@ class ClusterStatus(_message.Message):
     def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentNode]: ...
     @_builtins.property
     def broken_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]: ...
+    @_builtins.property
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
     def __init__(
         self,
         *,
@@ -1316,14 +1339,61 @@ class ClusterStatus(_message.Message):
         refused: _abc.Iterable[Global___RefusedPeer] | None = ...,
         absent: _abc.Iterable[Global___AbsentNode] | None = ...,
         broken_links: _abc.Iterable[Global___BrokenLink] | None = ...,
+        neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
+        discovery_problem: _builtins.str = ...,
+        removed: _builtins.bool = ...,
+        trust_damage: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "engines", b"engines", "members", b"members", "node_id", b"node_id", "refused", b"refused", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "discovery_problem", b"discovery_problem", "engines", b"engines", "members", b"members", "neighbours", b"neighbours", "node_id", b"node_id", "refused", b"refused", "removed", b"removed", "trust_damage", b"trust_damage", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class Neighbour(_message.Message):
+    """A node that announces itself and is no member, or speaks another version of the protocol. Nothing of it is proven."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CLUSTER_ID_FIELD_NUMBER: _builtins.int
+    CLUSTER_NAME_FIELD_NUMBER: _builtins.int
+    EDGEPIPE_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    PAIRING_PORT_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    name: _builtins.str
+    address: _builtins.str
+    cluster_id: _builtins.str
+    cluster_name: _builtins.str
+    edgepipe_version: _builtins.str
+    protocol_version: _builtins.int
+    pairing_port: _builtins.int
+    """0: it invites nobody"""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        cluster_id: _builtins.str = ...,
+        cluster_name: _builtins.str = ...,
+        edgepipe_version: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
+        pairing_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "edgepipe_version", b"edgepipe_version", "name", b"name", "node_id", b"node_id", "pairing_port", b"pairing_port", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
 
 @_typing.final
 class AbsentNode(_message.Message):

@@ -1,18 +1,18 @@
-"""Identity, lock and socket of a data directory."""
+"""Lock, count of starts and socket of a data directory."""
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 
 import pytest
 
 from edgepipe.daemon.data_dir import DataDir, socket_path
-from edgepipe.daemon.system import RandomIds, SystemClock
+from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import ConfigInvalid
+from edgepipe.testing.clock import FakeClock
 
-IDS, CLOCK = RandomIds(), SystemClock()
+CLOCK = SystemClock()
 
 
 @pytest.fixture
@@ -22,15 +22,20 @@ def data_dir(tmp_path: Path):
     opened.close()
 
 
-def test_the_identity_stays_and_the_incarnation_grows(tmp_path: Path):
-    identities = []
+def test_the_incarnation_grows_with_every_start(tmp_path: Path):
+    incarnations = []
     for _ in range(3):
         opened = DataDir(tmp_path / "node")
-        identities.append(opened.identity(IDS, CLOCK))
+        incarnations.append(opened.next_incarnation(CLOCK))
         opened.close()
-    assert len({identity.node_id for identity in identities}) == 1
-    incarnations = [identity.incarnation for identity in identities]
     assert incarnations == sorted(set(incarnations))
+
+
+def test_the_incarnation_never_goes_back_with_the_clock(data_dir: DataDir):
+    clock = FakeClock()
+    clock.advance(1000)
+    later = data_dir.next_incarnation(clock)
+    assert data_dir.next_incarnation(FakeClock()) > later
 
 
 def test_a_second_node_is_refused_and_told_of_the_first(data_dir: DataDir):
@@ -40,27 +45,21 @@ def test_a_second_node_is_refused_and_told_of_the_first(data_dir: DataDir):
     assert "--data-dir" in error.value.next_step
 
 
-def test_closing_leaves_the_identity_and_nothing_else(tmp_path: Path):
+def test_closing_leaves_the_count_of_starts_and_nothing_else(tmp_path: Path):
     opened = DataDir(tmp_path / "node")
-    opened.identity(IDS, CLOCK)
+    opened.next_incarnation(CLOCK)
     opened.close()
-    assert [path.name for path in (tmp_path / "node").iterdir()] == ["identity.json"]
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["incarnation"]
 
 
 def test_the_folder_is_private(data_dir: DataDir):
     assert stat.S_IMODE(data_dir.path.stat().st_mode) == 0o700
 
 
-def test_a_damaged_identity_is_replaced(data_dir: DataDir):
-    (data_dir.path / "identity.json").write_text("{")
-    assert data_dir.identity(IDS, CLOCK).node_id.startswith("node-")
-
-
-def test_an_identity_that_another_has_is_replaced(data_dir: DataDir):
-    first = data_dir.identity(IDS, CLOCK)
-    second = data_dir.new_identity(IDS, CLOCK)
-    assert first.node_id != second.node_id
-    assert json.loads((data_dir.path / "identity.json").read_text())["node_id"] == second.node_id
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\x00"])
+def test_a_damaged_count_of_starts_begins_anew(data_dir: DataDir, content: bytes):
+    (data_dir.path / "incarnation").write_bytes(content)
+    assert data_dir.next_incarnation(CLOCK) > 0
 
 
 def test_a_long_folder_gets_a_short_socket(tmp_path: Path):

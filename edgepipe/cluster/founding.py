@@ -1,0 +1,130 @@
+"""How a node comes by its identity and its cluster at its start, and how several get a common one without pairing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.identity import load_identity, replace_identity
+from edgepipe.cluster.private_files import make_private_folder
+from edgepipe.cluster.trust import NONCE_BYTES, TrustStore, add_statement, found_cluster, merge
+from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
+from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.errors import ConfigInvalid
+from edgepipe.link.certificates import KeyPair
+from edgepipe.link.trust_view import Role
+from edgepipe.telemetry.audit import AuditKind, AuditLog
+
+DEFAULT_CLUSTER = "home"
+_MADE_MS = 0  # of the statements of a local cluster; only shown
+
+
+@dataclass(frozen=True, slots=True)
+class TrustFolders:
+    """Where a data directory keeps what it trusts."""
+
+    data_dir: Path
+
+    @property
+    def identity(self) -> Path:
+        """Key and certificate."""
+        return self.data_dir / "identity"
+
+    @property
+    def trust(self) -> Path:
+        """The trust store."""
+        return self.data_dir / "trust"
+
+    @property
+    def audit(self) -> Path:
+        """The audit log."""
+        return self.data_dir / "audit.log"
+
+
+def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) -> TrustKeeper:
+    """This node's identity and cluster, both made where they are missing: then it is alone, and owns the cluster.
+
+    ``cluster``: a name, for a new one; where there is a cluster already it must be its name, or empty. Raises
+    ConfigInvalid for another name, and for files that are damaged beyond use or that others may touch.
+    """
+    folders = TrustFolders(data_dir)
+    make_private_folder(data_dir)
+    key_pair = load_identity(folders.identity)
+    audit = AuditLog(folders.audit, clock.wall_s)
+    file = TrustFile(folders.trust)
+    loaded = file.load()
+    if loaded is None:
+        store = _found(key_pair, cluster=cluster, node_name=node_name, now_ms=int(clock.wall_s() * 1000))
+        _save(file, store)
+        audit.record(
+            AuditKind.FOUNDED, who=f"{node_name} {key_pair.fingerprint}", detail=f"cluster {store.cluster_name}"
+        )
+        loaded = LoadedTrust(store=store)
+    elif cluster and cluster != loaded.store.cluster_name:
+        raise ConfigInvalid(
+            f"this node belongs to cluster '{loaded.store.cluster_name}', not '{cluster}'",
+            fact=f"its trust store is {file.path}",
+            next_step="leave --cluster out; to change clusters: edgepipe node join",
+        )
+    return TrustKeeper(key_pair=key_pair, loaded=loaded, file=file, audit=audit, clock=clock)
+
+
+def begin_anew(data_dir: Path) -> None:
+    """A new identity without a cluster: the present key stays with whoever else has it, or was removed."""
+    folders = TrustFolders(data_dir)
+    TrustFile(folders.trust).forget()
+    replace_identity(folders.identity)
+
+
+def adopt_cluster(data_dir: Path, store: TrustStore) -> None:
+    """Replace this node's cluster by the one that it was let into. Raises ConfigInvalid."""
+    file = TrustFile(TrustFolders(data_dir).trust)
+    file.forget()  # the version before is another cluster's
+    _save(file, store)
+
+
+def found_local_cluster(data_dirs: Sequence[Path], *, name: str) -> None:
+    """Give data directories on one machine identities in one cluster, as pairing would: for demos, benchmarks, tests.
+
+    The first becomes owner. Their nodes' names are those of the directories. Raises ConfigInvalid.
+    """
+    pairs: list[tuple[Path, KeyPair]] = []
+    for data_dir in data_dirs:
+        make_private_folder(data_dir)
+        pairs.append((data_dir, load_identity(TrustFolders(data_dir).identity)))
+    (first, founder), *others = pairs
+    store = _found(founder, cluster=name, node_name=first.name, now_ms=_MADE_MS)
+    statements = [
+        add_statement(
+            store,
+            signer=founder,
+            certificate=pair.certificate,
+            role=Role.MEMBER,
+            name=data_dir.name,
+            now_ms=_MADE_MS,
+        )
+        for data_dir, pair in others
+    ]
+    whole = merge(store, statements).store
+    for data_dir, _ in pairs:
+        _save(TrustFile(TrustFolders(data_dir).trust), whole)
+
+
+def _found(founder: KeyPair, *, cluster: str, node_name: str, now_ms: int) -> TrustStore:
+    return found_cluster(
+        name=cluster or DEFAULT_CLUSTER,
+        node_name=node_name,
+        founder=founder,
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        now_ms=now_ms,
+    )
+
+
+def _save(file: TrustFile, store: TrustStore) -> None:
+    try:
+        file.save(store)
+    except OSError as exc:
+        raise ConfigInvalid(f"the trust store {file.path} cannot be written", fact=str(exc)) from exc

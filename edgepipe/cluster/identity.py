@@ -1,0 +1,48 @@
+"""Who this node is: an ECDSA P-256 key and a self-signed certificate, in files that only its user can read.
+
+The node's id is the hash of its public key, so nobody can claim another's id, and a certificate made anew keeps it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
+from edgepipe.errors import CertificateInvalid, ConfigInvalid
+from edgepipe.link.certificates import KeyPair, make_key_pair, read_key_pair
+
+_KEY = "key.pem"
+_CERTIFICATE = "certificate.pem"
+_MOST_BYTES = 16 << 10  # both are below 1 KB; more is no key of ours
+
+
+def load_identity(folder: Path) -> KeyPair:
+    """The key pair in ``folder``; made at the first start. Raises ConfigInvalid if others may read the key, if it is
+    damaged, or if the certificate is not the key's."""
+    make_private_folder(folder)
+    try:
+        key = read_private(folder / _KEY, most_bytes=_MOST_BYTES)
+    except FileNotFoundError:
+        return replace_identity(folder)
+    try:
+        certificate = read_private(folder / _CERTIFICATE, most_bytes=_MOST_BYTES)
+        return read_key_pair(key_pem=key, certificate_pem=certificate)
+    except (FileNotFoundError, CertificateInvalid) as exc:
+        raise ConfigInvalid(
+            f"the identity of this node in {folder} is damaged",
+            fact=str(exc),
+            next_step=f"restore the folder, or begin as a new node: mv '{folder}' '{folder}.damaged'",
+        ) from exc
+
+
+def replace_identity(folder: Path) -> KeyPair:
+    """Make a new key and certificate in ``folder``; what was there is gone. Raises ConfigInvalid."""
+    make_private_folder(folder)
+    pair = make_key_pair()
+    try:
+        (folder / _KEY).unlink(missing_ok=True)  # last written, so a key is never beside another's certificate
+        write_private(folder / _CERTIFICATE, pair.certificate.pem)
+        write_private(folder / _KEY, pair.key_pem)
+    except OSError as exc:
+        raise ConfigInvalid(f"the identity of this node cannot be written to {folder}", fact=str(exc)) from exc
+    return pair

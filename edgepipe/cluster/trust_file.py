@@ -1,0 +1,95 @@
+"""The trust store on disk: written in one step, the version before it kept, a damaged one told apart from none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
+from edgepipe.cluster.trust import MAX_STATEMENT_BYTES, MAX_STATEMENTS, TrustStore, read_store
+from edgepipe.errors import ConfigInvalid, TrustInvalid
+from edgepipe.wire.v1 import trust_pb2 as pb
+
+_MAGIC = b"edgepipe trust 1\n"
+_HASH_BYTES = 32
+_MOST_BYTES = MAX_STATEMENTS * (MAX_STATEMENT_BYTES + 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTrust:
+    """What a node finds at its start."""
+
+    store: TrustStore
+    damage: str = ""  # what is wrong with the file; empty: nothing. Then the store is what could be saved
+
+
+class TrustFile:
+    """``statements`` and ``statements.before`` in one folder (0700)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "statements"
+        self._before = folder / "statements.before"
+
+    def load(self) -> LoadedTrust | None:
+        """The store; None if there is none. Raises ConfigInvalid if nothing of a damaged one can be saved, or others
+        may change it."""
+        make_private_folder(self.path.parent)
+        try:
+            return LoadedTrust(store=_whole(read_private(self.path, most_bytes=_MOST_BYTES)))
+        except FileNotFoundError:
+            if not self._before.exists():
+                return None
+            damage = "it is missing"
+        except TrustInvalid as error:
+            damage = error.what
+        return LoadedTrust(store=self._saved(damage), damage=damage)
+
+    def save(self, store: TrustStore) -> None:
+        """Replace the file, keep the one before. Raises OSError."""
+        make_private_folder(self.path.parent)
+        with suppress(FileNotFoundError):
+            self._before.unlink()
+        with suppress(FileNotFoundError):
+            os.link(self.path, self._before)  # the store itself never goes missing between the two steps
+        data = store.to_wire().SerializeToString()
+        write_private(self.path, _MAGIC + hashlib.sha256(data).digest() + data)
+        if not self._before.exists():
+            os.link(self.path, self._before)
+
+    def forget(self) -> None:
+        """Remove the store: this node leaves its cluster."""
+        self._before.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _saved(self, damage: str) -> TrustStore:
+        """Every statement carries its own signature, so the version before, and what is left of this one, are good."""
+        statements: list[pb.TrustStatement] = []
+        for path in (self._before, self.path):
+            with suppress(OSError, ConfigInvalid, DecodeError):
+                data = read_private(path, most_bytes=_MOST_BYTES)
+                statements += pb.TrustSet.FromString(data[len(_MAGIC) + _HASH_BYTES :]).statements
+        try:
+            return read_store(statements)
+        except TrustInvalid as exc:
+            raise ConfigInvalid(
+                f"the trust store {self.path} is damaged, and so is the version before it",
+                fact=damage,
+                next_step=f"mv '{self.path.parent}' '{self.path.parent}.damaged', then join the cluster again: "
+                "edgepipe node join --new-identity CODE",
+            ) from exc
+
+
+def _whole(data: bytes) -> TrustStore:
+    head = len(_MAGIC) + _HASH_BYTES
+    body = data[head:]
+    if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : head]:
+        raise TrustInvalid(f"it holds {len(data)} bytes that are not what was written")
+    try:
+        return read_store(pb.TrustSet.FromString(body).statements)
+    except DecodeError as exc:
+        raise TrustInvalid("it cannot be read", fact=str(exc)) from exc

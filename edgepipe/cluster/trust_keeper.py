@@ -1,0 +1,254 @@
+"""The running node's trust: one store, what follows from it for channels and servers, and every change of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.trust import Statement, TrustStore, add_statement, merge, remove_statement, require_owner
+from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
+from edgepipe.errors import TrustInvalid
+from edgepipe.ids import NodeId
+from edgepipe.link.certificates import Certificate, KeyPair
+from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.telemetry.audit import AuditKind, AuditLog
+from edgepipe.wire.v1 import trust_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_NAME_CHARS = 6  # of a node id, to name a peer by it
+_WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
+
+
+class TrustKeeper:
+    """``TrustView`` of this node. Changes come in on the event loop; ``run`` writes them down.
+
+    A damaged store lets nobody in until it was merged with what a member knows: the newest removals may be lost.
+    """
+
+    def __init__(
+        self, *, key_pair: KeyPair, loaded: LoadedTrust, file: TrustFile, audit: AuditLog, clock: Clock
+    ) -> None:
+        alone = not set(loaded.store.peers) - {NodeId(key_pair.fingerprint)}
+        self.damage = "" if alone else loaded.damage  # with nobody to ask, what was saved is all there is
+        self.audit = audit
+        self._key_pair = key_pair
+        self._store = loaded.store
+        self._file = file
+        self._clock = clock
+        self._written = loaded.store if not loaded.damage else None
+        self._dirty = asyncio.Event()
+        self._listeners: set[asyncio.Event] = set()
+        if loaded.damage:
+            logger.error("the trust store was damaged: %s", loaded.damage)
+            if self.damage:
+                logger.error("nobody is let in until this node has reached a member and asked it")
+            audit.record(AuditKind.STORE_DAMAGED, who=str(file.path), detail=loaded.damage)
+
+    @property
+    def store(self) -> TrustStore:
+        """The statements as they are now."""
+        return self._store
+
+    @property
+    def key_pair(self) -> KeyPair:
+        """See ``TrustView.key_pair``."""
+        return self._key_pair
+
+    @property
+    def node_id(self) -> NodeId:
+        """This node's id."""
+        return NodeId(self._key_pair.fingerprint)
+
+    @property
+    def digest(self) -> bytes:
+        """Of all statements: equal on two nodes that know the same."""
+        return self._store.digest
+
+    def statements(self) -> pb.TrustSet:
+        """All statements, for another member."""
+        return self._store.to_wire()
+
+    @property
+    def belongs(self) -> bool:
+        """Whether this node is in its own cluster still: it may have been removed."""
+        return self.node_id in self._store.peers
+
+    def member(self, fingerprint: str) -> TrustedPeer | None:
+        """See ``TrustView.member``."""
+        store = self._store
+        if self.damage or self.node_id not in store.peers:
+            return None
+        return store.peers.get(NodeId(fingerprint))
+
+    def inbound(self) -> tuple[TrustedPeer, ...]:
+        """See ``TrustView.inbound``."""
+        return () if self.damage else self.outbound()
+
+    def outbound(self) -> tuple[TrustedPeer, ...]:
+        """See ``TrustView.outbound``."""
+        peers = self._store.peers
+        return tuple(peers.values()) if self.node_id in peers else ()
+
+    async def changes(self) -> AsyncIterator[None]:
+        """See ``TrustView.changes``."""
+        changed = asyncio.Event()
+        self._listeners.add(changed)
+        try:
+            while True:
+                yield
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._listeners.discard(changed)
+
+    def find(self, text: str) -> TrustedPeer:
+        """The peer of that name, or whose id begins so. Raises TrustInvalid if there is none or more than one."""
+        peers = self._store.peers.values()
+        found = [one for one in peers if one.name == text or one.node_id == text]
+        if not found and len(text) >= _NAME_CHARS:
+            found = [one for one in peers if one.node_id.startswith(text.lower())]
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(
+            f"{one.name} ({one.node_id[:_NAME_CHARS]})" for one in sorted(peers, key=lambda one: one.name)
+        )
+        raise TrustInvalid(
+            f"{len(found)} peers are called '{text}'" if found else f"no peer is called '{text}'",
+            fact=f"peers: {known}",
+            next_step="name it by the beginning of its id" if found else "see 'edgepipe peers'",
+        )
+
+    def hear(self, source: NodeId, *, digest: bytes, statements: Iterable[pb.TrustStatement]) -> None:
+        """A connected member told what it knows. Nothing of it is believed without an owner's signature."""
+        merged = merge(self._store, statements)
+        for reason in merged.refused:
+            logger.warning("trust statement refused from=%s: %s", source, reason)
+            self.audit.record(AuditKind.BAD_STATEMENT, who=source, detail=reason)
+        mended = bool(self.damage) and digest == merged.store.digest and source in merged.store.peers
+        if mended:
+            self.damage = ""
+            logger.warning("the trust store is whole again: member %s told what was missing", source)
+            self.audit.record(AuditKind.STORE_MENDED, who=source)
+        if merged.new or mended:
+            self._take(merged.store, merged.new)
+
+    async def add(self, certificate: Certificate, *, role: Role, name: str) -> None:
+        """Let a machine in, or give it a greater role; returns when it is on disk. Raises TrustInvalid."""
+        statement = add_statement(
+            self._store,
+            signer=self._key_pair,
+            certificate=certificate,
+            role=role,
+            name=name,
+            now_ms=self._now_ms(),
+        )
+        await self._say([statement])
+
+    async def promote(self, peer: TrustedPeer) -> None:
+        """Make a member an owner. Raises TrustInvalid."""
+        await self.add(peer.certificate, role=Role.OWNER, name=peer.name)
+
+    async def remove(self, peer: TrustedPeer, *, keep_added: bool | None) -> list[TrustedPeer]:
+        """Remove a peer for ever, and with it those whom only it let in, unless ``keep_added`` vouches for them anew.
+
+        Returns those others. Raises TrustInvalid if there are such and ``keep_added`` is None, and for this very node.
+        """
+        require_owner(self._store, self.node_id)
+        if peer.node_id == self.node_id:
+            raise TrustInvalid(
+                "a node cannot remove itself",
+                fact=f"'{peer.name}' is this node",
+                next_step="remove it from another owner's machine",
+            )
+        others = [one for one in self._store.added_only_by(peer.node_id) if one.node_id != self.node_id]
+        if others and keep_added is None:
+            raise TrustInvalid(
+                f"'{peer.name}' alone let others in, who would go with it",
+                fact=", ".join(one.name for one in others),
+                next_step="say what becomes of them: --keep-added or --drop-added",
+            )
+        statements = [self._removal(peer)]
+        if keep_added:
+            statements += [self._vouching(one) for one in others]
+        else:
+            statements += [self._removal(one) for one in others]  # else the removed one's key could bring them back
+        await self._say(statements)
+        return others
+
+    async def run(self) -> None:
+        """Write every change down, until cancelled; what a full disk refuses is tried again."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                await self._write()
+            except OSError as exc:
+                logger.error("the trust store cannot be written: %s", exc)
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
+
+    def _removal(self, peer: TrustedPeer) -> pb.TrustStatement:
+        return remove_statement(self._store, signer=self._key_pair, node_id=peer.node_id, now_ms=self._now_ms())
+
+    def _vouching(self, peer: TrustedPeer) -> pb.TrustStatement:
+        return add_statement(
+            self._store,
+            signer=self._key_pair,
+            certificate=peer.certificate,
+            role=peer.role,
+            name=peer.name,
+            now_ms=self._now_ms(),
+        )
+
+    async def _say(self, statements: list[pb.TrustStatement]) -> None:
+        if self.damage:
+            raise TrustInvalid(
+                "the trust store is damaged and not whole again yet",
+                fact=self.damage,
+                next_step="start another member of the cluster: this node asks it by itself",
+            )
+        merged = merge(self._store, statements)
+        if merged.refused:
+            raise TrustInvalid("the trust store takes no more statements", fact="; ".join(merged.refused))
+        self._take(merged.store, merged.new)
+        try:
+            await self._write()
+        except OSError as exc:
+            raise TrustInvalid("the trust store cannot be written", fact=str(exc)) from exc
+
+    def _take(self, store: TrustStore, new: tuple[Statement, ...]) -> None:
+        before = self._store
+        self._store = store
+        self._dirty.set()
+        self._note(new, before)
+        for listener in self._listeners:
+            listener.set()
+
+    async def _write(self) -> None:
+        store = self._store
+        if store is not self._written and not self.damage:
+            await asyncio.to_thread(self._file.save, store)
+            self._written = store
+
+    def _note(self, new: tuple[Statement, ...], before: TrustStore) -> None:
+        """Audit lines and the log."""
+        names = {**before.peers, **self._store.peers}
+        for one in new:
+            known = names.get(one.about)
+            signer = names[one.signer].name if one.signer in names else one.signer
+            who = f"{one.name or (known.name if known else '')} {one.about}".strip()
+            if one.role is None:
+                kind = AuditKind.REMOVED
+            elif one.role is Role.OWNER and one.about in before.peers:
+                kind = AuditKind.PROMOTED
+            else:
+                kind = AuditKind.ADDED
+            self.audit.record(kind, who=who, detail=f"by {signer}")
+            logger.info("trust: %s %s by=%s", kind, who, signer)
+        if not self.belongs and self.node_id in before.peers:
+            logger.warning("this node was removed from cluster '%s'", before.cluster_name)
+
+    def _now_ms(self) -> int:
+        return int(self._clock.wall_s() * 1000)
