@@ -19,9 +19,11 @@ from edgepipe.cli import (
     overview,
     ps,
     serve,
+    service,
     simulate,
     status,
     stop,
+    uninstall,
     version,
 )
 from edgepipe.cli.output import print_bug, print_error
@@ -50,8 +52,10 @@ def make_app() -> typer.Typer:
     app.command("logs")(logs.logs)
     app.command("bench")(bench.bench)
     app.command("simulate")(simulate.simulate)
+    app.add_typer(service.app, name="service")
     app.add_typer(config.app, name="config")
     app.command("version")(version.version)
+    app.command("uninstall")(uninstall.uninstall)
     return app
 
 

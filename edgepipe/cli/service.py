@@ -1,0 +1,190 @@
+"""``edgepipe service install|status|logs|uninstall``"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import print_json, printable
+from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
+from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
+
+app = typer.Typer(help="Run the node at boot, without anybody logged in.")
+
+System = Annotated[
+    bool, typer.Option("--system", help="On Linux: for the machine (needs root), not for this user alone.")
+]
+
+_COMMAND_S = 60.0
+
+Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+@app.callback()
+def _group() -> None:
+    """Run the node at boot, without anybody logged in."""
+
+
+@app.command()
+def install(
+    system: System = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be written and run, do nothing.")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Start the node now and at every boot."""
+    plan = service_plan(data_dir_of(data_dir), system=system)
+    if dry_run:
+        print(f"would write {plan.path}:\n\n{plan.text}\nwould run:")
+        for command in plan.install:
+            print(f"  {shlex.join(command)}")
+        return
+    install_service(plan)
+    print(f"the node runs now and at every boot ({plan.manager.value}): {plan.path}")
+
+
+@app.command()
+def status(system: System = False, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Say whether the service is installed and runs; exit code 3 if it does not run."""
+    plan = service_plan(data_dir_of(data_dir), system=system)
+    state = read_state(plan, run_command)
+    if as_json:
+        print_json(state)
+    else:
+        print(printable(f"{state['state']}: {plan.path}" + (f" (process {state['pid']})" if state["pid"] else "")))
+    if state["state"] != "active":
+        raise typer.Exit(NodeUnreachable.exit_code)
+
+
+@app.command()
+def logs(
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many of the newest lines.")] = 50,
+    system: System = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Show what the service printed, also when the node could not start."""
+    plan = service_plan(data_dir_of(data_dir), system=system)
+    done = run_command((*plan.logs, str(lines)))
+    print(printable(done.stdout.rstrip("\n")))
+
+
+@app.command()
+def uninstall(system: System = False, data_dir: DataDir = None) -> None:
+    """Stop the node and do not start it at boot; settings, keys and models stay."""
+    plan = service_plan(data_dir_of(data_dir), system=system)
+    if not plan.path.exists():
+        print(f"no service is installed: {plan.path} does not exist")
+        return
+    uninstall_service(plan)
+    print(f"removed {plan.path}; identity, settings and models are still there")
+
+
+def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
+    """The plan for this machine. Raises FeatureMissing where neither systemd nor launchd runs."""
+    if sys.platform == "darwin":
+        manager = Manager.LAUNCHD
+    elif sys.platform == "linux":
+        manager = Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER
+    else:
+        raise FeatureMissing(f"there is no service for {sys.platform}", next_step="edgepipe node start")
+    asked_by = os.environ.get("SUDO_USER")  # the node never needs to be root
+    user = asked_by or getpass.getuser()
+    home = Path(f"~{asked_by}").expanduser() if asked_by else Path.home()
+    python = Path(sys.executable).absolute()
+    return make_plan(manager, Machine(user=user, home=home, python=python, data_dir=data_dir))
+
+
+def install_service(plan: ServicePlan, run: Run | None = None) -> None:
+    """Write the file and start it; may be repeated. Raises ConfigInvalid, FeatureMissing; then all is as before."""
+    run = run or run_command
+    before = _read(plan.path)
+    _write(plan, plan.text)
+    try:
+        for command in plan.install:
+            run(command)
+    except EdgepipeError:
+        if before is None:
+            plan.path.unlink(missing_ok=True)
+        else:
+            _write(plan, before)
+        raise
+
+
+def uninstall_service(plan: ServicePlan, run: Run | None = None) -> None:
+    """Stop it and remove the file. Raises ConfigInvalid, FeatureMissing."""
+    run = run or run_command
+    for command in plan.uninstall:
+        run(command)
+    try:
+        plan.path.unlink(missing_ok=True)
+    except OSError as exc:
+        raise _not_written(plan, exc) from exc
+    for command in plan.forget:
+        run(command)
+
+
+def read_state(plan: ServicePlan, run: Run) -> dict[str, str]:
+    """``{"state": "active" | "inactive" | "failed" | "not installed" | ..., "pid": ..., "path": ...}``"""
+    if not plan.path.exists():
+        return {"state": "not installed", "pid": "", "path": str(plan.path)}
+    try:
+        text = run(plan.status).stdout
+    except FeatureMissing:
+        text = ""
+    if plan.manager is Manager.LAUNCHD:
+        facts = dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
+        state = "active" if facts.get("state") == "running" else facts.get("state", "inactive")
+        return {"state": state, "pid": facts.get("pid", ""), "path": str(plan.path)}
+    facts = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    pid = facts.get("MainPID", "0")
+    return {
+        "state": facts.get("ActiveState", "inactive"),
+        "pid": "" if pid == "0" else pid,
+        "path": str(plan.path),
+    }
+
+
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of a plan's commands. Raises FeatureMissing with what it said if it fails or is not there."""
+    step = "edgepipe node start    (runs it without a service)"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise FeatureMissing(f"'{shlex.join(command)}' cannot be run", fact=str(exc), next_step=step) from exc
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise FeatureMissing(
+            f"'{shlex.join(command)}' failed", fact=said[-1] if said else f"exit code {done.returncode}", next_step=step
+        )
+    return done
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _write(plan: ServicePlan, text: str) -> None:
+    try:
+        plan.path.parent.mkdir(parents=True, exist_ok=True)
+        plan.path.write_text(text, encoding="utf-8")
+        plan.path.chmod(0o644)
+    except OSError as exc:
+        raise _not_written(plan, exc) from exc
+
+
+def _not_written(plan: ServicePlan, exc: OSError) -> ConfigInvalid:
+    step = "run it with sudo" if plan.needs_root else "look at the folder's rights"
+    return ConfigInvalid(f"{plan.path} cannot be changed", fact=exc.strerror or "", next_step=step)

@@ -1,0 +1,152 @@
+"""What the service is on each system: one file, and the commands that make it run. Does nothing itself."""
+
+from __future__ import annotations
+
+import plistlib
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+NAME = "edgepipe"
+LABEL = "org.edgepipe.node"
+
+_UNIT_HEAD = """\
+[Unit]
+Description=edgepipe node: one language model over the machines of this network
+{after}StartLimitIntervalSec=300
+StartLimitBurst=10
+
+[Service]
+Type=exec
+{user}ExecStart={command}
+Restart=on-failure
+RestartSec=2
+# The node ends its children itself, in order; whoever is left after that is killed.
+KillMode=mixed
+TimeoutStopSec=30
+# A stage that takes too much memory is killed alone; the node plans anew without it.
+OOMPolicy=continue
+LimitNOFILE=65536
+NoNewPrivileges=yes
+"""
+_HARDENED = """\
+ProtectSystem=full
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+"""
+_UNIT_TAIL = """\
+
+[Install]
+WantedBy={wanted_by}
+"""
+
+
+class Manager(Enum):
+    """Who starts the node."""
+
+    SYSTEMD_USER = "systemd, for this user"
+    SYSTEMD_SYSTEM = "systemd, for the machine"
+    LAUNCHD = "launchd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the plan depends on."""
+
+    user: str
+    home: Path
+    python: Path
+    data_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlan:
+    """The service of one machine."""
+
+    manager: Manager
+    path: Path  # of the one file
+    text: str
+    needs_root: bool
+    install: tuple[tuple[str, ...], ...]  # commands after the file is written
+    uninstall: tuple[tuple[str, ...], ...]  # commands before the file is removed
+    forget: tuple[tuple[str, ...], ...]  # commands after that
+    status: tuple[str, ...]
+    logs: tuple[str, ...]  # followed by a number of lines
+
+
+def make_plan(manager: Manager, machine: Machine) -> ServicePlan:
+    """The service of ``machine``.
+
+    On a Mac it is a LaunchDaemon that runs as the user: Local Network privacy cuts a LaunchAgent off from the LAN.
+    """
+    if manager is Manager.LAUNCHD:
+        return _launchd(machine)
+    return _systemd(machine, system=manager is Manager.SYSTEMD_SYSTEM)
+
+
+def _arguments(machine: Machine) -> list[str]:
+    return [str(machine.python), "-P", "-m", "edgepipe.cli", "node", "start", "--data-dir", str(machine.data_dir)]
+
+
+def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
+    unit = f"{NAME}.service"
+    control = ("systemctl",) if system else ("systemctl", "--user")
+    folder = Path("/etc/systemd/system") if system else machine.home / ".config" / "systemd" / "user"
+    text = _UNIT_HEAD.format(
+        after="Wants=network-online.target\nAfter=network-online.target\n" if system else "",
+        user=f"User={machine.user}\n" if system else "",
+        command=" ".join(_quoted(word) for word in _arguments(machine)),
+    )
+    text += _HARDENED if system else ""
+    text += _UNIT_TAIL.format(wanted_by="multi-user.target" if system else "default.target")
+    linger = () if system else (("loginctl", "enable-linger", machine.user),)  # else it ends when the user logs out
+    journal = ("journalctl",) if system else ("journalctl", "--user")
+    return ServicePlan(
+        manager=Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER,
+        path=folder / unit,
+        text=text,
+        needs_root=system,
+        install=(*linger, (*control, "daemon-reload"), (*control, "enable", "--now", unit)),
+        uninstall=((*control, "disable", "--now", unit),),
+        forget=((*control, "daemon-reload"),),
+        status=(*control, "show", unit, "--property=ActiveState,SubState,MainPID,UnitFileState"),
+        logs=(*journal, "--unit", unit, "--no-pager", "--lines"),
+    )
+
+
+def _launchd(machine: Machine) -> ServicePlan:
+    path = Path("/Library/LaunchDaemons") / f"{LABEL}.plist"
+    facts = {
+        "Label": LABEL,
+        "UserName": machine.user,
+        "ProgramArguments": _arguments(machine),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 5,
+        "ExitTimeOut": 30,
+        "ProcessType": "Interactive",  # else macOS slows it down
+        "SoftResourceLimits": {"NumberOfFiles": 65536},
+        "EnvironmentVariables": {"HOME": str(machine.home)},
+        "StandardOutPath": "/dev/null",  # the node keeps and rotates its own log
+        "StandardErrorPath": str(machine.data_dir / "service.err"),
+    }
+    target = f"system/{LABEL}"
+    return ServicePlan(
+        manager=Manager.LAUNCHD,
+        path=path,
+        text=plistlib.dumps(facts, sort_keys=False).decode(),
+        needs_root=True,
+        install=(("launchctl", "bootstrap", "system", str(path)), ("launchctl", "enable", target)),
+        uninstall=(("launchctl", "bootout", target),),
+        forget=(),
+        status=("launchctl", "print", target),
+        logs=("tail", str(machine.data_dir / "node.log"), "-n"),
+    )
+
+
+def _quoted(word: str) -> str:
+    """A word of ExecStart: systemd.service(5), "Command lines"."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if any(char in word for char in " \t'\";") else escaped

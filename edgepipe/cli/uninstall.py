@@ -1,0 +1,132 @@
+"""``edgepipe uninstall``: everything that edgepipe keeps on this machine, listed, then removed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, ModelsDir
+from edgepipe.cli.output import printable
+from edgepipe.errors import ConfigInvalid
+from edgepipe.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """Something that edgepipe made."""
+
+    path: Path
+    what: str
+    num_bytes: int
+    kept: bool = False  # unless asked
+
+
+def uninstall(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go, remove nothing.")] = False,
+    purge_models: Annotated[bool, typer.Option("--purge-models", help="Models go, too.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Remove the service, this node's identity, settings and logs; models stay unless told."""
+    from edgepipe.cli.service import service_plan, uninstall_service
+    from edgepipe.config import default_config_file, load_config
+    from edgepipe.daemon.data_dir import socket_path
+
+    config = load_config({"data_dir": data_dir, "models_dir": models_dir}).values
+    plans = [plan for system in (False, True) if (plan := service_plan(config.data_dir, system=system)).path.exists()]
+    leftovers = find_leftovers(
+        services=[plan.path for plan in plans],
+        data_dir=config.data_dir,
+        models_dir=config.models_dir,
+        config_file=default_config_file(),
+        purge_models=purge_models,
+    )
+    _print(leftovers, dry_run=dry_run)
+    if dry_run:
+        return
+    if not any(not one.kept for one in leftovers):
+        return
+    _confirm(yes=yes)
+    for plan in plans:
+        uninstall_service(plan)
+    if socket_path(config.data_dir).exists():
+        _stop_node(config.data_dir)
+    for one in leftovers:
+        if not one.kept:
+            _remove(one.path, spare=config.models_dir if not purge_models else None)
+    print("\nremoved. The program itself: pip uninstall edgepipe")
+    print("Other machines still trust this one's key: on one of them run 'edgepipe peers remove NAME'.")
+
+
+def find_leftovers(
+    *, services: Sequence[Path], data_dir: Path, models_dir: Path, config_file: Path, purge_models: bool
+) -> list[Leftover]:
+    """All that is there, with its size."""
+    found = [Leftover(path=path, what="service", num_bytes=_size(path)) for path in services]
+    if data_dir.exists():
+        inside = _size(models_dir) if models_dir.is_relative_to(data_dir) else 0
+        size = _size(data_dir) - inside
+        found.append(Leftover(path=data_dir, what="identity, trust, logs, conversations", num_bytes=size))
+    if config_file.exists():
+        found.append(Leftover(path=config_file, what="settings", num_bytes=_size(config_file)))
+    if models_dir.exists():
+        found.append(Leftover(path=models_dir, what="models", num_bytes=_size(models_dir), kept=not purge_models))
+    return found
+
+
+def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
+    if not leftovers:
+        print("edgepipe keeps nothing on this machine")
+        return
+    print("would remove:" if dry_run else "to be removed:")
+    for one in leftovers:
+        kept = "    stays; --purge-models removes it" if one.kept else ""
+        print(printable(f"  {format_bytes(one.num_bytes):>9}  {one.what}: {one.path}{kept}"))
+
+
+def _confirm(*, yes: bool) -> None:
+    """Raises ConfigInvalid without a yes, typer.Abort on a no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigInvalid("nobody is there to confirm", next_step="edgepipe uninstall --yes")
+    typer.confirm("Remove all of it?", abort=True)
+
+
+def _stop_node(data_dir: Path) -> None:
+    from edgepipe.cli.node import stop
+    from edgepipe.errors import NodeUnreachable
+
+    try:
+        stop(data_dir)
+    except NodeUnreachable:
+        return  # a socket that a killed node left
+
+
+def _remove(path: Path, *, spare: Path | None) -> None:
+    """A file, or a folder without ``spare`` below it. Raises ConfigInvalid."""
+    try:
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif spare is None or not spare.is_relative_to(path) or not spare.exists():
+            shutil.rmtree(path)
+        else:
+            for child in path.iterdir():
+                if not spare.is_relative_to(child):
+                    _remove(child, spare=None)
+    except OSError as exc:
+        raise ConfigInvalid(f"{path} cannot be removed", fact=exc.strerror or "") from exc
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file or of all files below a folder, as far as they can be read."""
+    if not path.is_dir():
+        return path.lstat().st_size if path.exists() else 0
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
