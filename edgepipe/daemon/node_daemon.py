@@ -16,6 +16,7 @@ from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Timeouts
+from edgepipe.daemon.awake import awake_command, keep_awake
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.data_dir import DataDir
@@ -206,6 +207,9 @@ class NodeDaemon:
         state.http_port = self._gateway.http_port
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
+    def _hosts(self) -> bool:
+        return any(device.reserved_bytes for device in self._device.state()) or bool(self._engines.states())
+
     def _register(self, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
         admit = admit_to(self._hello)
         node = NodeService(
@@ -241,6 +245,7 @@ class NodeDaemon:
         tasks.create_task(self._trust.run(), name="trust-file")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._heartbeats.run(), name="heartbeats")
+        tasks.create_task(keep_awake(self._hosts, self._local.changes.watch, awake_command()), name="awake")
         tasks.create_task(self.children.watch_hangs(), name="hangs")
         tasks.create_task(self._sleep.run(), name="sleep")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
