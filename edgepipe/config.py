@@ -140,6 +140,11 @@ def child_environment(*, environ: Mapping[str, str] | None = None, threads: int)
     return kept
 
 
+def asking_user(environ: Mapping[str, str] | None = None) -> str:
+    """Who typed ``sudo``; empty if nobody did."""
+    return (os.environ if environ is None else environ).get("SUDO_USER", "")
+
+
 def _completed(values: dict[str, Any]) -> Config:
     values["name"] = values.get("name") or _host_name()
     values["data_dir"] = values.get("data_dir") or default_data_dir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import shlex
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import typer
 from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import print_json, printable
 from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
+from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
 
 app = typer.Typer(help="Run the node at boot, without anybody logged in.")
@@ -97,7 +97,7 @@ def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
         manager = Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER
     else:
         raise FeatureMissing(f"there is no service for {sys.platform}", next_step="edgepipe node start")
-    asked_by = os.environ.get("SUDO_USER")  # the node never needs to be root
+    asked_by = asking_user()  # the node never needs to be root
     user = asked_by or getpass.getuser()
     home = Path(f"~{asked_by}").expanduser() if asked_by else Path.home()
     python = Path(sys.executable).absolute()
