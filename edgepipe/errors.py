@@ -12,7 +12,7 @@
     ├─ LinkError        one hop failed                                  exit 3, HTTP 503
     │  └─ ConnectTimeout · SendTimeout · PeerClosed · LocalProtocolError · RemoteProtocolError
     ├─ ClusterError     the cluster cannot do this now                  exit 3, HTTP 503
-    │  ├─ NodeUnreachable · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
+    │  ├─ NodeUnreachable · LinkNotMeasured · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
     │  └─ PairingRejected · CertificateInvalid · AccessDenied · TrustInvalid  exit 5
     └─ StageError       a stage failed                                  exit 1, HTTP 503
        └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
@@ -248,6 +248,13 @@ class NodeUnreachable(ClusterError):
 
     code = "node_unreachable"
     retry = Retry.AFTER_REPLAN
+
+
+class LinkNotMeasured(ClusterError):
+    """A link between two nodes has not been measured."""
+
+    code = "link_not_measured"
+    retry = Retry.SAFE
 
 
 class NoPeersFound(ClusterError):

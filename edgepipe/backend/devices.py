@@ -16,7 +16,14 @@ _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix prod
 # (tokens from which it holds, factor): step time jumps at tile edges; as measured on an L20.
 _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
 
-_ALIASES = {"auto": "rtx4090", "emulated": "rtx4090", "4090": "rtx4090", "5090": "rtx5090", "a100": "a100-40g"}
+_ALIASES = {
+    "auto": "rtx4090",
+    "emulated": "rtx4090",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "a100": "a100-40g",
+}
 _MOST_DEVICES = 256  # of one list: a slip of the finger shall not build a thousand stages
 
 
@@ -63,12 +70,41 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
 def device_models() -> dict[str, DeviceModel]:
     """The named devices. Peaks: memory rate in GB/s, dense bf16 (fp16 on Apple's) rate in TFLOP/s."""
     return {
+        "rtx3090": _gpu("NVIDIA GeForce RTX 3090", memory_gb=24, peak_gb_per_s=936, peak_tflops=71),
         "rtx4090": _gpu("NVIDIA GeForce RTX 4090", memory_gb=24, peak_gb_per_s=1008, peak_tflops=165),
         "rtx5090": _gpu("NVIDIA GeForce RTX 5090", memory_gb=32, peak_gb_per_s=1792, peak_tflops=209),
         "a100-40g": _gpu("NVIDIA A100 40GB", memory_gb=40, peak_gb_per_s=1555, peak_tflops=312),
+        "a100-80g": _gpu("NVIDIA A100 80GB", memory_gb=80, peak_gb_per_s=2039, peak_tflops=312),
         "h100": _gpu("NVIDIA H100 80GB", memory_gb=80, peak_gb_per_s=3350, peak_tflops=989),
-        "m4max": _apple("Apple M4 Max", memory_gb=64, peak_gb_per_s=546, peak_tflops=18.4),
-        "m4": _apple("Apple M4", memory_gb=16, peak_gb_per_s=120, peak_tflops=4.6),
+        **_macs(),
+    }
+
+
+def _macs() -> dict[str, DeviceModel]:
+    """Apple's chips with the memory that they are often bought with: GB, GB/s, TFLOP/s of the largest GPU."""
+    table = {
+        "m1": (16, 68, 2.6),
+        "m1pro": (32, 200, 5.2),
+        "m1max": (64, 400, 10.4),
+        "m1ultra": (128, 800, 20.8),
+        "m2": (16, 100, 3.6),
+        "m2pro": (32, 200, 6.8),
+        "m2max": (64, 400, 13.6),
+        "m2ultra": (192, 800, 27.2),
+        "m3": (16, 100, 4.1),
+        "m3pro": (36, 150, 7.4),
+        "m3max": (64, 400, 16.4),
+        "m3ultra": (256, 819, 32.8),
+        "m4": (16, 120, 4.6),
+        "m4pro": (48, 273, 9.2),
+        "m4max": (64, 546, 18.4),
+    }
+    kinds = {"pro": " Pro", "max": " Max", "ultra": " Ultra"}
+    return {
+        key: _apple(
+            f"Apple {key[:2].upper()}{kinds.get(key[2:], '')}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops
+        )
+        for key, (memory, rate, flops) in table.items()
     }
 
 

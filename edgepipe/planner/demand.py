@@ -1,0 +1,94 @@
+"""What a ring is to do, and what a step of it then asks of its devices. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.profiles import Speed, StepParts
+
+_LEAST_KV_TOKENS = 512  # fewer cannot hold one ordinary question
+
+
+class Objective(Enum):
+    """What is to be best."""
+
+    LATENCY = "latency"  # one chat's tokens per second
+    THROUGHPUT = "throughput"  # of all chats together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """How the model will be used."""
+
+    config: ModelConfig
+    objective: Objective = Objective.LATENCY
+    concurrency: int = 16  # sequences side by side, for throughput
+    context_tokens: int = 4096  # kept per sequence
+    must_keep_tokens: int = 0  # of KV, or it does not fit; 0: enough for an ordinary question
+    read_tokens: int = 1024  # of them a token attends to, on average
+    prompt_share: float = 0.0  # prompt tokens computed beside each output token
+    row_bytes: int = 0  # one token's activations on a link; 0: bf16
+    turn_s: float = 0.001  # sampling, one message to the engine, its step of scheduling
+
+    @property
+    def least_kv_tokens(self) -> int:
+        """With less room no placement counts."""
+        return self.must_keep_tokens or min(_LEAST_KV_TOKENS, self.context_tokens)
+
+    @property
+    def hop_bytes(self) -> int:
+        """Of one token on a link."""
+        return self.row_bytes or 2 * self.config.hidden_size
+
+    def kv_levels(self) -> list[int]:
+        """Tokens of KV to ask for, the most first: all conversations' worth, then half of it, down to the least."""
+        wanted = self.context_tokens * (self.concurrency if self.objective is Objective.THROUGHPUT else 1)
+        levels: list[int] = []
+        while wanted > self.least_kv_tokens:
+            levels.append(wanted)
+            wanted //= 2
+        return [*levels, self.least_kv_tokens]
+
+    def sequences(self, kv_tokens: int) -> int:
+        """How many conversations so much KV keeps, at most those that are asked for."""
+        return max(1, min(self.concurrency, kv_tokens // self.context_tokens))
+
+
+def decode_work(rows: int, *, read_tokens: int, prompt_share: float = 0.0) -> StepWork:
+    """A micro-batch of so many sequences, each with its share of somebody's prompt."""
+    prompt = round(rows * prompt_share)
+    pairs = float(rows * read_tokens) + prompt * read_tokens / 2
+    return StepWork(
+        tokens=rows + prompt,
+        rows=rows + (1 if prompt else 0),
+        kv_tokens=rows * read_tokens + (read_tokens if prompt else 0),
+        attention_pairs=pairs,
+        logit_rows=rows,
+    )
+
+
+def prompt_work(tokens: int, *, start: int = 0, logits: bool = False) -> StepWork:
+    """A chunk of one prompt."""
+    return StepWork.of_rows([start], [tokens], logit_rows=1 if logits else 0)
+
+
+def batch_parts(speed: Speed, demand: Demand, rows: float) -> StepParts:
+    """A decode step's times with a broken number of rows: some micro-batches have one more than others."""
+    low = max(1, int(rows))
+    share = max(0.0, rows - low)
+    below = speed.parts(decode_work(low, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))
+    if not share:
+        return below
+    above = speed.parts(decode_work(low + 1, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))
+
+    def mixed(few_s: float, many_s: float) -> float:
+        return few_s + share * (many_s - few_s)
+
+    return StepParts(
+        base_s=mixed(below.base_s, above.base_s),
+        layer_s=mixed(below.layer_s, above.layer_s),
+        head_s=mixed(below.head_s, above.head_s),
+    )

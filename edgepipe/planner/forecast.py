@@ -1,0 +1,127 @@
+"""What a placement would do: times of its stages and links, micro-batches, tokens per second. PURE.
+
+The model of ``edgepipe.scheduler.sizing``: devices and links are servers, latency is none. The same figures hold for a
+plan that was searched, one that a person wrote, and one that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from edgepipe.ids import NodeId
+from edgepipe.planner.demand import Demand, batch_parts, prompt_work
+from edgepipe.planner.placement import Placed
+from edgepipe.planner.profiles import Link, Links, Machine, StepParts
+from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.units import LinkShape
+
+_NOTHING = LinkShape()
+_CHUNK_TOKENS = 512  # of a prompt, as a ring sends it on
+_EQUAL = 0.01  # forecasts that differ by less are called equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """From one slice to the next one's node."""
+
+    link: Link
+    upload_s: float  # of a micro-batch; 0 where both slices are on one node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A ring with S sequences in M micro-batches."""
+
+    micro_batches: int
+    sequences: int
+    step_s: tuple[float, ...]  # by slice, of one micro-batch
+    hops: tuple[Hop, ...]  # between the slices
+    closing_s: float  # from the last slice's logits to the first one's next step
+    server_s: float  # T, the slowest device or link
+    turn_s: float
+    tokens_per_s: float
+    bottleneck: str  # "stage 1", "link 1-2", counted from 0
+
+
+class Ring:
+    """A placement with its machines and links."""
+
+    def __init__(
+        self, demand: Demand, placed: Sequence[Placed], machines: Mapping[NodeId, Machine], links: Links
+    ) -> None:
+        """Raises LinkNotMeasured."""
+        self._demand = demand
+        self._placed = tuple(placed)
+        self._machines = [machines[one.node_id] for one in placed]
+        ids = [one.node_id for one in placed]
+        self._links = [None if a == b else links.between(a, b) for a, b in pairwise(ids)]
+        self._closing_s = demand.turn_s + (links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0)
+
+    def of(self, micro_batches: int, sequences: int) -> Forecast:
+        """With S sequences in M micro-batches."""
+        rows = sequences / micro_batches
+        steps = [
+            _slice_s(batch_parts(machine.speed, self._demand, rows), one)
+            for machine, one in zip(self._machines, self._placed, strict=True)
+        ]
+        tokens = rows * (1 + self._demand.prompt_share)
+        hops = [_hop(link, tokens * self._demand.hop_bytes) for link in self._links]
+        busy: dict[NodeId, float] = {}
+        for one, seconds in zip(self._placed, steps, strict=True):
+            busy[one.node_id] = busy.get(one.node_id, 0.0) + seconds
+        uploads = [hop.upload_s for hop in hops]
+        server_s = max([*busy.values(), *uploads])
+        latency_s = sum(hop.link.shape.one_way_s for hop in hops) + self._closing_s
+        turn_s = sum(steps) + sum(uploads) + latency_s
+        return Forecast(
+            micro_batches=micro_batches,
+            sequences=sequences,
+            step_s=tuple(steps),
+            hops=tuple(hops),
+            closing_s=self._closing_s,
+            server_s=server_s,
+            turn_s=turn_s,
+            tokens_per_s=sequences / max(micro_batches * server_s, turn_s, 1e-9),
+            bottleneck=self._bottleneck(busy, uploads, server_s),
+        )
+
+    def best(self, sequences: int) -> Forecast:
+        """With the best M: of equals the smallest."""
+        most = min(sequences, most_micro_batches(len(self._placed)))
+        forecasts = [self.of(micro_batches, sequences) for micro_batches in range(1, most + 1)]
+        enough = max(one.tokens_per_s for one in forecasts) * (1 - _EQUAL)
+        return next(one for one in forecasts if one.tokens_per_s >= enough)
+
+    def first_token_s(self, prompt_tokens: int) -> float:
+        """From a prompt's arrival in an idle ring to its first token; chunks follow each other through the stages."""
+        chunks = max(1, ceil(prompt_tokens / _CHUNK_TOKENS))
+        size = ceil(prompt_tokens / chunks)
+        way_s, slowest_s = self._closing_s, 0.0
+        for index, (machine, one) in enumerate(zip(self._machines, self._placed, strict=True)):
+            work = prompt_work(size, start=(chunks - 1) * size // 2, logits=one.part.head)
+            seconds = _slice_s(machine.speed.parts(work), one)
+            way_s, slowest_s = way_s + seconds, max(slowest_s, seconds)
+            if index < len(self._links) and (link := self._links[index]) is not None:
+                upload_s = link.shape.upload_s(size * self._demand.hop_bytes)
+                way_s, slowest_s = way_s + upload_s + link.shape.one_way_s, max(slowest_s, upload_s)
+        return way_s + (chunks - 1) * slowest_s
+
+    def _bottleneck(self, busy: Mapping[NodeId, float], uploads: Sequence[float], server_s: float) -> str:
+        for index, one in enumerate(self._placed):
+            if busy[one.node_id] == server_s:
+                return f"stage {index}"
+        index = uploads.index(server_s)
+        return f"link {index}-{index + 1}"
+
+
+def _slice_s(parts: StepParts, one: Placed) -> float:
+    return parts.base_s + len(one.part.layers) * parts.layer_s + (parts.head_s if one.part.head else 0.0)
+
+
+def _hop(link: Link | None, num_bytes: float) -> Hop:
+    if link is None:
+        return Hop(link=Link(shape=_NOTHING, measured=True), upload_s=0.0)
+    return Hop(link=link, upload_s=num_bytes / link.shape.bytes_per_s)

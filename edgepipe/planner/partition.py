@@ -1,0 +1,315 @@
+"""Which devices, in which order, with how many layers each: exact for up to ten devices. PURE.
+
+For a fixed number of micro-batches M of b sequences each, a token comes round every ``cycle = max(M * T, turn)``: T is
+the slowest server (a device's step, a link's upload), ``turn`` the sum of all of them and of latency. A device's time
+is linear in its layers, so only counts matter; what is searched is the set of devices, the two ends (the head costs
+about a layer or more), the counts, and the way through the links.
+
+For a limit on T the four come apart: counts fill the fastest devices first (exact, because times are linear), the way
+is the shortest path through the allowed links (Held and Karp 1962), both for every set and pair of ends at once. A
+binary search over the finitely many values of T then finds the smallest cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+EXACT_DEVICES = 10  # up to here every set, pair of ends and order is considered
+PLAIN, EMBEDS, HEAD = 0, 1, 2  # flags of a stage; both: the only one
+
+_ROUNDING = 1e-9
+_NEVER = -(10**9)  # layers of a device that cannot be used: no sum reaches the model's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Times and room of N devices for one number of micro-batches."""
+
+    num_layers: int
+    micro_batches: int
+    base_s: Floats  # [N] per step, whatever the layers
+    layer_s: Floats  # [N] per layer
+    head_s: Floats  # [N] with the head
+    most_layers: Ints  # [N, 4] that fit, by flags; 0: it cannot be used like that
+    upload_s: Floats  # [N, N] how long a step's activations occupy the link; infinite: there is none
+    latency_s: Floats  # [N, N] one way
+    closing_s: Floats  # [N, N] from the last device's logits to the first one's next step
+
+    @property
+    def num_devices(self) -> int:
+        """N"""
+        return len(self.base_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Devices in order with their layers, and what that gives."""
+
+    devices: tuple[int, ...]
+    layers: tuple[int, ...]
+    server_s: float  # T
+    turn_s: float
+    cycle_s: float
+    bound_s: float  # no share has a smaller cycle; equal to ``cycle_s`` where the search is exact
+
+
+def evaluate(instance: Instance, devices: Sequence[int], layers: Sequence[int]) -> Share:
+    """What one share gives; it must fit."""
+    times = [instance.base_s[one] + count * instance.layer_s[one] for one, count in zip(devices, layers, strict=True)]
+    times[-1] += instance.head_s[devices[-1]]
+    hops = list(pairwise(devices))
+    uploads = [instance.upload_s[hop] for hop in hops]
+    server_s = float(max([*times, *uploads]))
+    latency_s = sum(instance.latency_s[hop] for hop in hops)
+    turn_s = float(sum(times) + sum(uploads) + latency_s + instance.closing_s[devices[0], devices[-1]])
+    cycle_s = max(instance.micro_batches * server_s, turn_s)
+    return Share(
+        devices=tuple(devices),
+        layers=tuple(layers),
+        server_s=server_s,
+        turn_s=turn_s,
+        cycle_s=cycle_s,
+        bound_s=cycle_s,
+    )
+
+
+def flags_of(position: int, count: int) -> int:
+    """A stage's flags by its place among ``count`` stages."""
+    return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)
+
+
+def brute_force(instance: Instance) -> Share | None:
+    """The best share by trying them all; for a handful of devices and layers. None if the model does not fit."""
+    best: Share | None = None
+    for count in range(1, min(instance.num_devices, instance.num_layers) + 1):
+        for devices in permutations(range(instance.num_devices), count):
+            most = [int(instance.most_layers[one, flags_of(i, count)]) for i, one in enumerate(devices)]
+            for layers in _compositions(instance.num_layers, most):
+                share = evaluate(instance, devices, layers)
+                if share.cycle_s < inf and (best is None or share.cycle_s < best.cycle_s):
+                    best = share
+    return best
+
+
+def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``total`` as a sum of counts from 1 to ``most``."""
+    if len(most) == 1:
+        if 1 <= total <= most[0]:
+            yield (total,)
+        return
+    for first in range(1, min(most[0], total - len(most) + 1) + 1):
+        for rest in _compositions(total - first, most[1:]):
+            yield (first, *rest)
+
+
+class ExactSearch:
+    """All sets of up to ten devices with all pairs of ends, laid out once for any number of instances."""
+
+    def __init__(self, num_devices: int, *, count: int = 0, first: int | None = None, must: Sequence[int] = ()) -> None:
+        """``count`` devices (0: any number), beginning with ``first``, all of ``must`` among them."""
+        masks = np.arange(1, 1 << num_devices)
+        member = (masks[:, None] >> np.arange(num_devices)) & 1
+        sizes = member.sum(axis=1)
+        wanted = np.ones(len(masks), dtype=bool) if not count else sizes == count
+        for one in must:
+            wanted &= member[:, one] == 1
+        sets, firsts, lasts = np.nonzero(
+            wanted[:, None, None]
+            & (member[:, :, None] & member[:, None, :] == 1)
+            & ((sizes == 1)[:, None, None] | ~np.eye(num_devices, dtype=bool))
+        )
+        if first is not None:
+            kept = firsts == first
+            sets, firsts, lasts = sets[kept], firsts[kept], lasts[kept]
+        by_size = np.argsort(sizes[sets], kind="stable")  # of equals, the fewest devices
+        sets, self._first, self._last = sets[by_size], firsts[by_size], lasts[by_size]
+        self._num_devices = num_devices
+        self._mask = masks[sets]
+        self._member = member[sets].astype(np.float64)
+        self._size = sizes[sets]
+        devices = np.arange(num_devices)
+        flags = np.where(devices == self._first[:, None], EMBEDS, 0) + np.where(devices == self._last[:, None], HEAD, 0)
+        self._flags = np.where(member[sets] == 1, flags, 4)  # 4: not in the set
+        self._sizes = sizes
+        self._masks_by_size = [masks[sizes == size] for size in range(1, num_devices + 1)]
+
+    def best(self, instance: Instance, *, below_s: float = inf) -> Share | None:
+        """The share with the smallest cycle, if one is smaller than ``below_s``."""
+        if not len(self._mask) or not could_fit(instance, below_s / instance.micro_batches):
+            return None
+        search = _Limits(self, instance)
+        limits = server_times(instance, below_s / instance.micro_batches)
+        low, high = 0, len(limits) - 1
+        if search.shortest_turn_s(limits[high]) >= below_s:
+            return None
+        while low < high:  # the first limit at which the ring's turn is no longer what holds it up
+            middle = (low + high) // 2
+            if search.shortest_turn_s(limits[middle]) <= instance.micro_batches * limits[middle]:
+                high = middle
+                search.forget_worse()
+            else:
+                low = middle + 1
+        shares = [search.share(limits[index]) for index in (low, low - 1) if index >= 0]
+        found = [share for share in shares if share is not None and share.cycle_s < below_s]
+        return min(found, key=lambda share: share.cycle_s, default=None)
+
+    def stage_sums_s(self, instance: Instance, limit_s: float, choices: Ints) -> tuple[Floats, Ints]:
+        """Of these choices: the least sum of step times within the limit ``[C]``, and its layers ``[C, N]``."""
+        rooms = rooms_within(instance, limit_s)  # [N, 5]
+        fastest = np.argsort(instance.layer_s, kind="stable")
+        room = rooms[fastest, self._flags[choices][:, fastest]]  # [C, N], the fastest first
+        extra = np.maximum(room - 1, 0)
+        before = np.cumsum(extra, axis=1) - extra
+        missing = instance.num_layers - self._size[choices]
+        taken = np.clip(missing[:, None] - before, 0, extra)
+        sums = self._member[choices] @ (instance.base_s + instance.layer_s) + instance.head_s[self._last[choices]]
+        sums += taken @ instance.layer_s[fastest]
+        fits = (room.sum(axis=1) >= instance.num_layers) & (missing >= 0)
+        layers = np.zeros_like(room)
+        layers[:, fastest] = taken
+        return np.where(fits, sums, inf), layers + (self._flags[choices] < 4)
+
+    def paths_s(self, instance: Instance, limit_s: float) -> Floats:
+        """``[masks, N, N]``: the shortest way through a set from one end to the other over links within the limit."""
+        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        np.fill_diagonal(hop, inf)
+        n = self._num_devices
+        ways = np.full((1 << n, n, n), inf)
+        for one in range(n):
+            ways[1 << one, one, one] = 0.0
+        for masks in self._masks_by_size[:-1]:
+            longer = (ways[masks][:, :, :, None] + hop[None, None]).min(axis=2)  # [m, first, next]
+            for one in range(n):
+                free = (masks >> one) & 1 == 0
+                ways[masks[free] | 1 << one, :, one] = longer[free, :, one]
+        return ways
+
+    def sizes(self) -> Ints:
+        """Number of devices of every choice."""
+        return self._size
+
+    def any_way(self, choice: int) -> tuple[int, ...]:
+        """The devices of a choice in some order between its ends."""
+        first, last = int(self._first[choice]), int(self._last[choice])
+        between = [int(one) for one in np.flatnonzero(self._flags[choice] == PLAIN)]
+        return (first, *between, last) if first != last else (first,)
+
+    def way(self, ways: Floats, instance: Instance, choice: int, *, limit_s: float) -> tuple[int, ...]:
+        """The devices of a choice in the order of its shortest way over links within the limit."""
+        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        first, last, mask = int(self._first[choice]), int(self._last[choice]), int(self._mask[choice])
+        order = [last]
+        while mask != 1 << first:
+            here = order[-1]
+            mask ^= 1 << here
+            order.append(int(np.argmin(ways[mask, first] + hop[:, here])))
+        return tuple(reversed(order))
+
+    def choices(self) -> tuple[Ints, Ints, Ints]:
+        """Mask, first and last device of every choice."""
+        return self._mask, self._first, self._last
+
+
+class _Limits:
+    """One instance under different limits on T."""
+
+    def __init__(self, search: ExactSearch, instance: Instance) -> None:
+        self._search = search
+        self._instance = instance
+        self._uploads = np.unique(instance.upload_s[np.isfinite(instance.upload_s)])
+        self._ways: dict[int, Floats] = {}
+        self._alive = np.arange(len(search.choices()[0]))  # choices that can still be the best
+        self._turns = np.zeros(0)
+        self._alike = _alike(instance)
+        self._limit_s = 0.0
+
+    def shortest_turn_s(self, limit_s: float) -> float:
+        """Of all choices; infinite if none fits."""
+        _, first, last = self._search.choices()
+        sums, _ = self._search.stage_sums_s(self._instance, limit_s, self._alive)
+        closing_s = self._instance.closing_s[first[self._alive], last[self._alive]]
+        self._limit_s = limit_s
+        self._turns = sums + self._paths_s(limit_s) + closing_s
+        return float(self._turns.min())
+
+    def forget_worse(self) -> None:
+        """Drop choices that cannot keep the last limit or whose turn takes longer: its cycle is beaten already."""
+        self._alive = self._alive[self._turns <= self._instance.micro_batches * self._limit_s]
+
+    def share(self, limit_s: float) -> Share | None:
+        """The share with the shortest turn."""
+        if self.shortest_turn_s(limit_s) == inf:
+            return None
+        choice = self._alive[int(np.argmin(self._turns))]
+        _, layers = self._search.stage_sums_s(self._instance, limit_s, np.array([choice]))
+        if self._alike is not None:
+            order = self._search.any_way(int(choice))
+        else:
+            ways, most_s = self._ways_at(limit_s), limit_s * (1 + _ROUNDING)
+            order = self._search.way(ways, self._instance, int(choice), limit_s=most_s)
+        return evaluate(self._instance, order, [int(layers[0, one]) for one in order])
+
+    def _paths_s(self, limit_s: float) -> Floats:
+        """Of every choice: the shortest way through its links."""
+        if self._alike is not None:
+            upload_s, latency_s = self._alike
+            hops = self._search.sizes()[self._alive] - 1
+            hop_s = upload_s + latency_s if upload_s <= limit_s * (1 + _ROUNDING) else inf
+            return np.where(hops == 0, 0.0, hops * hop_s) if hop_s < inf else np.where(hops == 0, 0.0, inf)
+        mask, first, last = (column[self._alive] for column in self._search.choices())
+        return self._ways_at(limit_s)[mask, first, last]
+
+    def _ways_at(self, limit_s: float) -> Floats:
+        """They change only where the limit passes a link's upload."""
+        allowed = int(np.searchsorted(self._uploads, limit_s * (1 + _ROUNDING), side="right"))
+        if allowed not in self._ways:
+            longest = self._uploads[allowed - 1] if allowed else -1.0
+            self._ways[allowed] = self._search.paths_s(self._instance, float(longest))
+        return self._ways[allowed]
+
+
+def _alike(instance: Instance) -> tuple[float, float] | None:
+    """Upload and latency where all links are alike: then the order is all one."""
+    others = ~np.eye(instance.num_devices, dtype=bool)
+    uploads, latencies = instance.upload_s[others], instance.latency_s[others]
+    if not len(uploads):
+        return 0.0, 0.0
+    if np.ptp(latencies) or not np.isfinite(uploads).all() or np.ptp(uploads):
+        return None
+    return float(uploads[0]), float(latencies[0])
+
+
+def could_fit(instance: Instance, limit_s: float) -> bool:
+    """Whether all devices together hold the model with none above the limit; cheap, and never wrong with a no."""
+    rooms = rooms_within(instance, limit_s)[:, :4].max(axis=1)
+    return int(np.maximum(rooms, 0).sum()) >= instance.num_layers
+
+
+def rooms_within(instance: Instance, limit_s: float) -> Ints:
+    """``[N, 5]``: layers that a device may take by its flags, the last column for devices not in the set."""
+    layer_s = np.maximum(instance.layer_s, 1e-15)
+    plain = np.minimum((limit_s - instance.base_s) / layer_s + _ROUNDING, 10**6)
+    headed = np.minimum((limit_s - instance.base_s - instance.head_s) / layer_s + _ROUNDING, 10**6)
+    by_time = np.floor(np.stack([plain, plain, headed, headed], axis=1)).astype(np.int64)
+    room = np.minimum(by_time, instance.most_layers)
+    room = np.where(room < 1, _NEVER, room)
+    return np.concatenate([room, np.zeros((len(room), 1), dtype=np.int64)], axis=1)
+
+
+def server_times(instance: Instance, most_s: float) -> Floats:
+    """All values that the slowest server can take, up to ``most_s``, ascending."""
+    counts = np.arange(1, instance.num_layers + 1)
+    plain = instance.base_s[:, None] + counts * instance.layer_s[:, None]
+    values = [plain.ravel(), (plain + instance.head_s[:, None]).ravel(), instance.upload_s.ravel()]
+    found = np.unique(np.concatenate(values))
+    found = found[found <= most_s]
+    return np.append(found, most_s) if most_s < inf else found

@@ -1,0 +1,286 @@
+"""The same search as ``partition`` for more than ten devices: exact where all links are alike. PURE.
+
+Sets are no longer enumerated. A dynamic program over devices and layers, with two flags for the ends, finds the best
+counts when every device pays the cheapest way in: the true price where links are alike, a bound elsewhere. The chosen
+devices are then put in order, exactly up to ten of them, by 2-opt beyond; what that may cost stands in ``bound_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from edgepipe.planner.partition import (
+    EMBEDS,
+    EXACT_DEVICES,
+    HEAD,
+    PLAIN,
+    ExactSearch,
+    Floats,
+    Instance,
+    Ints,
+    Share,
+    could_fit,
+    evaluate,
+    rooms_within,
+    server_times,
+)
+
+_BOTH = EMBEDS | HEAD
+
+
+class _Option(NamedTuple):
+    """One way to use a device."""
+
+    flags: int
+    room: int
+    price_s: float  # without its layers
+    froms: tuple[int, ...]  # flags of what was placed before
+
+
+class ManySearch:
+    """More than ten devices. Has the same ``best`` as ``ExactSearch``."""
+
+    def __init__(self, num_devices: int, *, count: int = 0, first: int | None = None, must: Sequence[int] = ()) -> None:
+        """``count`` devices (0: any number), beginning with ``first``, all of ``must`` among them."""
+        self._count = count
+        self._first = first
+        self._must = frozenset(must)
+        self._num_devices = num_devices
+
+    def best(self, instance: Instance, *, below_s: float = inf) -> Share | None:
+        """The share with the smallest cycle that was found, if one is smaller than ``below_s``."""
+        m = instance.micro_batches
+        if not could_fit(instance, below_s / m) or self._bound_s(instance, below_s / m) >= below_s:
+            return None
+        limits = server_times(instance, below_s / m)
+        low, high = 0, len(limits) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._bound_s(instance, limits[middle]) <= m * limits[middle]:
+                high = middle
+            else:
+                low = middle + 1
+        bounds = {
+            index: max(m * limits[index], self._bound_s(instance, limits[index]))
+            for index in (low, low - 1)
+            if index >= 0
+        }
+        bound_s = min(bounds.values())
+        shares = [self._share(instance, limits[index], bound_s) for index, value in bounds.items() if value < inf]
+        found = [share for share in shares if share is not None and share.cycle_s < below_s]
+        return min(found, key=lambda share: share.cycle_s, default=None)
+
+    def _bound_s(self, instance: Instance, limit_s: float) -> float:
+        """The shortest turn with no server above the limit, if every way in were the cheapest."""
+        table = _Table(self, instance, limit_s)
+        return table.best_s
+
+    def _share(self, instance: Instance, limit_s: float, bound_s: float) -> Share | None:
+        layers = _Table(self, instance, limit_s).layers()
+        if layers is None:
+            return None
+        first = next(one for one, (flags, _) in layers.items() if flags & EMBEDS)
+        last = next(one for one, (flags, _) in layers.items() if flags & HEAD)
+        order = shortest_way(instance, list(layers), first=first, last=last, limit_s=limit_s)
+        share = evaluate(instance, order, [layers[one][1] for one in order])
+        return Share(
+            devices=share.devices,
+            layers=share.layers,
+            server_s=share.server_s,
+            turn_s=share.turn_s,
+            cycle_s=share.cycle_s,
+            bound_s=min(bound_s, share.cycle_s),
+        )
+
+    def options(self, instance: Instance, device: int, rooms: Ints, way_in_s: float) -> list[_Option]:
+        """The ways to use a device."""
+        middle = _Option(PLAIN, int(rooms[PLAIN]), instance.base_s[device] + way_in_s, (0, EMBEDS, HEAD, _BOTH))
+        first = _Option(EMBEDS, int(rooms[EMBEDS]), float(instance.base_s[device]), (0, HEAD))
+        head_s = instance.base_s[device] + instance.head_s[device]
+        last = _Option(HEAD, int(rooms[HEAD]), head_s + way_in_s, (0, EMBEDS))
+        if self._first is not None:
+            return [first] if device == self._first else [middle, last]
+        return [middle, first, last]
+
+    def may_be_alone(self, device: int) -> bool:
+        """Whether one device may hold the whole model."""
+        return self._count in (0, 1) and self._first in (None, device) and self._must <= {device}
+
+    @property
+    def counts(self) -> int:
+        """Size of the axis that counts devices: 1 where any number will do."""
+        return self._count + 1 if self._count else 1
+
+    def needs(self, device: int) -> bool:
+        """Whether a device must be used."""
+        return device in self._must or device == self._first
+
+
+class _Table:
+    """``cost[flags, devices, layers]``, the least sum of prices, device after device."""
+
+    def __init__(self, search: ManySearch, instance: Instance, limit_s: float) -> None:
+        self._search = search
+        self._instance = instance
+        rooms = rooms_within(instance, limit_s)
+        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        np.fill_diagonal(hop, inf)
+        together = instance.closing_s + np.where(np.eye(instance.num_devices, dtype=bool), inf, 0.0)
+        cost = np.full((4, search.counts, instance.num_layers + 1), inf)
+        cost[0, 0, 0] = 0.0
+        self._costs: list[Floats] = [cost]
+        self._options: list[list[_Option]] = []
+        for device in range(instance.num_devices):
+            options = search.options(instance, device, rooms[device], float(hop[:, device].min()))
+            closing_s = float(together[:, device].min())  # charged with the last device
+            options = [one._replace(price_s=one.price_s + closing_s) if one.flags == HEAD else one for one in options]
+            self._options.append(options)
+            cost = self._with(cost, device, options)
+            self._costs.append(cost)
+        self._alone = self._best_alone(rooms)
+        self.best_s = min(float(cost[_BOTH, -1, -1]), self._alone[0])
+
+    def _best_alone(self, rooms: Ints) -> tuple[float, int]:
+        """The least cost with one device, and which."""
+        instance = self._instance
+        costs = instance.base_s + instance.head_s + instance.num_layers * instance.layer_s + np.diag(instance.closing_s)
+        able = [
+            (float(costs[one]), one)
+            for one in range(instance.num_devices)
+            if rooms[one, _BOTH] >= instance.num_layers and self._search.may_be_alone(one)
+        ]
+        return min(able, default=(inf, -1))
+
+    def _with(self, cost: Floats, device: int, options: Sequence[_Option]) -> Floats:
+        after = np.full_like(cost, inf) if self._search.needs(device) else cost.copy()
+        layer_s = float(self._instance.layer_s[device])
+        for option in options:
+            if option.room < 1 or option.price_s == inf:
+                continue
+            froms = list(option.froms)
+            moved = _slide(self._one_more(cost[froms]), option.room, layer_s) + option.price_s
+            for index, before in enumerate(froms):
+                target = before | option.flags
+                np.minimum(after[target], moved[index], out=after[target])
+        return after
+
+    def _one_more(self, cost: Floats) -> Floats:
+        """Costs by the number of devices with one more."""
+        if self._search.counts == 1:
+            return cost
+        more = np.full_like(cost, inf)
+        more[:, 1:] = cost[:, :-1]
+        return more
+
+    def layers(self) -> dict[int, tuple[int, int]] | None:
+        """Of every device in use its flags and layers; None if the model does not fit."""
+        flags, used, left = _BOTH, self._search.counts - 1, self._instance.num_layers
+        if self.best_s == inf:
+            return None
+        if self._alone[0] <= self.best_s:
+            return {self._alone[1]: (_BOTH, left)}
+        found: dict[int, tuple[int, int]] = {}
+        for device in reversed(range(self._instance.num_devices)):
+            before, after = self._costs[device], self._costs[device + 1]
+            wanted = after[flags, used, left]
+            if before[flags, used, left] == wanted and not self._search.needs(device):
+                continue
+            option_flags, came_from, count = self._step(before, device, (flags, used, left), float(wanted))
+            found[device] = (option_flags, count)
+            flags, left = came_from, left - count
+            used -= 1 if self._search.counts > 1 else 0
+        return found
+
+    def _step(self, before: Floats, device: int, state: tuple[int, int, int], wanted: float) -> tuple[int, int, int]:
+        """The option, the flags before it and the layers that gave a state its cost."""
+        flags, used, left = state
+        layer_s = float(self._instance.layer_s[device])
+        used_before = used - 1 if self._search.counts > 1 else used
+        best = (inf, 0, 0, 0)
+        for option in self._options[device]:
+            counts = np.arange(1, min(option.room, left) + 1)
+            for came_from in option.froms:
+                if came_from | option.flags != flags or used_before < 0 or not len(counts):
+                    continue
+                costs = before[came_from, used_before, left - counts] + counts * layer_s + option.price_s
+                index = int(np.argmin(costs))
+                if costs[index] < best[0]:
+                    best = (float(costs[index]), option.flags, came_from, int(counts[index]))
+        assert best[0] <= wanted * (1 + 1e-9), "a cost without an origin"
+        return best[1:]
+
+
+def _slide(cost: Floats, room: int, layer_s: float) -> Floats:
+    """``out[..., l] = min over 1 <= n <= room of cost[..., l - n] + n * layer_s``."""
+    num = cost.shape[-1]
+    room = min(room, num - 1)
+    lines = layer_s * np.arange(num, dtype=np.float64)
+    padded: Floats = np.full((*cost.shape[:-1], room + num - 1), inf)
+    padded[..., room:] = (cost - lines)[..., : num - 1]
+    windows = np.lib.stride_tricks.sliding_window_view(padded, room, axis=-1)
+    return windows.min(axis=-1) + lines
+
+
+def shortest_way(
+    instance: Instance, devices: list[int], *, first: int, last: int, limit_s: float = inf
+) -> tuple[int, ...]:
+    """Devices in order between two ends: exactly up to ten, by 2-opt from the nearest neighbours beyond."""
+    if len(devices) <= 2:
+        return (first, last)[: len(devices)]
+    hop = np.where(instance.upload_s <= limit_s, instance.upload_s, inf) + instance.latency_s
+    between = [one for one in devices if one not in (first, last)]
+    if len(devices) <= EXACT_DEVICES:
+        return _exact_way(instance, devices, first, last, limit_s)
+    order, left = [first], set(between)
+    while left:
+        order.append(min(left, key=lambda one: (hop[order[-1], one], one)))
+        left.remove(order[-1])
+    order.append(last)
+    return tuple(_two_opt(hop, order))
+
+
+def _exact_way(instance: Instance, devices: list[int], first: int, last: int, limit_s: float) -> tuple[int, ...]:
+    picked = np.array(devices)
+    small = Instance(
+        num_layers=len(devices),
+        micro_batches=1,
+        base_s=instance.base_s[picked],
+        layer_s=instance.layer_s[picked],
+        head_s=instance.head_s[picked],
+        most_layers=np.full((len(devices), 4), len(devices)),
+        upload_s=instance.upload_s[np.ix_(picked, picked)],
+        latency_s=instance.latency_s[np.ix_(picked, picked)],
+        closing_s=instance.closing_s[np.ix_(picked, picked)],
+    )
+    search = ExactSearch(len(devices), count=len(devices), first=devices.index(first))
+    _, _, lasts = search.choices()
+    choice = int(np.flatnonzero(lasts == devices.index(last))[0])
+    masks, firsts, _ = search.choices()
+    for most_s in (limit_s, inf):  # every device has a way in within the limit; all together may have none
+        ways = search.paths_s(small, most_s)
+        if ways[masks[choice], firsts[choice], lasts[choice]] < inf:
+            break
+    return tuple(devices[one] for one in search.way(ways, small, choice, limit_s=most_s))
+
+
+def _two_opt(hop: Floats, order: list[int]) -> list[int]:
+    """Turn stretches round while that shortens the way; the ends stay. Links may differ by direction."""
+
+    def length_s(way: Sequence[int]) -> float:
+        return float(sum(hop[a, b] for a, b in pairwise(way)))
+
+    best_s, improved = length_s(order), True
+    while improved:
+        improved = False
+        for start in range(1, len(order) - 2):
+            for end in range(start + 1, len(order) - 1):
+                tried = [*order[:start], *reversed(order[start : end + 1]), *order[end + 1 :]]
+                tried_s = length_s(tried)
+                if tried_s < best_s * (1 - 1e-12) or (best_s == inf and tried_s < inf):
+                    order, best_s, improved = tried, tried_s, True
+    return order

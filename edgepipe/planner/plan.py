@@ -1,0 +1,376 @@
+"""Where every layer goes: from machines, links and wishes to a placement, with reasons. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.planner.demand import Demand, Objective, batch_parts
+from edgepipe.planner.forecast import Forecast, Ring
+from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Instance, Share
+from edgepipe.planner.partition_many import ManySearch
+from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
+from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
+from edgepipe.planner.repair import fill_gaps
+from edgepipe.planner.shortage import too_small
+from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.units import format_bytes, format_duration_s
+
+_WORTH = 0.02  # gain below which another device is not worth its trouble
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What somebody has decided already."""
+
+    num_nodes: int = 0  # exactly so many; 0: as the objective says
+    exclude: tuple[str, ...] = ()  # names or ids
+    layers: str = ""  # "a:0-14,b:15-29": everything by hand
+    first: str = ""  # the node that embeds, beside which the engine runs
+    fixed: tuple[Placed, ...] = ()  # slices that stay where they are; the gaps between them are filled
+    on_disk: Mapping[NodeId, frozenset[int]] = field(default_factory=dict[NodeId, frozenset[int]])  # layers, for gaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One slice on its machine."""
+
+    machine: Machine
+    part: Slice
+    weight_bytes: int
+    kv_bytes: int  # of the plan's KV tokens
+    step_s: float  # of one micro-batch
+    alone_s: float  # of one chat's token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A machine that the plan does not use."""
+
+    machine: Machine
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where layers go, and what to expect."""
+
+    demand: Demand
+    stages: tuple[PlannedStage, ...]
+    engine: NodeId  # where the engine runs best
+    kv_tokens: int  # that every stage can keep
+    one: Forecast  # a single chat
+    many: Forecast  # as many as are asked for and fit
+    first_token_s: float  # of a prompt of ``demand.read_tokens`` in an idle ring
+    left_out: tuple[LeftOut, ...] = ()
+    gap: float = 0.0  # how much shorter a token's cycle could be at the most; 0: nothing better exists
+
+    @property
+    def placed(self) -> tuple[Placed, ...]:
+        """The placement alone."""
+        return tuple(Placed(node_id=one.machine.node_id, part=one.part) for one in self.stages)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What the objective counts."""
+        return (self.one if self.demand.objective is Objective.LATENCY else self.many).tokens_per_s
+
+    @property
+    def measured(self) -> bool:
+        """Whether every device and link of it was measured."""
+        hops = all(hop.link.measured for hop in self.one.hops)
+        return hops and all(stage.machine.speed.source == "measured" for stage in self.stages)
+
+
+def plan(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes | None = None) -> Plan:
+    """The best placement that the wishes allow.
+
+    Raises PlanInvalid where wishes contradict each other or the cluster, NoFeasiblePlacement with the arithmetic,
+    LinkNotMeasured where a link's figures are missing and nothing may be assumed.
+    """
+    wishes = wishes or Wishes()
+    able, excluded = _choose_machines(machines, wishes)
+    if wishes.layers:
+        placed = place_by_plan(_need(demand, demand.least_kv_tokens), [one.room for one in able], wishes.layers)
+        return describe(demand, placed, able, links)
+    if wishes.fixed:
+        placed = fill_gaps(demand, able, wishes.fixed, wishes.on_disk)
+        return describe(demand, placed, able, links)
+    search = _Search(demand, able, links, wishes)
+    found = search.best()
+    if found is None:
+        raise too_small(demand, able, num_nodes=wishes.num_nodes)
+    share, kv_tokens = found
+    result = describe(demand, search.placed(share), able, links)
+    gap = 1 - share.bound_s / share.cycle_s
+    return replace(result, left_out=(*excluded, *search.left_out(share, kv_tokens)), gap=gap)
+
+
+def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
+    """A placement with its figures. Raises LinkNotMeasured."""
+    by_id = {machine.node_id: machine for machine in machines}
+    kv_tokens = _kv_room(demand.config, placed, by_id)
+    ring = Ring(demand, placed, by_id, links)
+    one, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
+    wanted = min(kv_tokens, demand.context_tokens * demand.concurrency)
+    stages = tuple(
+        PlannedStage(
+            machine=by_id[each.node_id],
+            part=each.part,
+            weight_bytes=_weight_bytes(demand.config, by_id[each.node_id].room, each.part),
+            kv_bytes=_kv_token_bytes(demand.config, by_id[each.node_id].room, each.part) * wanted,
+            step_s=many.step_s[index],
+            alone_s=one.step_s[index],
+        )
+        for index, each in enumerate(placed)
+    )
+    return Plan(
+        demand=demand,
+        stages=stages,
+        engine=_engine_place(placed, links),
+        kv_tokens=kv_tokens,
+        one=one,
+        many=many,
+        first_token_s=ring.first_token_s(demand.read_tokens),
+    )
+
+
+def _choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[Machine], list[LeftOut]]:
+    """Those that may be used, with the roomiest first, and those that may not. Raises PlanInvalid."""
+    if wishes.layers and (wishes.num_nodes or wishes.first):
+        other = "--nodes" if wishes.num_nodes else "--first"
+        raise PlanInvalid(f"--plan and {other} contradict each other", next_step="give one of them")
+    unwanted = [_named(machines, name).node_id for name in wishes.exclude]
+    if wishes.first and _named(machines, wishes.first).node_id in unwanted:
+        raise PlanInvalid(f"{wishes.first} cannot be first and be left out", next_step="change --first or --exclude")
+    ordered = sorted(machines, key=lambda one: (-one.room.free_bytes, one.name, one.node_id))
+    able = [one for one in ordered if one.node_id not in unwanted]
+    return able, [LeftOut(machine=one, reason="as you wish") for one in ordered if one.node_id in unwanted]
+
+
+def _named(machines: Sequence[Machine], name: str) -> Machine:
+    found = [one for one in machines if name in (one.name, one.node_id)]
+    if len(found) != 1:
+        problem = "is the name of several nodes" if found else "is no node that can compute"
+        raise PlanInvalid(
+            f"'{name}' {problem}",
+            fact=f"nodes: {', '.join(sorted(f'{one.name} ({one.node_id})' for one in machines)) or 'none'}",
+            next_step="name the node by its id" if found else "see 'edgepipe status'",
+        )
+    return found[0]
+
+
+class _Search:
+    """One search over machines, KV room and micro-batches."""
+
+    def __init__(self, demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes) -> None:
+        self._demand = demand
+        self._machines = machines
+        self._layers = demand.config.num_layers
+        self._wishes = wishes
+        self._check_count()
+        self._first = machines.index(_named(machines, wishes.first)) if wishes.first else None
+        ids = [one.node_id for one in machines]
+        self._shapes = [[None if a == b else links.between(a, b).shape for b in ids] for a in ids]
+        one_way = [[0.0 if shape is None else shape.one_way_s for shape in row] for row in self._shapes]
+        self._latency_s = np.array(one_way, dtype=np.float64).reshape(len(ids), len(ids))
+        self._micro_batches = 1  # of the share that was found last
+        self._parts: dict[tuple[int, float], StepParts] = {}
+
+    def best(self) -> tuple[Share, int] | None:
+        """The best share, and the KV tokens for which room was kept.
+
+        Less KV may allow a faster ring, but fewer conversations share it: the first level that fits and the one below
+        are compared.
+        """
+        found: list[tuple[Share, int, int]] = []  # with its M
+        per_s = 0.0
+        for kv_tokens in self._demand.kv_levels():
+            sequences = self._sequences(kv_tokens)
+            share = self._best_with(kv_tokens, self._wishes.num_nodes, at_most_s=sequences / per_s if per_s else inf)
+            if share is not None:
+                found.append((share, kv_tokens, self._micro_batches))
+                per_s = sequences / share.cycle_s
+            if per_s and (self._demand.objective is Objective.LATENCY or kv_tokens != found[0][1]):
+                break
+        if not found:
+            return None
+        share, kv_tokens, self._micro_batches = found[-1]
+        return self._without_needless(share, kv_tokens), kv_tokens
+
+    def placed(self, share: Share) -> tuple[Placed, ...]:
+        """The share as slices."""
+        ends = np.cumsum(share.layers)
+        ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, share.layers, strict=True)]
+        slices = make_slices(ranges, self._layers)
+        return tuple(
+            Placed(node_id=self._machines[one].node_id, part=part)
+            for one, part in zip(share.devices, slices, strict=True)
+        )
+
+    def left_out(self, share: Share, kv_tokens: int) -> list[LeftOut]:
+        """Machines that are not used, each with the reason."""
+        instance = self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
+        reasons: dict[tuple[int, int], str] = {}  # machines of one kind share theirs
+        out: list[LeftOut] = []
+        for index, machine in enumerate(self._machines):
+            if index in share.devices:
+                continue
+            kind = id(machine.speed), machine.room.free_bytes
+            if kind not in reasons:
+                reasons[kind] = self._reason(index, share, instance)
+            out.append(LeftOut(machine=machine, reason=reasons[kind]))
+        return out
+
+    def _check_count(self) -> None:
+        wanted = self._wishes.num_nodes
+        if wanted > self._layers:
+            raise PlanInvalid(
+                f"{wanted} nodes cannot share {self._layers} layers",
+                next_step=f"ask for at most {self._layers} nodes with --nodes",
+            )
+        if wanted > len(self._machines) or not self._machines:
+            names = ", ".join(one.name for one in self._machines) or "none"
+            raise NoFeasiblePlacement(
+                f"{wanted} nodes are wanted, {len(self._machines)} can compute" if wanted else "no node can compute",
+                fact=f"nodes with a backend: {names}",
+                next_step="start another node, or ask for fewer with --nodes",
+            )
+
+    def _sequences(self, kv_tokens: int) -> int:
+        return self._demand.sequences(kv_tokens) if self._demand.objective is Objective.THROUGHPUT else 1
+
+    def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Share | None:
+        """Over all M, or up to ``most``."""
+        sequences, best = self._sequences(kv_tokens), None
+        search = self._new_search(count)
+        room = self._most_layers(kv_tokens)
+        below_s = at_most_s
+        for micro_batches in range(1, min(sequences, most or most_micro_batches(len(self._machines))) + 1):
+            instance = self._instance(micro_batches, sequences, room)
+            found = search.best(instance, below_s=below_s)
+            if found is not None:
+                best, below_s = found, found.cycle_s
+                self._micro_batches = micro_batches
+        return best
+
+    def _without_needless(self, share: Share, kv_tokens: int) -> Share:
+        """The same with fewer devices, as long as that costs next to nothing."""
+        most_s, bound_s = share.cycle_s * (1 + _WORTH), share.bound_s
+        while not self._wishes.num_nodes and len(share.devices) > 1:
+            fewer = self._best_with(kv_tokens, len(share.devices) - 1, at_most_s=most_s, most=self._micro_batches)
+            if fewer is None:
+                break
+            share = replace(fewer, bound_s=min(bound_s, fewer.cycle_s))
+        return share
+
+    def _new_search(self, count: int, must: Sequence[int] = ()) -> ExactSearch | ManySearch:
+        kind = ExactSearch if len(self._machines) <= EXACT_DEVICES else ManySearch
+        return kind(len(self._machines), count=count, first=self._first, must=must)
+
+    def _reason(self, index: int, share: Share, instance: Instance) -> str:
+        room, machine = instance.most_layers[index], self._machines[index]
+        if room.max() < 1:
+            return f"{format_bytes(max(0, machine.room.free_bytes))} free cannot hold one layer and its KV"
+        if self._wishes.num_nodes:
+            return f"{self._wishes.num_nodes} were asked for"
+        with_it = self._new_search(0, must=(index,)).best(instance)
+        if with_it is None:
+            return "no way round the ring fits with it"
+        loss = with_it.cycle_s / share.cycle_s - 1
+        if loss < _WORTH:
+            return "it would gain next to nothing"
+        position = with_it.devices.index(index)
+        own = [hop for hop in pairwise(with_it.devices) if index in hop]
+        link_s = float(sum(instance.upload_s[hop] + instance.latency_s[hop] for hop in own))
+        step_s = float(instance.base_s[index] + with_it.layers[position] * instance.layer_s[index])
+        why = f"its links: {format_duration_s(link_s)} a token" if link_s > step_s else "it is slower"
+        return f"with it a token would take {loss:.0%} longer ({why})"
+
+    def _most_layers(self, kv_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """``[N, 4]``: layers that fit beside what the flags cost."""
+        config = self._demand.config
+        room = np.zeros((len(self._machines), 4), dtype=np.int64)
+        for index, machine in enumerate(self._machines):
+            need = _need(self._demand, kv_tokens)
+            layer = stage_bytes(need, machine.room, _slice(0))
+            for flags in range(4):
+                table = stage_bytes(need, machine.room, _slice(flags)) - layer
+                free = machine.room.free_bytes - table
+                room[index, flags] = min(max(free // layer, 0), config.num_layers)
+        return room
+
+    def _instance(
+        self, micro_batches: int, sequences: int, room: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    ) -> Instance:
+        demand = self._demand
+        rows = sequences / micro_batches
+        parts = [self._parts_of(machine.speed, rows) for machine in self._machines]
+        num_bytes = rows * (1 + demand.prompt_share) * demand.hop_bytes
+        uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
+        return Instance(
+            num_layers=self._layers,
+            micro_batches=micro_batches,
+            base_s=np.array([one.base_s for one in parts]),
+            layer_s=np.array([one.layer_s for one in parts]),
+            head_s=np.array([one.head_s for one in parts]),
+            most_layers=room,
+            upload_s=np.array(uploads, dtype=np.float64),
+            latency_s=self._latency_s,
+            closing_s=demand.turn_s + self._latency_s.T,
+        )
+
+    def _parts_of(self, speed: Speed, rows: float) -> StepParts:
+        """Machines of one kind share their speed."""
+        key = (id(speed), rows)
+        if key not in self._parts:
+            self._parts[key] = batch_parts(speed, self._demand, rows)
+        return self._parts[key]
+
+
+def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:
+    """The node from which a token's way home is shortest: the last stage tells it, and it tells the first one.
+
+    Beside the first stage unless another node is on a shorter way.
+    """
+    first, last = placed[0].node_id, placed[-1].node_id
+
+    def way_s(node: NodeId) -> float:
+        legs = [(last, node), (node, first)]
+        return sum(links.between(a, b).shape.one_way_s for a, b in legs if a != b)
+
+    return min(dict.fromkeys(one.node_id for one in placed), key=lambda node: (way_s(node), node != first))
+
+
+def _slice(flags: int) -> Slice:
+    return Slice(index=0, layers=LayerRange(0, 1), embedding=bool(flags & 1), head=bool(flags & 2))
+
+
+def _need(demand: Demand, kv_tokens: int) -> Need:
+    return Need(config=demand.config, kv_tokens=kv_tokens)
+
+
+def _weight_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
+    return stage_bytes(Need(config=config, kv_tokens=0), room, part)
+
+
+def _kv_token_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
+    return config.kv_bytes_per_token(num_layers=len(part.layers), bytes_per_value=room.bytes_per_kv)
+
+
+def _kv_room(config: ModelConfig, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:
+    """Tokens that the tightest node can keep beside its weights."""
+    free = {node_id: machine.room.free_bytes for node_id, machine in machines.items()}
+    token_bytes: dict[NodeId, int] = {}
+    for one in placed:
+        room = machines[one.node_id].room
+        free[one.node_id] -= _weight_bytes(config, room, one.part)
+        token_bytes[one.node_id] = token_bytes.get(one.node_id, 0) + _kv_token_bytes(config, room, one.part)
+    return max(0, min(free[node_id] // size for node_id, size in token_bytes.items()))

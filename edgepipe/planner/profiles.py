@@ -1,0 +1,182 @@
+"""What the planner knows of devices and links: measured where somebody measured, from tables elsewhere. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from edgepipe.backend.cost import CostModel, StepWork
+from edgepipe.backend.devices import DeviceModel
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.errors import LinkNotMeasured
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.planner.placement import NodeRoom
+from edgepipe.units import LinkShape
+
+MEASURED, ESTIMATED = "measured", "estimated"
+
+# Overheads of a device that nobody has measured: per step, and per layer.
+_GUESSED_OVERHEADS_S = {"cpu": (300e-6, 60e-6), "gpu": (250e-6, 20e-6)}
+_CUDA_OVERHEADS_S = (60e-6, 6e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """A step's time on a device, taken apart: linear in layers."""
+
+    base_s: float  # whatever the layers
+    layer_s: float  # per layer
+    head_s: float  # more with the head
+
+
+class Speed(Protocol):
+    """How fast a device is with one model."""
+
+    @property
+    def source(self) -> str:
+        """measured | estimated"""
+        ...
+
+    def parts(self, work: StepWork) -> StepParts:
+        """The times of a step."""
+        ...
+
+
+class TableSpeed:
+    """A device by its data sheet; see ``edgepipe.backend.cost``."""
+
+    source = ESTIMATED
+
+    def __init__(self, cost: CostModel) -> None:
+        self._one, self._two, self._headed = (
+            cost.slice_cost(Slice(index=1, layers=LayerRange(0, count), embedding=False, head=head))
+            for count, head in ((1, False), (2, False), (1, True))
+        )
+
+    def parts(self, work: StepWork) -> StepParts:
+        """See ``Speed.parts``."""
+        one_s = self._one.step_s(work)
+        layer_s = self._two.step_s(work) - one_s
+        return StepParts(base_s=one_s - layer_s, layer_s=layer_s, head_s=self._headed.step_s(work) - one_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement."""
+
+    size: float  # rows, or tokens
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """What one layer of a shape, its head and a step took on a node's real backend."""
+
+    base_s: float  # per step, whatever the layers
+    decode: tuple[Point, ...]  # one layer, against rows of one token each, at ``decode_context``
+    prefill: tuple[Point, ...]  # one layer, against the tokens of one row from position 0
+    head: tuple[Point, ...]  # norm and head, against rows
+    kv_token_s: float  # one layer, per token of context beyond ``decode_context``, of all rows
+    decode_context: int  # tokens that each row attended to while ``decode`` was measured
+
+
+class MeasuredSpeed:
+    """A device by its own measurements."""
+
+    source = MEASURED
+
+    def __init__(self, profile: LayerProfile) -> None:
+        self._profile = profile
+
+    def parts(self, work: StepWork) -> StepParts:
+        """See ``Speed.parts``. Prompt tokens beside decodes are taken to cost what they cost alone in one row."""
+        profile = self._profile
+        beyond = max(0.0, work.kv_tokens - work.rows * profile.decode_context)
+        if work.tokens == work.rows:
+            layer_s = _at(profile.decode, work.rows) + beyond * profile.kv_token_s
+        else:
+            alone = _at((profile.decode[0], *profile.prefill), work.tokens)
+            layer_s = max(alone, _at(profile.decode, work.rows)) + beyond * profile.kv_token_s
+        head_s = _at(profile.head, work.logit_rows) if work.logit_rows else 0.0
+        return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
+
+
+def _slope(points: Sequence[Point]) -> float:
+    first, last = points[0], points[-1]
+    return max(0.0, last.seconds - first.seconds) / (last.size - first.size) if last.size > first.size else 0.0
+
+
+def _at(points: Sequence[Point], size: float) -> float:
+    """Linear between the points; beyond the last with the slope of the last two, below the first the first."""
+    sizes, seconds = [one.size for one in points], [one.seconds for one in points]
+    if size <= sizes[-1] or len(points) == 1:
+        return float(np.interp(size, sizes, seconds))
+    return seconds[-1] + _slope(points[-2:]) * (size - sizes[-1])
+
+
+def estimated_speed(profile: DeviceProfile, config: ModelConfig, *, bytes_per_weight: float) -> Speed:
+    """From a device's memory and matrix rates alone, for a device that has not run a probe layer."""
+    guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
+    step_s, layer_s = _CUDA_OVERHEADS_S if profile.device.startswith("cuda") else guessed
+    device = DeviceModel(
+        name=profile.name,
+        memory_bytes=profile.memory_total_bytes,
+        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s * 2 / bytes_per_weight,  # the cost model counts bf16
+        flops=profile.flops,
+        step_overhead_s=step_s,
+        layer_overhead_s=layer_s,
+    )
+    return TableSpeed(CostModel(config, device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One device that may become a stage."""
+
+    room: NodeRoom
+    device: str  # for people: "RTX 4090"
+    speed: Speed
+    taken_bytes: int = 0  # of its memory by other programs, as far as is known
+
+    @property
+    def node_id(self) -> NodeId:
+        """Of its node."""
+        return self.room.node_id
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+        return self.room.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two nodes."""
+
+    shape: LinkShape
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Every directed link: those measured, and what the others are taken to be."""
+
+    measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
+    assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
+
+    def between(self, sender: NodeId, receiver: NodeId) -> Link:
+        """The link from one node to another. Raises LinkNotMeasured."""
+        shape = self.measured.get((sender, receiver))
+        if shape is not None:
+            return Link(shape=shape, measured=True)
+        if self.assumed is None:
+            raise LinkNotMeasured(f"the link from {sender} to {receiver} has not been measured")
+        return Link(shape=self.assumed, measured=False)
+
+    def with_shape(self, sender: NodeId, receiver: NodeId, shape: LinkShape) -> Links:
+        """The same with one link replaced."""
+        return replace(self, measured={**self.measured, (sender, receiver): shape})

@@ -1,0 +1,171 @@
+"""From machines and wishes to a placement with reasons."""
+
+from __future__ import annotations
+
+import pytest
+from planner_world import GB, machine, machines
+
+from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
+from edgepipe.ids import NodeId
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.placement import Placed, place_by_plan
+from edgepipe.planner.plan import Plan, Wishes, describe, plan
+from edgepipe.planner.profiles import Links
+from edgepipe.planner.shortage import shortage_of
+from edgepipe.units import parse_link
+
+BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
+LAN = Links(assumed=parse_link("1gbit,0.3ms"))
+
+
+def layers(found: Plan) -> str:
+    return ",".join(f"{one.machine.name}:{one.part.layers}" for one in found.stages)
+
+
+def names(found: Plan) -> set[str]:
+    return {one.machine.name for one in found.stages}
+
+
+def test_one_chat_takes_the_fastest_machines_that_hold_the_model():
+    assert layers(plan(Demand(config=SMALL), machines("m4max, rtx4090", SMALL), LAN)) == "b:0-27"
+    found = plan(Demand(config=BIG), machines("4x rtx4090, m4", BIG), LAN)
+    assert len(found.stages) == 3
+    assert "e" not in names(found)
+
+
+def test_many_chats_take_more_machines_and_balance_their_time():
+    demand = Demand(config=BIG, objective=Objective.THROUGHPUT, concurrency=64)
+    found = plan(demand, machines("4x rtx4090", BIG), LAN)
+    assert len(found.stages) == 4
+    steps = found.many.step_s
+    assert max(steps) < 1.2 * min(steps)  # a layer more or less, and the head
+    one = plan(Demand(config=BIG), machines("4x rtx4090", BIG), LAN)
+    assert found.many.tokens_per_s > one.many.tokens_per_s
+    assert found.one.tokens_per_s <= one.one.tokens_per_s
+
+
+def test_every_machine_that_is_left_out_has_a_reason():
+    able = [*machines("rtx4090, m4", SMALL), machine("tiny", "m4", SMALL, free_bytes=GB // 10)]
+    found = plan(Demand(config=SMALL), able, LAN, Wishes(exclude=()))
+    reasons = {one.machine.name: one.reason for one in found.left_out}
+    assert reasons.keys() == {"b", "tiny"}
+    assert "longer" in reasons["b"]
+    assert "cannot hold one layer" in reasons["tiny"]
+
+
+def test_a_slow_link_costs_its_machine_the_place():
+    able = machines("3x rtx4090", BIG)
+    wifi = parse_link("20mbit,15ms")
+    links = LAN
+    for other in "bc":
+        links = links.with_shape(NodeId("a"), NodeId(other), wifi).with_shape(NodeId(other), NodeId("a"), wifi)
+    small = plan(Demand(config=BIG, objective=Objective.THROUGHPUT), machines("3x rtx4090", BIG)[1:] + able[:1], links)
+    used = [one.machine.name for one in small.stages]
+    assert used[0] == "a" or used[-1] == "a"  # all three are needed; at an end only one slow upload is paid
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        (Wishes(num_nodes=2), lambda found: len(found.stages) == 2),
+        (Wishes(exclude=("a",)), lambda found: "a" not in names(found)),
+        (Wishes(first="c"), lambda found: found.stages[0].machine.name == "c"),
+        (Wishes(layers="c:0-9,a:10-27"), lambda found: layers(found) == "c:0-9,a:10-27"),
+    ],
+)
+def test_wishes_are_kept(wishes: Wishes, expected):
+    assert expected(plan(Demand(config=SMALL), machines("3x rtx4090", SMALL), LAN, wishes))
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        Wishes(exclude=("nobody",)),
+        Wishes(first="a", exclude=("a",)),
+        Wishes(layers="a:0-27", num_nodes=1),
+        Wishes(layers="a:0-27", first="a"),
+        Wishes(num_nodes=29),
+    ],
+)
+def test_contradictory_wishes_are_refused(wishes: Wishes):
+    with pytest.raises(PlanInvalid):
+        plan(Demand(config=SMALL), machines("2x rtx4090", SMALL), LAN, wishes)
+
+
+def test_a_link_that_nobody_measured_is_no_guess():
+    with pytest.raises(LinkNotMeasured):
+        plan(Demand(config=BIG), machines("3x rtx4090", BIG), Links())
+
+
+def test_what_fits_nowhere_is_added_up_and_what_helps_is_named():
+    able = [machine("a", "rtx4090", BIG, taken_bytes=3 * GB), *machines("m4", BIG)[:0]]
+    demand = Demand(config=BIG, context_tokens=32768, must_keep_tokens=32768)
+    with pytest.raises(NoFeasiblePlacement) as error:
+        plan(demand, able, LAN)
+    assert "missing" in error.value.fact
+    short = shortage_of(demand, able)
+    assert short.needed_bytes == short.weight_bytes + short.kv_bytes
+    assert short.missing_bytes == short.needed_bytes - short.free_bytes
+    helps = {one.what: one for one in short.helps}
+    assert helps["close other programs on a"].gain_bytes == 3 * GB
+    assert helps["--context 4096"].gain_bytes == short.kv_bytes * 7 // 8
+    assert any(one.enough and "machine" in one.what for one in short.helps)
+
+
+def test_lost_layers_go_to_who_has_them_on_disk_and_the_rest_stays():
+    able = machines("4x rtx4090", BIG)
+    before = place_by_plan_of(able, "a:0-20,b:21-41,c:42-63")
+    left = tuple(one for one in before if one.node_id != "b")
+    survivors = [one for one in able if one.name != "b"]
+    found = plan(Demand(config=BIG), survivors, LAN, Wishes(fixed=left))
+    assert layers(found) == "a:0-20,d:21-41,c:42-63"
+    spare = [*survivors, machine("e", "m4max", BIG)]
+    on_disk = {NodeId("e"): frozenset(range(21, 42))}
+    found = plan(Demand(config=BIG), spare, LAN, Wishes(fixed=left, on_disk=on_disk))
+    assert layers(found) == "a:0-20,e:21-41,c:42-63"
+
+
+def test_lost_ends_take_embedding_and_head_with_them():
+    able = machines("4x rtx4090", BIG)
+    middle = place_by_plan_of(able, "a:0-20,b:21-41,c:42-63")[1:2]
+    found = plan(Demand(config=BIG), able, LAN, Wishes(fixed=middle))
+    assert found.stages[0].part.embedding
+    assert found.stages[-1].part.head
+    assert [one.part.layers for one in found.stages if one.machine.name == "b"] == [middle[0].part.layers]
+
+
+def test_lost_layers_that_fit_nowhere_are_named():
+    able = machines("2x rtx4090", BIG)
+    left = place_by_plan_of(machines("3x rtx4090", BIG), "a:0-20,b:21-41,c:42-63")[:2]
+    with pytest.raises(NoFeasiblePlacement, match="42-63"):
+        plan(Demand(config=BIG), able, LAN, Wishes(fixed=left))
+
+
+def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter():
+    able = machines("3x rtx4090", BIG)
+    found = plan(Demand(config=BIG), able, LAN, Wishes(layers="a:0-20,b:21-41,c:42-63"))
+    assert found.engine == "a"
+    slow = parse_link("1gbit,20ms")
+    links = LAN.with_shape(NodeId("c"), NodeId("a"), slow)
+    found = plan(Demand(config=BIG), able, links, Wishes(layers="a:0-20,b:21-41,c:42-63"))
+    assert found.engine == "b"
+
+
+def test_figures_of_a_placement_add_up():
+    able = machines("2x rtx4090, m4max", BIG)
+    found = describe(Demand(config=BIG), place_by_plan_of(able, "a:0-20,b:21-41,c:42-63"), able, LAN)
+    one = found.one
+    hops = sum(hop.upload_s + hop.link.shape.one_way_s for hop in one.hops)
+    assert one.turn_s == pytest.approx(sum(one.step_s) + hops + one.closing_s)
+    assert one.tokens_per_s == pytest.approx(1 / one.turn_s)
+    assert found.many.tokens_per_s > one.tokens_per_s
+    assert found.many.bottleneck == "stage 2"
+    assert not found.measured
+
+
+def place_by_plan_of(able, text: str) -> tuple[Placed, ...]:
+    from edgepipe.planner.placement import Need
+
+    rooms = [one.room for one in able]
+    return place_by_plan(Need(config=BIG, kv_tokens=512), rooms, text)
