@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from typing import Any
 
 import grpc.aio
 
-from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry, StageLost
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry
+from edgepipe.gateway.engine_types import ChoiceEnded, ServedModel
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.messages import events_from_wire
 from edgepipe.ids import RequestId
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 class LinkLimits:
     """Bounds of one engine link."""
 
-    resume_window_s: float = 3.0  # a crashed engine is reported by its daemon within 0.1 s; a blip is over by then
-    max_breaks: int = 5  # in a row without a message in between
+    resume_window_s: float = 60.0  # an engine is started again, on its node or elsewhere, within some seconds
+    answer_s: float = 3.0  # until an engine greets
+    again_s: float = 0.2  # between two tries, unless there is news of the engine
     max_requests: int = 4096  # prompts in flight, of all keys; each may hold a context of ids
     max_outbox: int = 16384  # messages waiting for the stream: one submit and a few cancels per request
 
@@ -45,8 +47,11 @@ class EngineLink:
         self._submitted_to: dict[RequestId, str] = {}  # engine id
         self._outbox: asyncio.Queue[engine_pb2.GatewayMessage] | None = None  # while a stream stands
         self._engine_id = ""
+        self._address = served.address
+        self._call: Any = None  # while a stream stands or is opened
         self._wanted = asyncio.Event()
-        self._breaks = 0
+        self._news = asyncio.Event()  # of the engine's place
+        self._broken_since_s: float | None = None  # on the loop's clock; None while messages come
 
     def check_room(self, num_requests: int) -> None:
         """Raise QueueFull unless so many more requests may be opened."""
@@ -73,32 +78,57 @@ class EngineLink:
             self._active.pop(request.request_id, None)
             self._submitted_to.pop(request.request_id, None)
 
+    def move(self, served: ServedModel | None) -> None:
+        """Where the engine is now; None while nobody tells of one. A stream that stands is left alone until it breaks
+        or there is a newer engine."""
+        newer = served is not None and served.address != self._address
+        if served is not None:
+            self._served, self._address = served, served.address
+        if newer and self._call is not None:
+            self._call.cancel()
+        self._news.set()
+
     async def run(self) -> None:
         """Keep the stream while anybody wants it. Ends by cancellation only."""
-        async with make_channel(self._served.address) as channel:
-            stub = engine_pb2_grpc.EngineStub(channel)
-            while True:
-                await self._wanted.wait()
-                self._after_break(await self._session(stub))
+        while True:
+            await self._wanted.wait()
+            self._after_break(await self._try())
+            if self._broken_since_s is not None and self._active:
+                await self._news_within(self._limits.again_s)
 
     def fail_all(self, error: EdgepipeError) -> None:
-        """The engine is gone: every request ends with ``error``."""
+        """There is no engine any more: every request ends with ``error``."""
         self._wanted.clear()
-        self._breaks = 0
+        self._broken_since_s = None
         for generation in self._active.values():
             generation.fail(error)
 
+    async def _try(self) -> EdgepipeError:
+        """One stream, where the engine is; returns why there is none any more."""
+        self._news.clear()
+        async with make_channel(self._address) as channel:
+            return await self._session(engine_pb2_grpc.EngineStub(channel))
+
     def _after_break(self, error: EdgepipeError) -> None:
-        self._breaks += 1
-        again = error.retry is Retry.SAFE and not isinstance(error, ConnectTimeout)
-        if again and self._active and self._breaks <= self._limits.max_breaks:
-            logger.warning("stream to the engine broke, resuming: model=%s error=%s", self._served.name, error)
+        """Requests wait for the engine, or for another one, as long as the window is open."""
+        now_s = asyncio.get_running_loop().time()
+        self._broken_since_s = now_s if self._broken_since_s is None else self._broken_since_s
+        if not self._active:
+            self._wanted.clear()
+            self._broken_since_s = None
+        elif error.retry is Retry.SAFE and now_s - self._broken_since_s < self._limits.resume_window_s:
+            logger.warning("stream to the engine broke: model=%s error=%s", self._served.name, error)
         else:
             self.fail_all(error)
 
+    async def _news_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
     async def _session(self, stub: engine_pb2_grpc.EngineAsyncStub) -> EdgepipeError:
         """One stream from its opening to its end; returns why it ended."""
-        call = stub.Generate(wait_for_ready=True)
+        call = self._call = stub.Generate(wait_for_ready=True)
         try:
             await self._greet(call)
             outbox: asyncio.Queue[engine_pb2.GatewayMessage] = asyncio.Queue(self._limits.max_outbox)
@@ -114,13 +144,17 @@ class EngineLink:
             return from_rpc_error(exc, peer=self._peer())
         except EdgepipeError as exc:
             return exc
+        except asyncio.CancelledError:
+            if call.cancelled() and not _is_cancelled():
+                return PeerClosed(f"{self._peer()} has moved")
+            raise
         finally:
-            self._outbox = None
+            self._outbox, self._call = None, None
             call.cancel()
 
     async def _greet(self, call: Any) -> None:
         """Exchange Hello and Welcome. Raises ConnectTimeout, VersionMismatch, RemoteProtocolError, AioRpcError."""
-        window_s = self._limits.resume_window_s
+        window_s = min(self._limits.answer_s, self._limits.resume_window_s)
         try:
             async with asyncio.timeout(window_s):
                 await call.write(engine_pb2.GatewayMessage(hello=self._hello))
@@ -128,7 +162,7 @@ class EngineLink:
         except TimeoutError as exc:
             raise ConnectTimeout(
                 f"{self._peer()} does not answer",
-                fact=f"tried {self._served.address} for {window_s:.0f} s",
+                fact=f"tried {self._address} for {window_s:.0f} s",
                 next_step="see 'edgepipe status', then send the request again",
             ) from exc
         if first is grpc.aio.EOF or not first.HasField("welcome"):
@@ -139,17 +173,21 @@ class EngineLink:
     async def _read(self, call: Any) -> EdgepipeError:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._breaks = 0
+                self._broken_since_s = None
                 for event in events_from_wire(message):
                     generation = self._active.get(event.request_id)
-                    if generation is not None:
+                    if generation is None:
+                        continue
+                    if isinstance(event, ChoiceEnded) and isinstance(event.error, PeerClosed):
+                        self._submit_again(generation, event.attempt)  # resumed too late: the engine forgot it
+                    else:
                         generation.apply(event)
         except grpc.aio.AioRpcError as exc:
             return from_rpc_error(exc, peer=self._peer())
         return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")
 
     def _start(self, generation: Generation) -> None:
-        """Submit the request, or resume it if it was written to this engine before."""
+        """Submit the request, resume it if it was written to this engine before, or continue what another one began."""
         request_id = generation.request.request_id
         known_by = self._submitted_to.get(request_id)
         if generation.failure is not None:
@@ -157,14 +195,24 @@ class EngineLink:
         if known_by is None:
             self._put(generation.request)
         elif known_by == self._engine_id:
-            self._put(Resumption(request_id=request_id, have=tuple(generation.log.have())))
+            request = generation.request
+            self._put(Resumption(request_id=request_id, attempt=request.attempt, have=tuple(generation.log.have())))
+        else:
+            self._put(generation.next_attempt())
+        for choice, at_position in generation.cancelled.items():
+            self._cancel(generation, choice, at_position)
+
+    def _submit_again(self, generation: Generation, attempt: int) -> None:
+        if generation.failure is None and attempt == generation.request.attempt:
+            self._put(generation.next_attempt())
             for choice, at_position in generation.cancelled.items():
                 self._cancel(generation, choice, at_position)
-        else:
-            generation.fail(self._restarted())
 
     def _cancel(self, generation: Generation, choice: int, at_position: int) -> None:
-        self._put(Cancellation(request_id=generation.request.request_id, choice=choice, at_position=at_position))
+        request = generation.request
+        self._put(
+            Cancellation(request_id=request.request_id, attempt=request.attempt, choice=choice, at_position=at_position)
+        )
 
     async def _write(self, call: Any, outbox: asyncio.Queue[engine_pb2.GatewayMessage]) -> None:
         """Write what waits, in order. A broken stream ends this quietly: the reader tells why."""
@@ -185,8 +233,11 @@ class EngineLink:
         except asyncio.QueueFull:
             self.fail_all(PeerClosed(f"{self._peer()} does not take requests", next_step="send the request again"))
 
-    def _restarted(self) -> StageLost:
-        return StageLost(f"{self._peer()} was started again while the request ran", next_step="send the request again")
-
     def _peer(self) -> str:
         return f"the engine of '{self._served.name}'"
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels the running task, and not just the call it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

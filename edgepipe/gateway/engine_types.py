@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError
-from edgepipe.ids import PipelineId, RequestId
+from edgepipe.ids import Epoch, PipelineId, RequestId
 from edgepipe.sampling import TokenLogprobs
 
 
@@ -14,6 +14,7 @@ class TokensArrived:
     """Tokens of one choice from output position ``position`` on."""
 
     request_id: RequestId
+    attempt: int
     choice: int
     position: int
     ids: tuple[int, ...]
@@ -25,6 +26,7 @@ class PromptScored:
     """Log-probabilities of the prompt's tokens from the absolute ``position`` on."""
 
     request_id: RequestId
+    attempt: int
     choice: int
     position: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -35,6 +37,7 @@ class ChoiceEnded:
     """The one ending of a choice."""
 
     request_id: RequestId
+    attempt: int
     choice: int
     reason: str  # "stop" | "length" | "cancelled" | "error"
     cached_prompt_tokens: int = 0
@@ -50,8 +53,8 @@ class ServedModel:
 
     name: str
     pipeline_id: PipelineId
-    engine_id: str
-    state: str  # "starting" | "loading" | "ready" | "recovering" | "failed" | "stopping"
+    epoch: Epoch
+    state: str  # "starting" | "loading" | "ready" | "recovering" | "waiting" | "failed" | "stopping"
     address: str  # HOST:PORT of the engine
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template

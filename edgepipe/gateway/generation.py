@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
 from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, TokensArrived
@@ -38,7 +39,12 @@ class Generation:
         self._endings: dict[int, ChoiceEnded] = {}
 
     def apply(self, event: EngineReport) -> None:
-        """Append what the engine reports, then wake the reader. A broken rule of the protocol fails the request."""
+        """Append what the engine reports, then wake the reader. A broken rule of the protocol fails the request.
+
+        What an engine says of an attempt before the newest one is dropped.
+        """
+        if event.attempt != self.request.attempt:
+            return
         if isinstance(event, ChoiceEnded):
             self._end(event)
         elif event.choice not in self._endings:
@@ -48,6 +54,15 @@ class Generation:
                 self.fail(exc)
         self._changed.set()
 
+    def next_attempt(self) -> Submission:
+        """The request for an engine that does not know it: what was generated goes along and is not sampled again."""
+        self.request = replace(
+            self.request,
+            attempt=self.request.attempt + 1,
+            generated=tuple(tuple(self.log.tokens(choice)) for choice in range(self.log.num_choices)),
+        )
+        return self.request
+
     def ending(self, choice: int) -> ChoiceEnded | None:
         """How a choice ended, once it has."""
         return self._endings.get(choice)
@@ -55,7 +70,9 @@ class Generation:
     def cancel(self, choice: int, *, at_position: int) -> None:
         """Only the first ``at_position`` tokens of the choice are wanted."""
         if choice not in self._endings:
-            self._endings[choice] = ChoiceEnded(request_id=self.request.request_id, choice=choice, reason="cancelled")
+            self._endings[choice] = ChoiceEnded(
+                request_id=self.request.request_id, attempt=self.request.attempt, choice=choice, reason="cancelled"
+            )
             self.cancelled[choice] = at_position
             self._send_cancel(self, choice, at_position)
 

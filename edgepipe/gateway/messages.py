@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, ServedModel, TokensArrived
 from edgepipe.ids import PipelineId, RequestId
-from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.common import epoch_from_wire, error_from_wire
 from edgepipe.wire.sampling import logprobs_from_wire
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 
@@ -16,6 +16,7 @@ def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     for scores in event.prompt_scores:
         yield PromptScored(
             request_id=RequestId(scores.request_id),
+            attempt=scores.attempt,
             choice=scores.choice,
             position=scores.position,
             logprobs=logprobs_from_wire(scores.tokens),
@@ -23,6 +24,7 @@ def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     for tokens in event.tokens:
         yield TokensArrived(
             request_id=RequestId(tokens.request_id),
+            attempt=tokens.attempt,
             choice=tokens.choice,
             position=tokens.position,
             ids=tuple(tokens.ids),
@@ -31,6 +33,7 @@ def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     for ended in event.ended:
         yield ChoiceEnded(
             request_id=RequestId(ended.request_id),
+            attempt=ended.attempt,
             choice=ended.choice,
             reason=ended.reason,
             cached_prompt_tokens=ended.cached_prompt_tokens,
@@ -48,7 +51,7 @@ def _served(entry: node_pb2.ServedModel) -> ServedModel:
     return ServedModel(
         name=engine.model,
         pipeline_id=PipelineId(engine.pipeline_id),
-        engine_id=engine.epoch.engine_id,
+        epoch=epoch_from_wire(engine.epoch),
         state=engine.state,
         address=engine.address,
         context_length=engine.context_length,

@@ -103,7 +103,7 @@ class Head:
         """From a request."""
         options = body.stream_options
         served = order.entry.served
-        made_of = f"{served.pipeline_id}/{served.engine_id}"
+        made_of = f"{served.pipeline_id}/{served.epoch.engine_id}"
         return cls(
             response_id=response_id,
             created_s=created_s,

@@ -27,7 +27,7 @@ from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
-from edgepipe.ids import IdSource
+from edgepipe.ids import IdSource, PipelineId
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 
@@ -60,8 +60,9 @@ class Gateway:
         self._models = ModelTable()
         self._view: list[ServedModel] = []
         self._changed = asyncio.Event()
-        self._entries: dict[tuple[str, str], ModelEntry] = {}
-        self._runners: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._entries: dict[PipelineId, ModelEntry] = {}
+        self._runners: dict[PipelineId, asyncio.Task[None]] = {}
+        self._away: dict[PipelineId, asyncio.Task[None]] = {}  # entries without an engine, and what ends them
         self._newest = node_pb2.ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
@@ -127,12 +128,8 @@ class Gateway:
         }
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
-        ready = {(served.pipeline_id, served.address): served for served in self._view if served.ready}
-        for key in [key for key in self._entries if key not in ready]:
-            self._runners.pop(key).cancel()
-            entry = self._entries.pop(key)
-            entry.link.fail_all(self._gone(key))
-            tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
+        """One entry per pipeline. While its engine is away the entry stays for a while: another engine may go on."""
+        ready = self._ready()
         for key, served in ready.items():
             if key not in self._entries:
                 link = EngineLink(served, hello=self._hello, limits=self._limits)
@@ -141,17 +138,53 @@ class Gateway:
                 self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")
                 tasks.create_task(_preload(entry), name=f"preload:{served.name}")
             self._entries[key].served = served
+            self._entries[key].link.move(served)
+            if (expiry := self._away.pop(key, None)) is not None:
+                expiry.cancel()
+        for key in [key for key in self._entries if key not in ready]:
+            if (over := self._over(key)) is not None:
+                self._drop(key, over, tasks)
+            elif key not in self._away:
+                self._entries[key].link.move(None)
+                self._away[key] = tasks.create_task(self._expire(key, tasks), name=f"away:{key}")
         self._models.replace(list(self._entries.values()), self._view)
 
-    def _gone(self, key: tuple[str, str]) -> EdgepipeError:
-        """Why the engine left the view: its own error, if its daemon knows one."""
+    def _ready(self) -> dict[PipelineId, ServedModel]:
+        """The engine of each pipeline; where two claim it, as after a partition, the one with the higher epoch."""
+        ready: dict[PipelineId, ServedModel] = {}
         for served in self._view:
-            if served.pipeline_id == key[0] and served.error is not None:
-                return served.error
-        return StageLost(
-            "the model's engine has ended while the request ran",
-            next_step="see 'edgepipe status', then send the request again",
-        )
+            known = ready.get(served.pipeline_id)
+            if served.ready and (known is None or known.epoch < served.epoch):
+                ready[served.pipeline_id] = served
+        return ready
+
+    def _over(self, key: PipelineId) -> EdgepipeError | None:
+        """Why the pipeline's requests cannot go on, if somebody knows."""
+        for served in self._view:
+            if served.pipeline_id == key and served.state in ("failed", "waiting", "stopping"):
+                return served.error or _ended()
+        return None
+
+    async def _expire(self, key: PipelineId, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(self._limits.resume_window_s)
+        self._away.pop(key, None)
+        self._drop(key, _ended(), tasks)
+        self._models.replace(list(self._entries.values()), self._view)
+
+    def _drop(self, key: PipelineId, error: EdgepipeError, tasks: asyncio.TaskGroup) -> None:
+        self._runners.pop(key).cancel()
+        entry = self._entries.pop(key)
+        entry.link.fail_all(error)
+        if (expiry := self._away.pop(key, None)) is not None:
+            expiry.cancel()
+        tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
+
+
+def _ended() -> EdgepipeError:
+    return StageLost(
+        "the model's engine has ended while the request ran",
+        next_step="see 'edgepipe status', then send the request again",
+    )
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.link.channels import bind, make_server
 from edgepipe.wire.common import error_to_wire, make_hello
@@ -83,6 +83,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
     engine_id: str = "engine-1"
+    forgets: bool = False  # what is resumed
     submits: list[engine_pb2.Submit] = field(default_factory=list)
     cancels: list[engine_pb2.Cancel] = field(default_factory=list)
     resumes: list[engine_pb2.Resume] = field(default_factory=list)
@@ -135,10 +136,13 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 if kind == "submit":
                     self.submits.append(message.submit)
                     self.submitted.set()
-                    have = [0] * message.submit.num_choices
+                    have = [len(one.ids) for one in message.submit.generated] or [0] * message.submit.num_choices
                     tasks.create_task(self._answer(message.submit, have, outbox))
                 elif kind == "resume":
                     self.resumes.append(message.resume)
+                    if self.forgets:
+                        outbox.put_nowait(_ended(message.resume, 0, 0, "error", PeerClosed("the engine forgot it")))
+                        continue
                     known = next(s for s in self.submits if s.request_id == message.resume.request_id)
                     tasks.create_task(self._answer(known, list(message.resume.have), outbox))
                 elif kind == "cancel":
@@ -175,7 +179,11 @@ def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int
 
 
 def _ended(
-    submit: engine_pb2.Submit, choice: int, num_tokens: int, reason: str, error: EdgepipeError | None
+    submit: engine_pb2.Submit | engine_pb2.Resume,
+    choice: int,
+    num_tokens: int,
+    reason: str,
+    error: EdgepipeError | None,
 ) -> engine_pb2.EngineEvent:
     ended = engine_pb2.Ended(
         request_id=submit.request_id,

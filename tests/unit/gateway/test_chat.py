@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from edgepipe.errors import StageLost
 from edgepipe.gateway.engine_link import LinkLimits
 from tests.unit.gateway.conftest import Served, events_of, serving
-from tests.unit.gateway.fake_engine import CONTEXT, END, FakeEngine, view_of
+from tests.unit.gateway.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
 
 ANSWER = FakeEngine().answer.decode()
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -172,16 +172,51 @@ async def test_a_broken_stream_is_resumed_and_the_client_sees_nothing() -> None:
         assert "".join(deltas) == ANSWER
 
 
-async def test_an_engine_that_was_started_again_ends_the_request_with_an_error() -> None:
+async def test_an_engine_that_was_started_again_goes_on_with_what_the_client_has() -> None:
     async with serving(FakeEngine(hold_after=4)) as served:
         async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
             lines = response.aiter_lines()
             seen = await _until_text(lines, 4)
             served.engine.engine_id = "engine-2"
             served.engine.break_stream.set()
+            served.engine.release.set()
             seen += [line async for line in lines if line]
-        last = events_of("\n\n".join(seen))[-1]
-        assert last["error"]["code"] == "stage_lost"
+        first, second = served.engine.submits
+        assert (first.attempt, second.attempt) == (1, 2)
+        assert bytes(second.generated[0].ids) == ANSWER.encode()[: len(second.generated[0].ids)]
+        assert len(second.generated[0].ids) >= 4
+        deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in events_of("\n\n".join(seen))[:-1]]
+        assert "".join(deltas) == ANSWER
+
+
+async def test_what_an_engine_has_forgotten_is_submitted_again() -> None:
+    async with serving(FakeEngine(hold_after=4, forgets=True)) as served:
+        async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
+            lines = response.aiter_lines()
+            seen = await _until_text(lines, 4)
+            served.engine.break_stream.set()
+            served.engine.release.set()
+            seen += [line async for line in lines if line]
+        assert [submit.attempt for submit in served.engine.submits] == [1, 2]
+        deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in events_of("\n\n".join(seen))[:-1]]
+        assert "".join(deltas) == ANSWER
+
+
+async def test_a_request_follows_its_engine_to_another_place() -> None:
+    other = FakeEngine(engine_id="engine-2")
+    server, address = await start_engine(other)
+    async with serving(FakeEngine(hold_after=4)) as served:
+        async with served.http.stream("POST", "/v1/chat/completions", json=_body(stream=True)) as response:
+            lines = response.aiter_lines()
+            seen = await _until_text(lines, 4)
+            served.gateway.update(view_of())  # its node is gone
+            await served.server.stop(None)
+            served.gateway.update(view_of(address))
+            seen += [line async for line in lines if line]
+        assert [submit.attempt for submit in other.submits] == [2]
+        deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in events_of("\n\n".join(seen))[:-1]]
+        assert "".join(deltas) == ANSWER
+    await server.stop(None)
 
 
 async def test_an_engine_s_error_is_the_answer_s_status() -> None:
