@@ -1,0 +1,78 @@
+"""Thousands of schedules of the control plane in virtual time, and proof that the simulator sees what is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgepipe.backend.types import BlockCopy
+from edgepipe.scheduler import ScheduledStep
+from edgepipe.testing import simulation
+from edgepipe.testing.member_simulation import MemberSimulation
+from edgepipe.testing.simulation import Simulation, simulate
+
+SCHEDULES = 5_000
+LONG_SCHEDULES = 100_000
+PARTS = 4  # each well under 20 s
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_no_schedule_loses_doubles_or_changes_a_token(part: int):
+    size = SCHEDULES // PARTS
+    totals = await simulate(range(part * size, (part + 1) * size))
+    assert totals.schedules == size
+    assert min(totals.recoveries, totals.engines, totals.resumed, totals.fenced) > 50, totals
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(20))
+async def test_no_schedule_of_many_either(part: int):
+    size = (LONG_SCHEDULES - SCHEDULES) // 20
+    first = SCHEDULES + part * size
+    assert (await simulate(range(first, first + size))).schedules == size
+
+
+class Unfenced(Simulation):
+    """Stages take whatever comes, of any epoch."""
+
+    def _take(self, message: simulation.Message) -> None:
+        if message.stage < self._num_stages:
+            self._stages[message.stage].inputs[message.step] = list(message.values)
+        else:
+            super()._take(message)
+
+
+class Forgetful(simulation.SimulatedStage):
+    """A stage that leaves copies out."""
+
+    def compute(self) -> tuple[ScheduledStep, list[int]]:
+        copies: tuple[BlockCopy, ...] = ()
+        object.__setattr__(self.plans[0], "copies", copies)
+        return super().compute()
+
+
+def run_many(kind: type[Simulation]) -> None:
+    for seed in range(1000):
+        kind(seed).run()
+
+
+async def test_a_stage_without_epochs_is_found_out():
+    with pytest.raises(AssertionError, match="seed"):
+        run_many(Unfenced)
+
+
+async def test_a_stage_that_leaves_copies_out_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulation, "SimulatedStage", Forgetful)
+    with pytest.raises(AssertionError, match="instead of"):
+        run_many(Simulation)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_death_is_seen_and_nobody_is_buried_alive(part: int):
+    for seed in range(part * 30, (part + 1) * 30):
+        MemberSimulation(seed).run()
+
+
+@pytest.mark.long
+def test_nobody_is_buried_alive_in_many_schedules():
+    for seed in range(60, 2_000):
+        MemberSimulation(seed).run()
