@@ -7,6 +7,7 @@ note of which it was. An unknown name is an error everywhere.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import socket
@@ -40,6 +41,9 @@ class Config:
     interface: str = ""  # network interface or address; empty: loopback, with insecure_lan all sensible ones
     port: int = 7117  # of the daemon, children take the 15 above; 0: any free ports
     http_port: int = 8117  # of the gateway; 0: any free port
+    http_host: str = "127.0.0.1"  # address that HTTP listens on besides loopback; 0.0.0.0: all. Elsewhere needs a key
+    http_names: tuple[str, ...] = ()  # names under which HTTP may be asked, besides the machine's own
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this machine too
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
     data_dir: Path = Path()  # identity, socket, logs
@@ -290,6 +294,29 @@ def _addresses(value: Any, name: str) -> tuple[str, ...]:
     return found
 
 
+def _ip_address(value: Any, name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(_text(value, name)))
+    except ValueError:
+        raise _wrong(name, value, "an address of this machine such as 192.168.1.20, or 0.0.0.0 for all") from None
+
+
+def _host_names(value: Any, name: str) -> tuple[str, ...]:
+    for word in (found := _words(value, name)):
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", word):
+            raise _wrong(name, word, "names of hosts, such as ai.home.example")
+    return found
+
+
+def _keys(value: Any, name: str) -> tuple[str, ...]:
+    for key in (found := _words(value, name)):
+        if not re.fullmatch(r"[!-+\--~]{8,256}", key):
+            raise ConfigInvalid(
+                f"{name} has a key that cannot be used", next_step="give 8 to 256 letters, digits or signs, no spaces"
+            )
+    return found
+
+
 def _pairs(value: Any, name: str) -> tuple[str, ...]:
     for pair in (found := _words(value, name)):
         if "=" not in pair:
@@ -306,6 +333,9 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "interface": _text,
     "port": _number(0, 65535 - 16),  # the children's and the pairing port lie above it
     "http_port": _number(0, 65535),
+    "http_host": _ip_address,
+    "http_names": _host_names,
+    "api_key": _keys,
     "peers": _addresses,
     "discovery": _flag,
     "data_dir": _path,

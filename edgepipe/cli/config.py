@@ -29,6 +29,7 @@ def show(
 
     loaded = load_config({"data_dir": data_dir})
     values = {name: _plain(value) for name, value in asdict(loaded.values).items()}
+    values["api_key"] = ["(set)"] * len(loaded.values.api_key)  # for eyes that look over a shoulder, and for logs
     if as_json:
         print_json({name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()})
         return

@@ -97,7 +97,7 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     target = await find_target(settings.data_dir, settings.model)
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": question})
-    async with ChatClient(target.base_url) as client:
+    async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
             answer = await stream_answer(client, target, messages, settings.options(), _nothing)
             print_json(as_json(answer, target))

@@ -202,7 +202,7 @@ class _Demo:
         target = Target(base_url=f"http://127.0.0.1:{node.http_port}", model=engine.model, num_nodes=len(engine.stages))
         messages = [{"role": "user", "content": prompt}]
         options = {"max_tokens": max_tokens, "temperature": 0}
-        async with ChatClient(target.base_url) as client:
+        async with ChatClient(target.base_url, api_key=target.api_key) as client:
             with PlainView() as view:
                 answer = await stream_answer(client, target, messages, options, view.show)
         print_footer(answer)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
+from edgepipe.config import load_config
 from edgepipe.daemon.data_dir import socket_path
+from edgepipe.daemon.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
 
 if TYPE_CHECKING:
@@ -31,10 +33,21 @@ class Target:
     base_url: str
     model: str
     num_nodes: int = 0  # that share the model; 0: unknown
+    api_key: str = field(default="", repr=False)
 
 
 async def find_target(data_dir: Path, model: str) -> Target:
     """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
+    return replace(await _find(data_dir, model), api_key=_api_key(data_dir))
+
+
+def _api_key(data_dir: Path) -> str:
+    """The setting, else what this machine's node wrote down for its own user."""
+    given = load_config({"data_dir": data_dir}).values.api_key
+    return given[0] if given else read_key(data_dir)
+
+
+async def _find(data_dir: Path, model: str) -> Target:
     try:
         async with connect(data_dir) as admin:
             return await _own_target(admin, model)
@@ -86,7 +99,7 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     for announcement in found:
         base_url = f"http://{announcement.host}:{_DEFAULT_HTTP_PORT}"
         try:
-            async with ChatClient(base_url) as client:
+            async with ChatClient(base_url, api_key=_api_key(data_dir)) as client:
                 served = await client.models()
         except EdgepipeError:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,6 +44,16 @@ def start(
     interface: Annotated[str | None, typer.Option("--interface", help="Network interface or its address.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="7117 unless given; the 15 above it are used too.")] = None,
     http_port: Annotated[int | None, typer.Option("--http-port", help="8117 unless given; 0: any free one.")] = None,
+    http_host: Annotated[
+        str | None, typer.Option("--http-host", help="Address that HTTP listens on too; 0.0.0.0: all. Asks for a key.")
+    ] = None,
+    http_name: Annotated[
+        list[str] | None, typer.Option("--http-name", help="Name under which HTTP may be asked; repeatable.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", help="Key that HTTP asks for, better in EDGEPIPE_API_KEY; repeatable."),
+    ] = None,
     peer: Annotated[list[str] | None, typer.Option("--peer", help="HOST:PORT of a node to join; repeatable.")] = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
@@ -80,6 +91,9 @@ def start(
             "interface": interface,
             "port": port,
             "http_port": http_port,
+            "http_host": http_host,
+            "http_names": http_name or None,
+            "api_key": api_key or None,
             "peers": peer or None,
             "data_dir": data_dir,
             "models_dir": models_dir,
@@ -133,7 +147,10 @@ def _wait_until_gone(data_dir: Path) -> None:
 
 def _tell(ready: NodeReady) -> None:
     print(f"node '{ready.name}' of cluster '{ready.cluster}' is ready at {ready.address}", flush=True)
-    print(f"  API     http://127.0.0.1:{ready.http_port}/v1", flush=True)
+    host = ready.http_host if ready.http_host not in ("0.0.0.0", "::") else socket.gethostname()
+    print(f"  API     http://{host}:{ready.http_port}/v1", flush=True)
+    if ready.key_file is not None:
+        print(f"  key     in {ready.key_file}", flush=True)
     print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       (^C stops the node)", flush=True)
 
 
@@ -144,6 +161,8 @@ def _tell_json(ready: NodeReady) -> None:
             "name": ready.name,
             "address": ready.address,
             "http_port": ready.http_port,
+            "http_host": ready.http_host,
+            "key_file": str(ready.key_file or ""),
             "socket": str(ready.socket),
             "cluster": ready.cluster,
         }

@@ -58,7 +58,7 @@ async def _answer(talk: Talk, settings: ChatSettings) -> None:
         shown.append(text)
         view.show(text)
 
-    async with ChatClient(talk.target.base_url) as client:
+    async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.options, show))
         try:

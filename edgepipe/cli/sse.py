@@ -35,10 +35,11 @@ class Piece:
 class ChatClient:
     """Asks one gateway. Use as an asynchronous context manager."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, *, api_key: str = "") -> None:
         self._base_url = base_url
         timeout = httpx.Timeout(_CONNECT_S, read=_SILENCE_S)
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, headers=headers, trust_env=False)
 
     async def __aenter__(self) -> ChatClient:
         return self

@@ -23,6 +23,7 @@ from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
+from edgepipe.daemon.http_keys import key_file, keys_in_force
 from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
@@ -55,6 +56,8 @@ class NodeReady:
     http_port: int
     socket: Path
     cluster: str
+    http_host: str
+    key_file: Path | None  # of HTTP; None: no key is asked for
 
 
 OnReady = Callable[[NodeReady], None]
@@ -84,6 +87,7 @@ class NodeDaemon:
         self._host = host
         self._on_ready = on_ready
         self._timeouts = _timeouts_for(host)
+        self._http_keys = keys_in_force(config, data_dir.path)
         self._clock, self._ids = SystemClock(), RandomIds()
         self._hello = make_hello(
             role="node",
@@ -284,6 +288,8 @@ class NodeDaemon:
                     http_port=self._gateway.http_port,
                     socket=self._data_dir.socket,
                     cluster=self._cluster.cluster_name,
+                    http_host=self._config.http_host,
+                    key_file=key_file(self._data_dir.path) if self._http_keys.keys else None,
                 )
             )
 
@@ -337,6 +343,10 @@ class NodeDaemon:
             ports=self._child_ports(),
             http_port=http_port,
             node_id=self._node_id,
+            http_host=config.http_host,
+            http_names=config.http_names,
+            api_keys=self._http_keys.keys,
+            key_on_loopback=self._http_keys.on_loopback,
             node_name=config.name,
             cluster_id=self._cluster.cluster_id,
             address=self._address,

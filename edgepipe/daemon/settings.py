@@ -27,6 +27,10 @@ class ChildSettings:
     address: str  # HOST:PORT of the daemon
     log_level: str
     link: str = ""  # stages and engines: the network to emulate; empty: none
+    http_host: str = "127.0.0.1"  # gateways: where else they listen
+    http_names: tuple[str, ...] = ()  # gateways: under which they may be asked
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_on_loopback: bool = False
     backend: str = ""  # stages
     device: str = "auto"
     dtype: str = "auto"
@@ -42,7 +46,8 @@ class ChildSettings:
         """Read back what ``to_line`` wrote. Raises LocalProtocolError when a person started the module by hand."""
         try:
             values: dict[str, Any] = json.loads(line)
-            values["ports"] = tuple(values["ports"])
+            for name in ("ports", "http_names", "api_keys"):
+                values[name] = tuple(values.get(name, ()))
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:
             raise LocalProtocolError(

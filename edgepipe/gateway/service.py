@@ -96,8 +96,8 @@ class Gateway:
             for entry in self._entries.values():
                 await entry.close()
 
-    async def serve(self, sock: socket.socket) -> None:
-        """Answer HTTP on a listening socket until cancelled; answers under way get two seconds to end."""
+    async def serve(self, *sockets: socket.socket) -> None:
+        """Answer HTTP on listening sockets until cancelled; answers under way get two seconds to end."""
         config = uvicorn.Config(
             self.app,
             http=self._connections.protocol(),  # over h11, which checks more than httptools does
@@ -112,7 +112,7 @@ class Gateway:
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=[sock]), name="http")
+            serving = tasks.create_task(server.serve(sockets=list(sockets)), name="http")
             try:
                 await asyncio.shield(serving)
             except asyncio.CancelledError:

@@ -1,0 +1,53 @@
+"""Keys of this node's HTTP: given by a setting, or made once where HTTP listens beyond this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgepipe.config import Config
+from edgepipe.daemon.data_dir import write_atomically
+
+_FILE = "api-key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpKeys:
+    """What the gateway asks for."""
+
+    keys: tuple[str, ...] = ()
+    on_loopback: bool = False  # asked for on this machine, too
+
+
+def key_file(data_dir: Path) -> Path:
+    """Where the key stands for clients of the same user; 0600, may be missing."""
+    return data_dir / _FILE
+
+
+def read_key(data_dir: Path) -> str:
+    """The key of that file; empty if there is none."""
+    try:
+        return key_file(data_dir).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
+    """Keys by settings; ``data_dir`` keeps the first for the command line, and the one that is made here."""
+    if config.api_key:
+        write_atomically(key_file(data_dir), config.api_key[0].encode())
+        return HttpKeys(keys=config.api_key, on_loopback=True)
+    if is_loopback(config.http_host):
+        return HttpKeys()
+    key = read_key(data_dir)
+    if not key:
+        key = "ep-" + secrets.token_urlsafe(32)
+        write_atomically(key_file(data_dir), key.encode())
+    return HttpKeys(keys=(key,))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(host).is_loopback
