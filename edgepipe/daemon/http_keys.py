@@ -7,10 +7,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.config import Config
-from edgepipe.daemon.data_dir import write_atomically
 
 _FILE = "api-key"
+_MOST_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +28,24 @@ def key_file(data_dir: Path) -> Path:
 
 
 def read_key(data_dir: Path) -> str:
-    """The key of that file; empty if there is none."""
+    """The key of that file; empty if there is none. Raises ConfigInvalid if others may read it."""
     try:
-        return key_file(data_dir).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        return read_private(key_file(data_dir), most_bytes=_MOST_BYTES).decode("ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
         return ""
 
 
 def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
     """Keys by settings; ``data_dir`` keeps the first for the command line, and the one that is made here."""
     if config.api_key:
-        write_atomically(key_file(data_dir), config.api_key[0].encode())
+        write_private(key_file(data_dir), config.api_key[0].encode())
         return HttpKeys(keys=config.api_key, on_loopback=True)
     if is_loopback(config.http_host):
         return HttpKeys()
     key = read_key(data_dir)
     if not key:
         key = "ep-" + secrets.token_urlsafe(32)
-        write_atomically(key_file(data_dir), key.encode())
+        write_private(key_file(data_dir), key.encode())
     return HttpKeys(keys=(key,))
 
 
