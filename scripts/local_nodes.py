@@ -136,15 +136,15 @@ async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int)
         for index, prompt in enumerate(prompts):
             await call.write(command_to_wire(_submission(f"{started}-{index}", prompt, max_tokens)))
         while running:
-            event = await call.read()
+            event: Any = await call.read()
             now = time.perf_counter()
-            if event.HasField("tokens"):
-                index = int(event.tokens.request_id.rpartition("-")[2])
-                ids[index].extend(event.tokens.ids)
-                times[index].extend([now] * len(event.tokens.ids))
-            elif event.HasField("ended"):
-                if event.ended.reason != "length":
-                    raise RuntimeError(f"a request ended early: {event.ended}")
+            for tokens in event.tokens:
+                index = int(tokens.request_id.rpartition("-")[2])
+                ids[index].extend(tokens.ids)
+                times[index].extend([now] * len(tokens.ids))
+            for ended in event.ended:
+                if ended.reason != "length":
+                    raise RuntimeError(f"a request ended early: {ended}")
                 running -= 1
         call.cancel()
     return [

@@ -8,7 +8,15 @@ from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES
 from edgepipe.scheduler import ScheduledStep
-from edgepipe.scheduler.sizing import LinkCurve, Ring, Sizer, Sizing, StageCurve, most_micro_batches
+from edgepipe.scheduler.sizing import (
+    LinkCurve,
+    Ring,
+    Sizer,
+    Sizing,
+    StageCurve,
+    link_cap_tokens,
+    most_micro_batches,
+)
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 
@@ -30,6 +38,7 @@ class MicroBatches:
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self._free_us = [0] * self._num_stages  # when each device had done the step before, on its stage's clock
         self._before = [0] * self._num_stages  # tokens of the step before
+        self.link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next look
 
     @property
@@ -62,7 +71,9 @@ class MicroBatches:
         self._turns.retired(step, now_s)
         if self._sizer.due():
             self._known_uploads_s.clear()
-            self._sizer.decide(self._ring(), sequences=sequences)
+            ring = self._ring()
+            sizing = self._sizer.decide(ring, sequences=sequences)
+            self.link_cap_tokens = link_cap_tokens(ring, rows=max(1.0, sequences / sizing.micro_batches))
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
         """A stage computed a step on one slice."""

@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgepipe.backend.cost import CostModel
+from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
@@ -47,6 +47,7 @@ class Imagined:
     limits: SchedulerLimits
     row_bytes: int  # of one token's activations on a link
     tile_edges: tuple[int, ...]  # tokens above which a step takes clearly longer somewhere
+    link_cap_tokens: int | None = None  # what the slowest link uploads while the slowest device computes a decode step
 
 
 def imagine(cluster: ImaginedCluster) -> Imagined:
@@ -75,7 +76,14 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
         tile_edges=tuple(sorted({first - 1 for one in devices.values() for first, _ in one.tile_steps})),
+        link_cap_tokens=_link_cap_tokens(stages),
     )
+
+
+def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
+    step_s = max(stage.step_s(StepWork.of_rows([0], [1], logit_rows=1)) for stage in stages)
+    token_s = max((stage.link.upload_s(stage.token_bytes) for stage in stages[:-1]), default=0.0)
+    return int(step_s / token_s) if token_s else None
 
 
 def _names(count: int) -> list[str]:

@@ -65,6 +65,7 @@ class _Simulation:
         self._run = run
         self._scheduler = Scheduler(limits, run.policy)
         self._scheduler.set_tiles(cluster.tile_edges)
+        self._scheduler.set_link_cap(cluster.link_cap_tokens)
         self._traffic = RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}

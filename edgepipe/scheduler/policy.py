@@ -58,7 +58,8 @@ class ThrottledPolicy:
 
     The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
     prefill fades to nothing as the KV cache fills. Where nobody decodes, nobody is held up: then a prompt is spread
-    over the micro-batches only.
+    over the micro-batches only. Beside decodes no more goes than the slowest link uploads in a step, though never less
+    than the floor: a link-bound ring would else prefill by single tokens.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class ThrottledPolicy:
             fading = max(fading, self._min)  # nobody would free a block before this prefill is done
         steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
         tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
-        if load.link_cap_tokens is not None:
-            tokens = min(tokens, max(1, load.link_cap_tokens - beside))
+        if load.link_cap_tokens is not None and load.running_decodes:
+            tokens = min(tokens, max(self._min, load.link_cap_tokens - beside))
         return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
 
     def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:

@@ -31,6 +31,7 @@ _ENOUGH = 3  # steps until a curve is believed
 _DEVICE_GROWING = 0.5  # weights are read whatever the rows; hopeful enough that another M is tried and measured
 _SPREAD = 1.25  # sizes that differ less say nothing of the slope
 _MIN_SIZE_DIFFERENCE = 128 << 10  # bytes; below it, what a busy host adds to a trip drowns what the wire does
+_BULK_ROWS = 64  # of an upload that is long against what every message costs
 _WINDOW = 128  # steps over a link: the fastest of this and of the last window count
 
 EQUAL = 0.01  # what forecasts may differ by and still be called equal
@@ -260,6 +261,17 @@ class Ring:
     def jitter(self) -> float:
         """Coefficient of variation of the least steady slice's step time."""
         return max(curve.jitter for curves in self.stages for curve in curves)
+
+
+def link_cap_tokens(ring: Ring, *, rows: float) -> int | None:
+    """Tokens that the slowest link uploads while the slowest device computes a decode step of so many rows; None while
+    that is not known."""
+    if not ring.known:
+        return None
+    decode, bulk = np.array([rows]), np.array([_BULK_ROWS * float(ring.row_bytes)])
+    device_s = max(float(sum(curve.at(decode)[0] for curve in curves)) for curves in ring.stages)
+    token_s = max((float(link.at(bulk)[0]) for link in ring.links), default=0.0) / _BULK_ROWS
+    return int(device_s / token_s) if token_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-import edgepipe.engine.engine
+import edgepipe.engine.epoch
 import edgepipe.planner.simulator
 import edgepipe.scheduler
 from edgepipe.backend.cost import StepWork
@@ -81,7 +81,7 @@ def served(cluster: Imagined, workload: Workload, *, policy: str = "throttled", 
 
 def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
     assert edgepipe.planner.simulator.Scheduler is edgepipe.scheduler.Scheduler
-    assert edgepipe.engine.engine.Scheduler is edgepipe.scheduler.Scheduler
+    assert edgepipe.engine.epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
 
 

@@ -1,0 +1,33 @@
+"""Emulated tokens under random load, each checked: the long test of the engine, at a length of one's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+from figures import ROOT, Row
+
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+from test_engine_truth import run_load  # noqa: E402
+
+
+def truth_rows(num_tokens: int) -> list[Row]:
+    """Blocks shared and blocks copied, half of the tokens each; three stages that take no time."""
+    rows: list[Row] = []
+    for contiguous_kv in (False, True):
+        begun_s = time.perf_counter()
+        try:
+            load = run_load(
+                seed=2, tokens=num_tokens // 2, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280
+            )
+            stats = asyncio.run(load)
+        except AssertionError as error:
+            rows.append(Row(f"truth: {error}", 0, "tokens", target="every token right", met=False))
+            continue
+        kind = "copied" if contiguous_kv else "shared"
+        name = f"truth, {kind} blocks: {stats.preemptions} preemptions, {stats.cached_tokens} cached"
+        per_s = stats.computed_tokens / (time.perf_counter() - begun_s)
+        target = "all right, all blocks back"
+        rows.append(Row(name, stats.computed_tokens, "tokens", per_s, "tok/s", target=target, met=True))
+    return rows
