@@ -145,7 +145,7 @@ def lan_rows(full: bool) -> list[Row]:
 
 
 def throttling_rows(full: bool) -> list[Row]:
-    """Token throttling against one fixed budget: Poisson arrivals at 0.8 of what the cluster can take, and saturation."""
+    """Token throttling against one fixed budget: Poisson arrivals at 0.8 of saturation, and saturation itself."""
     settings = {**RING, "link": LAN, "micro-batches": "4"}
     pair = [{**settings, "policy": policy} for policy in ("throttled", "sarathi")]
     crowd = chats(WorkloadSpec(arrivals=Arrivals.CLOSED, concurrency=256, num_requests=800))

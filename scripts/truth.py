@@ -9,7 +9,7 @@ import time
 from figures import ROOT, Row
 
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-from test_engine_truth import run_load  # noqa: E402
+from test_engine_truth import run_load
 
 
 def truth_rows(num_tokens: int) -> list[Row]:
@@ -18,9 +18,7 @@ def truth_rows(num_tokens: int) -> list[Row]:
     for contiguous_kv in (False, True):
         begun_s = time.perf_counter()
         try:
-            load = run_load(
-                seed=2, tokens=num_tokens // 2, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280
-            )
+            load = run_load(seed=2, tokens=num_tokens // 2, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280)
             stats = asyncio.run(load)
         except AssertionError as error:
             rows.append(Row(f"truth: {error}", 0, "tokens", target="every token right", met=False))

@@ -18,51 +18,20 @@ if TYPE_CHECKING:
     from edgepipe.cli.bench_run import BenchRun, EmulatedRun, OnProgress
     from edgepipe.planner.report import RunReport
 
-_EMULATED_KEYS = ("as-model", "link", "micro-batches", "policy", "plan", "jitter", "context", "kv-tokens")
-_KEYS = ("emulate", *_EMULATED_KEYS, *options.WORKLOAD_KEYS)
-_DEFAULTS = {
-    "as-model": "qwen2.5-32b",
-    "link": "1gbit,0.3ms",
-    "micro-batches": "auto",
-    "policy": "throttled",
-    "jitter": "0.05",
-    "seed": "0",
-}
+_KEYS = ("emulate", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
+@options.with_run_options
 def bench(
+    *,
     emulate: Annotated[
         str,
         typer.Option("--emulate", help='Start such devices here: "4x rtx4090".  [default: what is served]'),
     ] = "",
-    as_model: Annotated[
-        str | None, typer.Option("--as-model", help="Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...")
-    ] = None,
-    link: Annotated[str | None, typer.Option("--link", help="Emulated between them: 1gbit,0.3ms or ideal.")] = None,
-    micro_batches: Annotated[str | None, typer.Option("--micro-batches", help="In flight: auto or K.")] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help="throttled or sarathi.")] = None,
-    plan: Annotated[str | None, typer.Option("--plan", help='Layers by device: "a:0-15,b:16-31".')] = None,
-    jitter: Annotated[float | None, typer.Option("--jitter", min=0.0, help="Of step times, over their mean.")] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Tokens per conversation.")] = None,
-    kv_tokens: Annotated[int | None, typer.Option("--kv-tokens", min=1, help="Tokens kept for all.")] = None,
+    settings: Mapping[str, str],
     model: Annotated[str, typer.Option("--model", help="Which of several served ones.", show_default=False)] = "",
-    workload: options.WorkloadName = "",
-    requests: options.Requests = 256,
-    rate: options.Rate = None,
-    concurrency: options.Concurrency = None,
-    lengths: options.LengthsName = "fixed",
-    prompt_tokens: options.PromptTokens = None,
-    output_tokens: options.OutputTokens = None,
-    prefix_tokens: options.PrefixTokens = 0,
-    prefixes: options.Prefixes = 1,
-    seed: options.Seed = 0,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", help="KEY=A,B runs each side by side; repeatable. Keys: the flags here."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture, as out.png.", show_default=False)
-    ] = None,
+    compare: options.Compare = None,
+    plot: options.Plot = None,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -70,28 +39,7 @@ def bench(
     from edgepipe.cli.report_plot import check_plot, plot_reports
     from edgepipe.cli.report_view import render_reports, reports_as_json
 
-    given = {
-        "emulate": emulate or None,
-        "as-model": as_model,
-        "link": link,
-        "micro-batches": micro_batches,
-        "policy": policy,
-        "plan": plan,
-        "jitter": jitter,
-        "context": context,
-        "kv-tokens": kv_tokens,
-        "workload": workload or None,
-        "requests": requests,
-        "rate": rate,
-        "concurrency": concurrency,
-        "lengths": lengths,
-        "prompt-tokens": prompt_tokens,
-        "output-tokens": output_tokens,
-        "prefix-tokens": prefix_tokens,
-        "prefixes": prefixes,
-        "seed": seed,
-    }
-    settings = {key: str(value) for key, value in given.items() if value is not None}
+    settings = {**settings, **({"emulate": emulate} if emulate else {})}
     variants = read_comparisons(compare or (), keys=_KEYS)
     check_plot(plot)
     reports = _run_all(settings, variants, model=model, data_dir=data_dir)
@@ -136,7 +84,7 @@ def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
     """Raises ConfigInvalid for what only an emulated cluster can be told."""
     from edgepipe.cli.bench_run import BenchRun
 
-    if wrong := [key for key in _EMULATED_KEYS if key in settings]:
+    if wrong := [key for key in options.CLUSTER_KEYS if key in settings]:
         raise ConfigInvalid(
             f"--{wrong[0]} goes with --emulate", fact="a cluster that serves already is measured as it is"
         )
@@ -146,29 +94,14 @@ def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
 
 def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
     """The run that settings describe. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
-    from edgepipe.backend.devices import parse_devices
     from edgepipe.cli.bench_cluster import EmulatedCluster
     from edgepipe.cli.bench_run import BenchRun, EmulatedRun
     from edgepipe.cli.serve import serve_request
-    from edgepipe.model.shapes import named_shape
-    from edgepipe.planner.imagined import ImaginedCluster, imagine
-    from edgepipe.units import parse_link
+    from edgepipe.planner.imagined import imagine
 
-    settings = {**_DEFAULTS, **given}
-    devices, config = parse_devices(settings["emulate"]), named_shape(settings["as-model"])
-    adjustments = {"jitter": settings["jitter"]}
-    context = options.count_of(settings, "context", 0)
-    imagined = imagine(
-        ImaginedCluster(
-            devices=devices,
-            config=config,
-            link=parse_link(settings["link"]),
-            adjustments=adjustments,
-            plan=settings.get("plan", ""),
-            context_length=context,
-            kv_tokens=options.count_of(settings, "kv-tokens", 0),
-        )
-    )
+    settings = {**options.CLUSTER_DEFAULTS, **given}
+    cluster = options.imagined_cluster(settings, devices=settings["emulate"])
+    limits = imagine(cluster).limits
     workload = options.make_workload_of(settings)
     shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
     return EmulatedRun(
@@ -183,16 +116,20 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
             },
         ),
         cluster=EmulatedCluster(
-            devices=devices, model=settings["as-model"], config=config, link=settings["link"], settings=adjustments
+            devices=cluster.devices,
+            model=settings["as-model"],
+            config=cluster.config,
+            link=settings["link"],
+            settings=cluster.adjustments,
         ),
         serve=serve_request(
             settings["as-model"],
-            nodes=0 if "plan" in settings else len(devices),
-            plan=settings.get("plan", ""),
+            nodes=0 if cluster.plan else len(cluster.devices),
+            plan=cluster.plan,
             micro_batches=settings["micro-batches"],
             policy=settings["policy"],
-            context=context,
-            kv_tokens=imagined.limits.num_blocks * imagined.limits.block_size,
+            context=cluster.context_length,
+            kv_tokens=limits.num_blocks * limits.block_size,
         ),
     )
 

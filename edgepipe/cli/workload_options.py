@@ -1,16 +1,19 @@
-"""Options that say what ``bench`` and ``simulate`` ask for, and the workload that they mean."""
+"""Options that say what ``bench`` and ``simulate`` run, and the cluster and the workload that they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edgepipe.errors import ConfigInvalid
 
 if TYPE_CHECKING:
+    from edgepipe.planner.imagined import ImaginedCluster
     from edgepipe.planner.workload import Arrivals, Lengths, Workload
 
 WORKLOADS = ("fixed", "poisson", "closed")
@@ -18,50 +21,107 @@ _REQUESTS = 256
 _USERS = 16  # of a closed loop, when nothing is said
 _TOKENS = 128  # of a prompt and of an output, when nothing is said
 
-WorkloadName = Annotated[
-    str,
-    typer.Option(
-        "--workload",
-        help="fixed (all at once), poisson (--rate), closed (--concurrency), or a trace: "
-        "a file of lines arrival_s,prompt_tokens,output_tokens.",
-        show_default=False,
-    ),
-]
-Requests = Annotated[int, typer.Option("--requests", min=1, help="How many requests.")]
-Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second, Poisson.", show_default=False)]
-Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", min=1, help="Requests under way at any time.", show_default=False)
-]
-LengthsName = Annotated[str, typer.Option("--lengths", help="fixed, sharegpt or azure.")]
-PromptTokens = Annotated[
-    int | None, typer.Option("--prompt-tokens", min=1, help="Of fixed lengths.  [default: 128]", show_default=False)
-]
-OutputTokens = Annotated[
-    int | None, typer.Option("--output-tokens", min=1, help="Of fixed lengths.  [default: 128]", show_default=False)
-]
-PrefixTokens = Annotated[int, typer.Option("--prefix-tokens", min=0, help="Shared by prompts, before their own.")]
-Prefixes = Annotated[int, typer.Option("--prefixes", min=1, help="How many different shared prefixes.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Equal seeds give equal requests and jitter.")]
-
 Compare = Annotated[
     list[str] | None,
     typer.Option("--compare", help="KEY=A,B runs each, side by side; KEY is a flag of this command. Repeatable."),
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture, such as out.png.", show_default=False)]
 
-WORKLOAD_KEYS = (
-    "workload",
-    "requests",
-    "rate",
-    "concurrency",
-    "lengths",
-    "prompt-tokens",
-    "output-tokens",
-    "prefix-tokens",
-    "prefixes",
-    "seed",
+
+def _option(flag: str, kind: Any, text: str, **more: Any) -> inspect.Parameter:
+    """An option that is left out of the settings unless it is given."""
+    annotation = Annotated[kind | None, typer.Option(f"--{flag}", help=text, show_default=False, **more)]
+    name = flag.replace("-", "_")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+_CLUSTER = (
+    _option("as-model", str, "Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"),
+    _option("link", str, "Between any two of them: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
+    _option("micro-batches", str, "In flight: auto or K.  [default: auto]"),
+    _option("policy", str, "throttled or sarathi.  [default: throttled]"),
+    _option("plan", str, 'Layers by device: "a:0-15,b:16-31".'),
+    _option("jitter", float, "Of step times, over their mean.  [default: 0.05]", min=0.0),
+    _option("context", int, "Tokens per conversation.  [default: the model's]", min=1),
+    _option("kv-tokens", int, "Tokens kept for all.  [default: by memory]", min=1),
 )
+_WORKLOAD = (
+    _option(
+        "workload",
+        str,
+        "fixed (all at once), poisson (--rate), closed (--concurrency), or a trace: "
+        "a file of lines arrival_s,prompt_tokens,output_tokens.",
+    ),
+    _option("requests", int, "How many requests.  [default: 256]", min=1),
+    _option("rate", float, "Requests per second, Poisson."),
+    _option("concurrency", int, "Requests under way at any time.", min=1),
+    _option("lengths", str, "fixed, sharegpt or azure.  [default: fixed]"),
+    _option("prompt-tokens", int, "Of fixed lengths.  [default: 128]", min=1),
+    _option("output-tokens", int, "Of fixed lengths.  [default: 128]", min=1),
+    _option("prefix-tokens", int, "Shared by prompts, before their own.", min=0),
+    _option("prefixes", int, "How many different shared prefixes.  [default: 1]", min=1),
+    _option("seed", int, "Equal seeds give equal requests and jitter.  [default: 0]", min=0),
+)
+CLUSTER_DEFAULTS = {
+    "as-model": "qwen2.5-32b",
+    "link": "1gbit,0.3ms",
+    "micro-batches": "auto",
+    "policy": "throttled",
+    "jitter": "0.05",
+    "seed": "0",
+}
+"""What an emulated or imagined cluster is where nothing else is said."""
+
+
+def _keys(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+    return tuple(parameter.name.replace("_", "-") for parameter in parameters)
+
+
+CLUSTER_KEYS = _keys(_CLUSTER)
+"""What ``imagined_cluster`` and the commands themselves read from a run's settings."""
+WORKLOAD_KEYS = _keys(_WORKLOAD)
 """What ``make_workload_of`` reads from a run's settings."""
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say what is run; it gets those that were given as texts, in ``settings``."""
+    own = inspect.signature(command, eval_str=True)
+    added = (*_CLUSTER, *_WORKLOAD)
+    names = [parameter.name for parameter in added]
+    parameters: list[inspect.Parameter] = []
+    for parameter in own.parameters.values():
+        shown = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        parameters += added if parameter.name == "settings" else [shown]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        told = {name: given.pop(name) for name in names}
+        settings = {name.replace("_", "-"): str(value) for name, value in told.items() if value is not None}
+        command(settings=settings, **given)
+
+    shown_as: Any = run  # typer reads both
+    shown_as.__signature__ = own.replace(parameters=parameters)
+    shown_as.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCluster:
+    """The cluster that settings describe, with ``CLUSTER_DEFAULTS`` among them. Raises ConfigInvalid, ModelUnknown."""
+    from edgepipe.backend.devices import parse_devices
+    from edgepipe.model.shapes import named_shape
+    from edgepipe.planner.imagined import ImaginedCluster
+    from edgepipe.units import parse_link
+
+    return ImaginedCluster(
+        devices=parse_devices(devices),
+        config=named_shape(settings["as-model"]),
+        link=parse_link(settings["link"]),
+        adjustments={"jitter": settings["jitter"]},
+        plan=settings.get("plan", ""),
+        context_length=count_of(settings, "context", 0),
+        kv_tokens=count_of(settings, "kv-tokens", 0),
+        seed=count_of(settings, "seed", 0, least=0),
+    )
 
 
 def make_workload_of(settings: Mapping[str, str]) -> Workload:
