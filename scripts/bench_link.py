@@ -25,6 +25,7 @@ from edgepipe.backend.types import Activations, ActivationType, BlockRun, Device
 from edgepipe.daemon.system import SystemClock
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.channels import bind, make_channel, make_server
+from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.stage.stage import Stage
@@ -93,15 +94,19 @@ async def _until_told(pipe: Connection) -> None:
 
 async def _serve_stage(pipe: Connection, index: int, hidden_size: int) -> None:
     stage = Stage(
-        backend=_NullBackend(hidden_size), clock=SystemClock(), hello=make_hello(role="stage"), name=f"stage {index}"
+        backend=_NullBackend(hidden_size),
+        clock=SystemClock(),
+        hello=make_hello(role="stage"),
+        security=Plaintext(),
+        name=f"stage {index}",
     )
     config = emulated_model_config(num_layers=2, hidden_size=hidden_size)
     await stage.load(
         slices=[SLICES[index]], open_weights=lambda: EmulatedWeights(config), progress=lambda _: None, block_size=16
     )
-    server = make_server()
+    server = make_server(Plaintext())
     stage.add_to(server)
-    port = bind(server, host="127.0.0.1", port=0)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     pipe.send(port)
     await _until_told(pipe)
@@ -114,10 +119,10 @@ async def _serve_echo(pipe: Connection) -> None:
         async for data in requests:
             yield data
 
-    server = make_server()
+    server = make_server(Plaintext())
     handlers = {"Stream": grpc.stream_stream_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo.Echo", handlers),))
-    port = bind(server, host="127.0.0.1", port=0)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     pipe.send(port)
     await _until_told(pipe)
@@ -174,7 +179,7 @@ class _NullBackend:
 
 async def _echo_ms(port: int, num_bytes: int, steps: int) -> list[float]:
     data, times = bytes(num_bytes), []
-    async with make_channel(f"127.0.0.1:{port}") as channel:
+    async with make_channel(f"127.0.0.1:{port}", Credentials()) as channel:
         call: Any = channel.stream_stream("/echo.Echo/Stream")()
         for _ in range(WARM_UP_STEPS + steps):
             started_s = time.perf_counter()

@@ -20,6 +20,7 @@ import psutil
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
+from edgepipe.link.security import Credentials
 from edgepipe.sampling import SamplingParams
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.requests import Submission, command_to_wire
@@ -129,7 +130,7 @@ async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int)
     times: list[list[float]] = [[] for _ in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     running = len(prompts)
-    async with make_channel(address) as channel, asyncio.timeout(ANSWER_S):
+    async with make_channel(address, Credentials()) as channel, asyncio.timeout(ANSWER_S):
         call = EngineStub(channel).Generate()
         await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id="bench")))
         started = time.perf_counter()

@@ -12,7 +12,7 @@ import grpc.aio
 
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.errors import ConnectTimeout, NodeUnreachable, PeerClosed
-from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
@@ -70,7 +70,7 @@ async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
     if not socket.exists():
         raise no_node(data_dir)
     try:
-        async with make_channel(f"unix:{socket}") as channel:
+        async with make_unix_channel(str(socket)) as channel:
             yield Admin(channel)
     except (ConnectTimeout, PeerClosed) as exc:
         raise no_node(data_dir) from exc

@@ -14,6 +14,7 @@ import grpc.aio
 from edgepipe.errors import PeerClosed
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Credentials
 from edgepipe.planner.report import RequestRecord, StepRecord
 from edgepipe.planner.workload import Workload, WorkloadRequest
 from edgepipe.sampling import SamplingParams
@@ -187,7 +188,7 @@ class BenchClient:
 @asynccontextmanager
 async def connected(address: str, hello: common_pb2.Hello) -> AsyncGenerator[BenchClient]:
     """A client of the engine at ``address``. Raises LinkError, and what the engine refuses it with."""
-    async with make_channel(address) as channel:
+    async with make_channel(address, Credentials()) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         call: Any = stub.Generate()
         with translated(_PEER):

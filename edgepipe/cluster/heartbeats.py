@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
@@ -23,9 +24,10 @@ from edgepipe.cluster.membership import (
     Probe,
 )
 from edgepipe.config import Timeouts
-from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
+from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Context, Credentials, Security
 from edgepipe.link.trust_view import TrustedPeer
 from edgepipe.telemetry.log import Once
 from edgepipe.wire.common import check_hello
@@ -33,6 +35,7 @@ from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc, trust_pb2
 
 logger = logging.getLogger(__name__)
 
+_SPREAD_S = 1.0
 _ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
 _MAX_REFUSALS = 64  # refused addresses shown in the status
 
@@ -80,6 +83,7 @@ class _Conversation:
     told_digest: bytes = b""
     heard_digest: bytes = b""
     told_trust: tuple[bytes, bytes] | None = None  # own and other digest when the whole set was last told
+    told_in: int = 0  # the beat that told it
 
 
 class Heartbeats:
@@ -91,6 +95,7 @@ class Heartbeats:
         membership: Membership,
         hello: common_pb2.Hello,
         trust: SharedTrust,
+        security: Security,
         state: Callable[[], node_pb2.NodeState],
         clock: Clock,
         timeouts: Timeouts,
@@ -101,11 +106,15 @@ class Heartbeats:
         self._membership = membership
         self._hello = hello
         self._trust = trust
+        self._security = security
         self._state = state
         self._clock = clock
         self._timeouts = timeouts
         self._on_change = on_change
         self._on_identity_taken = on_identity_taken
+        self._doubtful: set[str] = set()  # addresses where nobody has proved yet to be whom we dialled
+        self._told: dict[NodeId, int] = {}  # the newest version of this node's state that a member has heard
+        self._told_more = asyncio.Event()  # set, and replaced, when one has heard more
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
@@ -151,14 +160,30 @@ class Heartbeats:
         if dials:
             await asyncio.wait(dials, timeout=0.5)
 
-    async def answer(self, beats: AsyncIterator[node_pb2.Beat]) -> AsyncGenerator[node_pb2.Beat]:
-        """Handler of ``Node.Heartbeat``: one beat back for each that comes. Raises VersionMismatch, PairingRejected."""
+    async def spread(self) -> None:
+        """Return when every reachable member has answered a beat that told this node's present state, or after a
+        second: who then has not heard it hears it as soon as it is heard itself."""
+        wanted = self._state().version
+        self.announce()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SPREAD_S):
+                while any(
+                    self._told.get(NodeId(member.node.node_id), 0) < wanted for member in self._membership.reachable()
+                ):
+                    await self._told_more.wait()
+
+    async def answer(self, beats: AsyncIterator[node_pb2.Beat], context: Context) -> AsyncGenerator[node_pb2.Beat]:
+        """Handler of ``Node.Heartbeat``: one beat back for each that comes.
+
+        Raises VersionMismatch, PairingRejected, and AccessDenied to who speaks in another's name.
+        """
         conversation = _Conversation()
         node_id = ""
         async for beat in beats:
             if not node_id:
                 node_id = self._admit(beat.hello)
                 self._require(self._trust.member(node_id), beat.hello)
+                self._security.require_node(context, node_id)
             if self._trust.member(node_id) is None:
                 yield self._beat(conversation)  # the last one tells it that it was removed
                 raise PairingRejected(f"{node_id} was removed from the cluster")
@@ -220,6 +245,7 @@ class Heartbeats:
             elif isinstance(command, Dial):
                 self._start_dial(command.address, self._tasks)
             elif isinstance(command, HangUp):
+                self._doubtful.discard(command.address)
                 if task := self._dials.pop(command.address, None):
                     task.cancel()
             elif isinstance(command, Probe):
@@ -241,13 +267,14 @@ class Heartbeats:
         """One beat and its answer over a connection of its own: thin TCP streams wait seconds for a packet lost twice,
         a new one does not wait for theirs."""
         try:
-            async with make_channel(address) as channel:
+            credentials = await self._credentials(address)
+            async with make_channel(address, credentials) as channel:
                 with translated(address):
                     call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                     conversation = _Conversation()
                     await call.write(self._beat(conversation, first=True))
                     first = await self._first_answer(call, address)
-                    self._hear(conversation, first, NodeId(self._admit(first.hello)), dialled="")
+                    self._hear(conversation, first, self._reached(credentials, first.hello), dialled="")
         except EdgepipeError as error:
             logger.debug("probe failed address=%s: %s", address, error)
         finally:
@@ -275,27 +302,43 @@ class Heartbeats:
 
     async def _converse(self, address: str) -> None:
         """One stream from its opening to its end. Raises what ended it; the far side's clean end is PeerClosed."""
-        async with make_channel(address) as channel:
+        credentials = await self._credentials(address)
+        async with make_channel(address, credentials) as channel:
             with translated(address):
                 call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                 conversation = _Conversation()
                 await call.write(self._beat(conversation, first=True))
                 first = await self._first_answer(call, address)
-                node_id = self._admit(first.hello)
+                node_id = self._reached(credentials, first.hello)
                 trusted = {peer.node_id: peer for peer in self._trust.outbound()}
-                self._require(trusted.get(NodeId(node_id)), first.hello)
+                self._require(trusted.get(node_id), first.hello)
                 self.refusals.pop(address, None)
-                self._hear(conversation, first, NodeId(node_id), dialled=address)
+                self._hear(conversation, first, node_id, dialled=address)
                 async with asyncio.TaskGroup() as tasks:
                     sender = tasks.create_task(self._send(call, conversation), name=f"beats:{address}")
                     try:
                         while (beat := await _next_beat(call)) is not None:
-                            self._hear(conversation, beat, NodeId(node_id), dialled=address)
+                            self._hear(conversation, beat, node_id, dialled=address)
                     except grpc.aio.AioRpcError:
                         pass  # its code is read below
                     sender.cancel()
                 if await call.code() is not grpc.StatusCode.OK:
                     raise PeerClosed(f"{address} closed the connection", fact=await call.details() or "")
+
+    async def _credentials(self, address: str) -> Credentials:
+        """For the node that should be there; after a failure in vain, for whichever member is."""
+        expected = "" if address in self._doubtful else self._membership.owner(address)
+        self._doubtful.discard(address)
+        if expected:
+            self._doubtful.add(address)  # until somebody has answered
+        return await self._security.to_address(address, node_id=expected, timeout_s=self._timeouts.connect_s)
+
+    def _reached(self, credentials: Credentials, hello: common_pb2.Hello) -> NodeId:
+        """Who answered. Raises RemoteProtocolError if it gives another's id for its own."""
+        node_id = self._admit(hello)
+        if credentials.node_id and node_id != credentials.node_id:
+            raise RemoteProtocolError(f"node {credentials.node_id} says that it is {node_id}")
+        return NodeId(node_id)
 
     async def _first_answer(self, call: Any, address: str) -> node_pb2.Beat:
         try:
@@ -305,6 +348,7 @@ class Heartbeats:
             raise ConnectTimeout(f"{address} does not answer", fact=f"waited {self._timeouts.connect_s:.0f} s") from exc
         if first is None:
             raise LinkError(f"{address} ended the stream without an answer")
+        self._doubtful.discard(address)
         return first
 
     async def _send(self, call: Any, conversation: _Conversation) -> None:
@@ -363,6 +407,7 @@ class Heartbeats:
         for node_id, address in self._membership.introductions():
             beat.known.add(node_id=node_id, address=address)
         conversation.told_version, conversation.told_at_s = state.version, now
+        conversation.told_in = conversation.sequence
 
     def _hear(self, conversation: _Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
         now = self._clock.monotonic_s()
@@ -381,10 +426,18 @@ class Heartbeats:
             conversation.heard_digest = beat.trust_digest
             self._trust.hear(node_id, digest=beat.trust_digest, statements=beat.trust.statements)
         self._perform(self._membership.on_beat(heard, now=now))
+        if beat.echo >= conversation.told_in > 0:
+            self._note_told(node_id, conversation.told_version)
         sent_s = conversation.sent_at_s.get(beat.echo)
         if dialled and sent_s is not None:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
+
+    def _note_told(self, node_id: NodeId, version: int) -> None:
+        if self._told.get(node_id, 0) < version:
+            self._told[node_id] = version
+            told_more, self._told_more = self._told_more, asyncio.Event()
+            told_more.set()
 
 
 def cluster_label(hello: common_pb2.Hello) -> str:

@@ -167,6 +167,11 @@ class Membership:
         """(node id, address) of every reachable member, to be told to others."""
         return [(member.node.node_id, member.node.address) for member in self.reachable()]
 
+    def owner(self, address: str) -> str:
+        """The id of the node that is, or is said to be, at ``address``; empty if nobody knows."""
+        target = self._targets.get(address)
+        return target.node_id or "" if target else ""
+
     def expects(self, address: str) -> bool:
         """Whether a reachable member should answer at ``address``, so that a broken stream is redialled at once."""
         target = self._targets.get(address)

@@ -26,10 +26,10 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Wait for the task and serve it until cancelled. Raises why the engine ended."""
-    server = make_server()
+    server = make_server(link.security)
     clock = SystemClock()
     network = make_network(settings.link, clock)
-    port = bind_one_of(server, settings)
+    port = bind_one_of(server, link.security, settings)
     link.started(port=port)
     reporter = asyncio.create_task(report_progress(link, pb.ChildProgress), name="progress")
     try:
@@ -100,6 +100,7 @@ def _engine(
         node_names={NodeId(node.node_id): node.name for node in task.nodes if node.name},
         pipeline_id=PipelineId(task.pipeline_id),
         hello=hello,
+        security=link.security,
         clock=clock,
         network=network,
         ids=RandomIds(),

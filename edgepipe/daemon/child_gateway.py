@@ -22,6 +22,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     gateway = Gateway(
         node_id=settings.node_id,
         node_name=settings.node_name,
+        security=link.security,
         clock=SystemClock(),
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError
-from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.channels import make_unix_channel, translated
+from edgepipe.link.security import Plaintext, Security
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
@@ -20,6 +21,7 @@ class DaemonLink:
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
+        self.security: Security = Plaintext()
         self.has_reported = False
         self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
         self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
@@ -29,7 +31,7 @@ class DaemonLink:
 
         Raises LinkError when the daemon is gone and PairingRejected when it does not know this child.
         """
-        async with make_channel(f"unix:{self.settings.socket}") as channel:
+        async with make_unix_channel(self.settings.socket) as channel:
             with translated("the node's daemon"):
                 call = node_pb2_grpc.ChildrenStub(channel).Attach(self._outgoing())
                 async for command in call:
@@ -45,7 +47,9 @@ class DaemonLink:
 
     def started(self, *, port: int, profile: common_pb2.DeviceProfile | None = None) -> None:
         """Say that this child is ready for work."""
-        told = node_pb2.ChildStarted(child_id=self.settings.child_id, kind=self.settings.kind, port=port)
+        told = node_pb2.ChildStarted(
+            child_id=self.settings.child_id, kind=self.settings.kind, port=port, certificate=self.security.certificate
+        )
         if profile is not None:
             told.profile.CopyFrom(profile)
         self.report(node_pb2.ChildReport(started=told))

@@ -7,13 +7,14 @@ import grpc.aio
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import PortInUse
 from edgepipe.link.channels import bind
+from edgepipe.link.security import Security
 
 
-def bind_one_of(server: grpc.aio.Server, settings: ChildSettings) -> int:
+def bind_one_of(server: grpc.aio.Server, security: Security, settings: ChildSettings) -> int:
     """Listen on the first of the child's ports that is free; returns it. Raises PortInUse."""
     for port in settings.ports:
         try:
-            return bind(server, host=settings.host, port=port)
+            return bind(server, security, host=settings.host, port=port)
         except PortInUse:
             continue
     raise PortInUse(

@@ -31,11 +31,11 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     clock = SystemClock()
     network = make_network(settings.link, clock)
     compute = ComputeThread(clock=clock)
-    server = make_server()
+    server = make_server(link.security)
     options = _options(settings)
     backend = await compute.call(lambda: create_backend(settings.backend, options))
     profile = await compute.call(backend.profile)
-    port = bind_one_of(server, settings)
+    port = bind_one_of(server, link.security, settings)
     link.started(port=port, profile=profile_to_wire(profile))
     stage: Stage | None = None
     reporter = asyncio.create_task(report_progress(link, lambda: _progress(stage)), name="progress")
@@ -58,6 +58,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 backend=backend,
                 clock=clock,
                 hello=hello,
+                security=link.security,
                 compute=compute,
                 network=network,
                 name=f"stage on {profile.name}",

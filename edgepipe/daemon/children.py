@@ -61,6 +61,12 @@ class Child:
         return self.started.result().port if well else 0
 
     @property
+    def certificate(self) -> bytes:
+        """PEM, made by the process at its start; empty until it has told."""
+        well = self.started.done() and self.started.exception() is None
+        return self.started.result().certificate if well else b""
+
+    @property
     def state(self) -> str:
         """starting | running | stopping | exited"""
         if self.exited.is_set():

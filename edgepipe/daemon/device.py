@@ -297,6 +297,7 @@ class DeviceHost:
             kv_block_bytes=loaded.kv_block_bytes,
             weight_bytes=loaded.weight_bytes,
             profile=self._profile,
+            certificate=child.certificate,
         )
 
     def _new_ledger(self, profile: common_pb2.DeviceProfile) -> MemoryLedger:

@@ -113,6 +113,7 @@ class EngineHost:
         run.state.manifest_hash = run.state.manifest_hash or run.spec.manifest_hash
         if not run.state.address and child.port:
             run.state.address = f"{child.settings.host}:{child.port}"
+        run.state.certificate = child.certificate
         self._on_change(before != (run.state.state, run.state.message))
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:

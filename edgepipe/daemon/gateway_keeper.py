@@ -33,6 +33,7 @@ class GatewayKeeper:
         on_change: Callable[[], None],
     ) -> None:
         self.http_port = 0  # where it answers now
+        self.certificate = b""  # of the process that answers now
         self._told = pb.ClusterView()
         self._told_more = Changes()
         self._children = children
@@ -47,6 +48,7 @@ class GatewayKeeper:
         """Start the first one. Raises PortInUse and whatever else hinders it."""
         child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
         started = await self._children.wait_started(child)
+        self.certificate = started.certificate
         self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
         self._on_change()
         return child

@@ -49,7 +49,7 @@ class Models:
         self._store = ModelStore(models_dir)
         self._peers = peers
         self._on_change = on_change
-        self._client = WeightsClient(hello=peers.hello, timeouts=timeouts)
+        self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
         self._on_disk: list[pb.ModelOnDisk] = []
         self._paths: dict[tuple[str, str], Path] = {}  # of models whose metadata is here, by name and hash

@@ -23,6 +23,7 @@ from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
+from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.http_keys import key_file, keys_in_force
 from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
@@ -36,7 +37,8 @@ from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.sleep_guard import SleepGuard
 from edgepipe.daemon.system import RandomIds, SystemClock
-from edgepipe.link.channels import bind, bind_unix, make_server
+from edgepipe.link.channels import bind, make_server, make_unix_server
+from edgepipe.link.security import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
@@ -96,12 +98,14 @@ class NodeDaemon:
             cluster_id=self._cluster.cluster_id,
             cluster_name=self._cluster.cluster_name,
         )
+        self._security = Plaintext()
         self.children = Children(self._timeouts, self._clock)
 
     async def run(self) -> None:
         """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
-        server, unix_server = make_server(), make_server()
-        port = bind(server, host=self._host, port=self._config.port)
+        server = make_server(self._security)
+        unix_server = make_unix_server(str(self._data_dir.socket))
+        port = bind(server, self._security, host=self._host, port=self._config.port)
         self._started_s = self._clock.monotonic_s()
         self._address = f"{self._host}:{port}"
         try:
@@ -141,6 +145,7 @@ class NodeDaemon:
             membership=self._membership,
             hello=self._hello,
             trust=self._trust,
+            security=self._security,
             state=lambda: self._local.state,
             clock=self._clock,
             timeouts=timeouts,
@@ -148,7 +153,11 @@ class NodeDaemon:
             on_identity_taken=self._on_identity_taken,
         )
         self._peers = Peers(
-            own=lambda: self._local.state, membership=self._membership, hello=self._hello, timeouts=timeouts
+            own=lambda: self._local.state,
+            membership=self._membership,
+            hello=self._hello,
+            security=self._security,
+            timeouts=timeouts,
         )
         self._remembered = RememberedAddresses(self._data_dir.path / "addresses.json")
         self._neighbours = Neighbours(
@@ -161,6 +170,7 @@ class NodeDaemon:
 
     def _build_parts(self, tasks: asyncio.TaskGroup) -> None:
         config = self._config
+        self._guests = Guests(self._local.refresh)
         self._models = Models(
             models_dir=config.models_dir, peers=self._peers, timeouts=self._timeouts, on_change=self._local.refresh
         )
@@ -208,6 +218,7 @@ class NodeDaemon:
         state.engines.extend(self._engines.states())
         state.models.extend(self._models.on_disk())
         state.transfers.extend(self._models.transfers())
+        state.gateways.extend([self._gateway.certificate, *self._guests.certificates()])
         state.http_port = self._gateway.http_port
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
@@ -231,6 +242,8 @@ class NodeDaemon:
             logs=self._logs,
             shut_down=self.stopping.set,
             refresh_models=self._models.rescan,
+            guests=self._guests,
+            spread=self._heartbeats.spread,
         )
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
         node_pb2_grpc.add_WeightsServicer_to_server(WeightsService(admit=admit, models=self._models), server)
@@ -238,7 +251,6 @@ class NodeDaemon:
         node_pb2_grpc.add_AdminServicer_to_server(admin, unix_server)
 
     async def _work(self, tasks: asyncio.TaskGroup, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
-        bind_unix(unix_server, str(self._data_dir.socket))
         await unix_server.start()
         self._data_dir.socket.chmod(0o600)
         gateway = await self._gateway.start()

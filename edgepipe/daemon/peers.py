@@ -11,6 +11,7 @@ from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import Epoch
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Security
 from edgepipe.wire.common import epoch_from_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -22,9 +23,16 @@ class Peers:
     """Addresses and channels of the cluster's nodes."""
 
     def __init__(
-        self, *, own: Callable[[], pb.NodeState], membership: Membership, hello: common_pb2.Hello, timeouts: Timeouts
+        self,
+        *,
+        own: Callable[[], pb.NodeState],
+        membership: Membership,
+        hello: common_pb2.Hello,
+        security: Security,
+        timeouts: Timeouts,
     ) -> None:
         self.hello = hello
+        self.security = security
         self._own = own
         self._membership = membership
         self._timeouts = timeouts
@@ -68,7 +76,7 @@ class Peers:
         """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""
         try:
             engine = next(one for one in self.node(node_id).engines if one.pipeline_id == pipeline_id)
-            async with make_channel(engine.address) as channel:
+            async with make_channel(engine.address, self.security.to_process(engine.certificate)) as channel:
                 with translated("the engine"):
                     state = await EngineStub(channel).Describe(
                         DescribeEngine(), wait_for_ready=True, timeout=self._timeouts.connect_s
@@ -86,5 +94,5 @@ class Peers:
     def _stub(self, node_id: str) -> node_pb2_grpc.NodeAsyncStub:
         address = self.node(node_id).address
         if address not in self._channels:
-            self._channels[address] = make_channel(address)
+            self._channels[address] = make_channel(address, self.security.to_node(node_id))
         return node_pb2_grpc.NodeStub(self._channels[address])

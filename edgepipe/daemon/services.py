@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from edgepipe.cluster.heartbeats import Heartbeats, cluster_label
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
+from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.serving import Serving
@@ -51,7 +53,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Heartbeat(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.Beat]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One beat back for each that comes."""
-        async for beat in self._heartbeats.answer(request_iterator):
+        async for beat in self._heartbeats.answer(request_iterator, context):
             yield beat
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -140,12 +142,17 @@ class AdminService(node_pb2_grpc.AdminServicer):
         logs: LogTail,
         shut_down: Callable[[], None],
         refresh_models: Callable[[], None],
+        guests: Guests,
+        spread: Callable[[], Awaitable[None]],
     ) -> None:
+        """``spread`` returns when the other nodes know this one's newest state, or after a moment."""
         self._serving = serving
         self._status = status
         self._logs = logs
         self._shut_down = shut_down
         self._refresh_models = refresh_models
+        self._guests = guests
+        self._spread = spread
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """The cluster as seen from here."""
@@ -175,6 +182,14 @@ class AdminService(node_pb2_grpc.AdminServicer):
         last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
         async for line in self._logs.lines(last=last, follow=request.follow):
             yield pb.LogLine(source="node", text=line)
+
+    async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Let a command call engines until it ends the stream."""
+        _admit_command_line(request.hello)
+        with self._guests.admit(request.certificate):
+            await self._spread()
+            yield pb.GatewayReply()
+            await asyncio.Event().wait()  # until the command's end cancels this
 
 
 def _admit_command_line(hello: common_pb2.Hello) -> None:

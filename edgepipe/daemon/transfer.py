@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown, RemoteProtocolError, SendTimeout
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Security
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
@@ -24,8 +25,9 @@ _ATTEMPTS = 3  # with the same peer: a broken connection is normal, a third one 
 class WeightsClient:
     """Calls of another node's ``Weights`` service."""
 
-    def __init__(self, *, hello: common_pb2.Hello, timeouts: Timeouts) -> None:
+    def __init__(self, *, hello: common_pb2.Hello, security: Security, timeouts: Timeouts) -> None:
         self._hello = hello
+        self._security = security
         self._timeouts = timeouts
 
     async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
@@ -73,7 +75,7 @@ class WeightsClient:
 
     @asynccontextmanager
     async def _stub(self, source: pb.NodeState) -> AsyncGenerator[node_pb2_grpc.WeightsAsyncStub]:
-        async with make_channel(source.address) as channel:
+        async with make_channel(source.address, self._security.to_node(source.node_id)) as channel:
             with translated(f"node {source.name}"):
                 yield node_pb2_grpc.WeightsStub(channel)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import NodeId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.model.facts import Slice
 from edgepipe.wire.common import error_from_wire
@@ -34,6 +37,7 @@ class StageSite:
     kv_block_bytes: int
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
+    certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
 
     @property
     def label(self) -> str:
@@ -50,17 +54,26 @@ class StageControl:
         *,
         on_report: Callable[[StageSite, StepDone | StageTimings], None],
         max_queued: int,
+        security: Security,
         network: Network | None = None,
     ) -> None:
         """``network`` emulates one between the engine and the stage."""
         self.site = site
         self._network = network
         self._on_report = on_report
-        self._channel = make_channel(site.address)
+        self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
         self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
+
+    async def connect(self, *, timeout_s: float) -> None:
+        """Make the connection; one that cannot be made is for ``open`` to tell of."""
+        ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (state := self._channel.get_state(try_to_connect=True)) not in ends:
+                    await self._channel.wait_for_state_change(state)
 
     async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
         """Tell the stage what stays the same and wait until it is ready. Raises what the stage raised, or StageLost."""

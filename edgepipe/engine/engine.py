@@ -22,6 +22,7 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable, NoFeasiblePlacement, PlanInvalid, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
+from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
@@ -46,6 +47,7 @@ class Engine:
         nodes: Mapping[NodeId, str],
         pipeline_id: PipelineId,
         hello: common_pb2.Hello,
+        security: Security,
         clock: Clock,
         ids: IdSource,
         on_state: Callable[[EngineState], None],
@@ -62,6 +64,7 @@ class Engine:
 
         nodes          HOST:PORT of every node that the spec names
         hello          this process, as it introduces itself to nodes, stages and gateways
+        security       whom it reaches, and who may call it
         on_state       told at every change that people see, and a few times a second while numbers move
         address        HOST:PORT where gateways reach the server that ``add_to`` was given
         epoch_counter  1 + the highest that anybody has seen of this pipeline
@@ -79,6 +82,7 @@ class Engine:
             config=config,
             pipeline_id=pipeline_id,
             hello=hello,
+            security=security,
             clock=clock,
             policy=policy or _policy(spec.policy, self._limits),
             limits=self._limits,
@@ -115,7 +119,13 @@ class Engine:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve gateways there."""
-        service = EngineService(hello=self._around.hello, door=lambda: self._door, state=self.state, trace=self._trace)
+        service = EngineService(
+            hello=self._around.hello,
+            security=self._around.security,
+            door=lambda: self._door,
+            state=self.state,
+            trace=self._trace,
+        )
         engine_pb2_grpc.add_EngineServicer_to_server(service, server)
 
     def _trace(self, after_step: int) -> EngineTrace | None:
@@ -345,6 +355,7 @@ class Engine:
             pipeline_id=self._around.pipeline_id,
             epoch=self._epoch,
             hello=self._around.hello,
+            security=self._around.security,
             limits=self._limits,
             timeouts=self._timeouts,
             on_progress=self._note_progress,

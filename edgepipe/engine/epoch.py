@@ -14,11 +14,12 @@ from edgepipe.engine.pump import Pump, Registrar
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Event, Policy, Scheduler, SchedulerLimits
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.plans import PipelineSpec
+from edgepipe.wire.plans import Neighbour, PipelineSpec
 from edgepipe.wire.v1 import common_pb2
 
 
@@ -29,6 +30,7 @@ class Surroundings:
     config: ModelConfig
     pipeline_id: PipelineId
     hello: common_pb2.Hello
+    security: Security
     clock: Clock
     policy: Policy
     limits: EngineLimits
@@ -66,6 +68,7 @@ class EpochRun:
                 site,
                 on_report=self.pump.on_report,
                 max_queued=self._most_in_flight + around.limits.max_queued_messages,
+                security=around.security,
                 network=around.network if site.node_id != around.hello.node_id else None,
             )
             for site in sites
@@ -73,12 +76,16 @@ class EpochRun:
 
     async def open(self, *, registration: Registrar, on_events: Callable[[list[Event]], None]) -> None:
         """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost."""
+        timeout_s = self._around.timeouts.open_s
         try:
+            # All are connected before any is opened: a stage that is told of its predecessor in time takes its
+            # connection at once, else that is refused and tried again.
+            async with asyncio.TaskGroup() as tasks:
+                for control in self._controls:
+                    tasks.create_task(control.connect(timeout_s=timeout_s), name=f"connect:{control.site.index}")
             async with asyncio.TaskGroup() as tasks:
                 for control in reversed(self._controls):
-                    opening = control.open(
-                        self._pipeline_spec(control.site), self._around.hello, timeout_s=self._around.timeouts.open_s
-                    )
+                    opening = control.open(self._pipeline_spec(control.site), self._around.hello, timeout_s=timeout_s)
                     tasks.create_task(opening, name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
             raise first_error(group) from None
@@ -143,6 +150,7 @@ class EpochRun:
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
         holder = {part.index: each for each in self.sites for part in each.slices}
         following = [holder[part.index + 1] for part in site.slices if holder.get(part.index + 1, site) is not site]
+        before = [holder[part.index - 1] for part in site.slices if holder.get(part.index - 1, site) is not site]
         return PipelineSpec(
             pipeline_id=self._around.pipeline_id,
             epoch=self.epoch,
@@ -155,4 +163,10 @@ class EpochRun:
             next_address=following[0].address if following else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(self._around.timeouts.step_first_s * 1000),
+            next=_neighbour(following),
+            previous=_neighbour(before),
         )
+
+
+def _neighbour(sites: list[StageSite]) -> Neighbour | None:
+    return Neighbour(node_id=sites[0].node_id, certificate=sites[0].certificate) if sites else None

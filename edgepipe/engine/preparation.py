@@ -15,6 +15,7 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.security import Security
 from edgepipe.model.facts import ModelConfig
 from edgepipe.units import format_bytes
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire, slices_to_wire
@@ -58,6 +59,7 @@ class Preparation:
         pipeline_id: PipelineId,
         epoch: Epoch,
         hello: common_pb2.Hello,
+        security: Security,
         limits: EngineLimits,
         timeouts: EngineTimeouts,
         on_progress: OnProgress,
@@ -68,6 +70,7 @@ class Preparation:
         self._pipeline_id = pipeline_id
         self._epoch = epoch
         self._hello = hello
+        self._security = security
         self._limits = limits
         self._timeouts = timeouts
         self._on_progress = on_progress
@@ -96,7 +99,7 @@ class Preparation:
         name = self._nodes.name(placement.node_id)
         prepared = None
         try:
-            async with make_channel(self._nodes.address(placement.node_id)) as channel:
+            async with self._channel(placement.node_id) as channel:
                 call = node_pb2_grpc.NodeStub(channel).Prepare(
                     self._request(placement), timeout=self._timeouts.prepare_s
                 )
@@ -111,6 +114,9 @@ class Preparation:
         if prepared is None:
             raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)
         return self._site(index, placement, prepared)
+
+    def _channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        return make_channel(self._nodes.address(node_id), self._security.to_node(node_id))
 
     def _request(self, placement: StagePlacement) -> node_pb2.PrepareRequest:
         return node_pb2.PrepareRequest(
@@ -159,6 +165,7 @@ class Preparation:
             kv_block_bytes=prepared.kv_block_bytes,
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
+            certificate=prepared.certificate,
         )
 
     async def _release_node(self, node_id: NodeId) -> None:
@@ -166,7 +173,7 @@ class Preparation:
             hello=self._hello, pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
         )
         try:
-            async with make_channel(self._nodes.address(node_id)) as channel:
+            async with self._channel(node_id) as channel:
                 await node_pb2_grpc.NodeStub(channel).Release(request, timeout=self._timeouts.release_s)
         except (grpc.aio.AioRpcError, EdgepipeError) as exc:
             logger.warning("release failed node=%s pipeline=%s: %s", node_id, self._pipeline_id, exc)

@@ -13,6 +13,7 @@ from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
+from edgepipe.link.security import Security
 from edgepipe.wire.common import check_hello
 from edgepipe.wire.engines import EngineState, EngineTrace, engine_state_to_wire, trace_to_wire
 from edgepipe.wire.requests import (
@@ -103,12 +104,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self,
         *,
         hello: common_pb2.Hello,
+        security: Security,
         door: Callable[[], Door | None],
         state: Callable[[], EngineState],
         trace: Callable[[int], EngineTrace | None],
     ) -> None:
         """``trace`` is given a step and tells what ran after it; None while no pipeline stands."""
         self._hello = hello
+        self._security = security
         self._door = door
         self._state = state
         self._trace = trace
@@ -122,6 +125,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             raise RemoteProtocolError("the gateway closed its stream before its hello")
         gateway = hello_from_wire(first)
         check_hello(gateway)
+        self._security.require_node(context, gateway.node_id)
         if gateway.cluster_id and self._hello.cluster_id and gateway.cluster_id != self._hello.cluster_id:
             raise PairingRejected(
                 "the gateway belongs to another cluster",

@@ -18,6 +18,7 @@ from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.messages import events_from_wire
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.security import Security
 from edgepipe.wire.common import check_hello
 from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
@@ -39,9 +40,10 @@ class LinkLimits:
 class EngineLink:
     """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``open`` admits a request."""
 
-    def __init__(self, served: ServedModel, *, hello: common_pb2.Hello, limits: LinkLimits) -> None:
+    def __init__(self, served: ServedModel, *, hello: common_pb2.Hello, security: Security, limits: LinkLimits) -> None:
         self._served = served
         self._hello = hello
+        self._security = security
         self._limits = limits
         self._active: dict[RequestId, Generation] = {}
         self._submitted_to: dict[RequestId, str] = {}  # engine id
@@ -81,7 +83,8 @@ class EngineLink:
     def move(self, served: ServedModel | None) -> None:
         """Where the engine is now; None while nobody tells of one. A stream that stands is left alone until it breaks
         or there is a newer engine."""
-        newer = served is not None and served.address != self._address
+        known = (self._address, self._served.certificate)
+        newer = served is not None and (served.address, served.certificate) != known
         if served is not None:
             self._served, self._address = served, served.address
         if newer and self._call is not None:
@@ -106,7 +109,11 @@ class EngineLink:
     async def _try(self) -> EdgepipeError:
         """One stream, where the engine is; returns why there is none any more."""
         self._news.clear()
-        async with make_channel(self._address) as channel:
+        try:
+            credentials = self._security.to_process(self._served.certificate)
+        except EdgepipeError as error:
+            return error
+        async with make_channel(self._address, credentials) as channel:
             return await self._session(engine_pb2_grpc.EngineStub(channel))
 
     def _after_break(self, error: EdgepipeError) -> None:

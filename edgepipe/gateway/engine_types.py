@@ -56,6 +56,7 @@ class ServedModel:
     epoch: Epoch
     state: str  # "starting" | "loading" | "ready" | "recovering" | "waiting" | "failed" | "stopping"
     address: str  # HOST:PORT of the engine
+    certificate: bytes = b""  # PEM, of the engine's process; empty where nothing is encrypted
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
     manifest_hash: str = ""

@@ -54,6 +54,7 @@ def _served(entry: node_pb2.ServedModel) -> ServedModel:
         epoch=epoch_from_wire(engine.epoch),
         state=engine.state,
         address=engine.address,
+        certificate=engine.certificate,
         context_length=engine.context_length,
         model_path=entry.model_path,
         manifest_hash=engine.manifest_hash,

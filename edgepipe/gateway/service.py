@@ -28,6 +28,7 @@ from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.ids import IdSource, PipelineId
+from edgepipe.link.security import Security
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 
@@ -44,6 +45,7 @@ class Gateway:
         *,
         node_id: str,
         node_name: str,
+        security: Security,
         clock: Clock,
         ids: IdSource,
         new_seed: Callable[[], int],
@@ -55,6 +57,7 @@ class Gateway:
         timeouts: StreamTimeouts | None = None,
     ) -> None:
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
+        self._security = security
         self._load = load
         self._limits = limits or LinkLimits()
         self._models = ModelTable()
@@ -132,7 +135,7 @@ class Gateway:
         ready = self._ready()
         for key, served in ready.items():
             if key not in self._entries:
-                link = EngineLink(served, hello=self._hello, limits=self._limits)
+                link = EngineLink(served, hello=self._hello, security=self._security, limits=self._limits)
                 entry = ModelEntry(served, link, self._load)
                 self._entries[key] = entry
                 self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from edgepipe.errors import (
+    AccessDenied,
     CapacityError,
     ClusterError,
     ConnectTimeout,
@@ -21,10 +24,14 @@ from edgepipe.errors import (
     SendTimeout,
     UserError,
 )
+from edgepipe.link.security import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.wire.common import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
+_MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
+_MAX_STREAMS = 128  # of one connection
+_MAX_METADATA_BYTES = 16 << 10
 _ERROR_KEY = "edgepipe-error-bin"
 
 # Keepalive on both sides, or servers answer GOAWAY too_many_pings. The ping time-out bounds how long a stopped process
@@ -38,6 +45,8 @@ _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
 ]
 _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
@@ -53,24 +62,46 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.server_handshake_timeout_ms", 3000),
+    ("grpc.max_concurrent_streams", _MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    """A channel of its own to ``HOST:PORT`` or ``unix:PATH``; connects when first used."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def make_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel of its own to ``HOST:PORT``; connects when first used, and to the pinned certificate only."""
+    if credentials.tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    named = [
+        ("grpc.ssl_target_name_override", credentials.server_name),
+        ("grpc.default_authority", credentials.server_name),
+    ]
+    return grpc.aio.secure_channel(address, credentials.tls, options=[*_CHANNEL_OPTIONS, *named])
 
 
-def make_server() -> grpc.aio.Server:
-    """A server whose handlers may raise EdgepipeError: callers get the same class back through ``translated``."""
-    return grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[_ErrorInterceptor()])
+def make_unix_channel(path: str) -> grpc.aio.Channel:
+    """A channel to a Unix socket of this machine."""
+    return grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
 
 
-def bind(server: grpc.aio.Server, *, host: str, port: int) -> int:
+def make_server(security: Security) -> grpc.aio.Server:
+    """A server that lets in whom ``security`` lets in; ``bind`` it with the same.
+
+    Its handlers may raise EdgepipeError: callers get the same class back through ``translated``.
+    """
+    return grpc.aio.server(
+        options=_SERVER_OPTIONS, interceptors=[_Interceptor(security)], maximum_concurrent_rpcs=_MAX_CALLS
+    )
+
+
+def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -> int:
     """Listen on a TCP port (0: any free one) and return it. Raises PortInUse."""
+    credentials = security.server_credentials()
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as exc:
         raise _port_in_use(host, port) from exc
     if bound == 0:
@@ -78,9 +109,11 @@ def bind(server: grpc.aio.Server, *, host: str, port: int) -> int:
     return bound
 
 
-def bind_unix(server: grpc.aio.Server, path: str) -> None:
-    """Listen on a Unix socket. The caller keeps its folder private (0700)."""
+def make_unix_server(path: str) -> grpc.aio.Server:
+    """A server on a Unix socket. Who may open the socket may call: the caller keeps its folder private (0700)."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
+    return server
 
 
 def free_port(host: str) -> int:
@@ -124,6 +157,8 @@ def _port_in_use(host: str, port: int) -> PortInUse:
 
 
 def _status_of(error: EdgepipeError) -> grpc.StatusCode:
+    if isinstance(error, AccessDenied):
+        return grpc.StatusCode.PERMISSION_DENIED
     if isinstance(error, UserError):
         return grpc.StatusCode.INVALID_ARGUMENT
     if isinstance(error, CapacityError):
@@ -135,35 +170,18 @@ def _status_of(error: EdgepipeError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: EdgepipeError) -> None:
+async def _abort(context: Context, error: EdgepipeError) -> None:
     detail = error_to_wire(error).SerializeToString()
     await context.abort(_status_of(error), str(error), trailing_metadata=((_ERROR_KEY, detail),))
 
 
-def _unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behaviour(request, context)
-        except EdgepipeError as exc:
-            await _abort(context, exc)
+class _Interceptor(grpc.aio.ServerInterceptor):
+    """Asks before every handler who calls, and sends our errors whole: gRPC turns an unmapped exception into a bare
+    UNKNOWN. Handlers are coroutines or async generators."""
 
-    return call
-
-
-def _stream(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            async for reply in behaviour(request, context):
-                yield reply
-        except EdgepipeError as exc:
-            await _abort(context, exc)
-
-    return call
-
-
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """gRPC turns an unmapped exception into a bare UNKNOWN; this one sends our errors whole. Handlers are coroutines or
-    async generators."""
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._cuts: set[asyncio.Task[None]] = set()
 
     async def intercept_service(
         self,
@@ -173,14 +191,39 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
+        method = handler_call_details.method
         codecs = {
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), **codecs)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream), **codecs)
+            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream, method), **codecs)
         if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary), **codecs)
-        return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream), **codecs)
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary, method), **codecs)
+        return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, method), **codecs)
+
+    def _unary(self, behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                with self._entering(method, context):
+                    return await behaviour(request, context)
+            except EdgepipeError as exc:
+                await _abort(context, exc)
+
+        return call
+
+    def _stream(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                with self._entering(method, context):
+                    async for reply in behaviour(request, context):
+                        yield reply
+            except EdgepipeError as exc:
+                await _abort(context, exc)
+
+        return call
+
+    def _entering(self, method: str, context: Context) -> AbstractContextManager[None]:
+        return self._security.entering(method, context, cutter(context, self._cuts, partial(_abort, context)))

@@ -37,6 +37,7 @@ class RingTarget:
     max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
     connect_s: float  # until the other side's end stands, the first time
     deadline_s: float  # to be reconnected, and for the oldest step to be acknowledged
+    certificate: bytes = b""  # PEM, of that stage's process; empty where nothing is encrypted
 
 
 @dataclass(slots=True)

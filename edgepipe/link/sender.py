@@ -19,6 +19,7 @@ from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.deadline import Deadline
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
+from edgepipe.link.security import Security
 from edgepipe.link.shaped import Line, Network, PlainLine
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire
 from edgepipe.wire.plans import sample_from_wire
@@ -42,6 +43,7 @@ class RingSender:
         target: RingTarget,
         *,
         hello: common_pb2.Hello,
+        security: Security,
         clock: Clock,
         on_sample: OnSample,
         chunk_bytes: int = CHUNK_BYTES,
@@ -51,6 +53,7 @@ class RingSender:
         self.stats = SendStats()
         self._target = target
         self._hello = hello
+        self._credentials = security.to_process(target.certificate)
         self._clock = clock
         self._on_sample = on_sample
         self._chunk_bytes = chunk_bytes
@@ -77,7 +80,7 @@ class RingSender:
 
     async def run(self) -> None:
         """See ``Outgoing.run``."""
-        channel = make_channel(self._target.address)
+        channel = make_channel(self._target.address, self._credentials)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name=f"ring-deadline:{self._target.address}")

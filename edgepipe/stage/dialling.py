@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from edgepipe.clock import Clock
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.security import Security
 from edgepipe.link.sender import RingSender
 from edgepipe.link.shaped import Network
 from edgepipe.stage.session import Dial
 from edgepipe.wire.v1 import common_pb2
 
 
-def grpc_dial(*, hello: common_pb2.Hello, clock: Clock, network: Network | None = None) -> Dial:
+def grpc_dial(*, hello: common_pb2.Hello, security: Security, clock: Clock, network: Network | None = None) -> Dial:
     """Over gRPC, each link with a channel of its own; over an emulated ``network`` if there is one."""
 
     def dial(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
-        return RingSender(target, hello=hello, clock=clock, on_sample=on_sample, network=network)
+        return RingSender(target, hello=hello, security=security, clock=clock, on_sample=on_sample, network=network)
 
     return dial

@@ -190,6 +190,7 @@ class Session:
             max_queued=2 * spec.max_in_flight + 2,
             connect_s=self._tools.connect_s,
             deadline_s=spec.step_deadline_ms / 1e3,
+            certificate=spec.next.certificate if spec.next is not None else b"",
         )
 
     async def _write(self, replies: Replies) -> None:

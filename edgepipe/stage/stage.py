@@ -15,8 +15,11 @@ from edgepipe.backend.types import DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout, PeerClosed, RemoteProtocolError, ShardMismatch, StageError, StaleEpoch
 from edgepipe.ids import Epoch, PipelineId
+from edgepipe.link.access import Kind
+from edgepipe.link.certificates import read_certificate
 from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
+from edgepipe.link.security import Peer, Security
 from edgepipe.link.serving import Replies, RingStream
 from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.model.facts import Slice
@@ -72,6 +75,7 @@ class Stage:
         backend: Backend,
         clock: Clock,
         hello: common_pb2.Hello,
+        security: Security,
         sampler: Sampler = sample,
         sampler_threads: int = 2,
         compute: ComputeThread | None = None,
@@ -85,6 +89,7 @@ class Stage:
         self._backend = backend
         self._network = network
         self._node_id = hello.node_id
+        self._security = security
         self._trace = new_trace()
         self._counters = Counters()
         self._tools = Tools(
@@ -94,7 +99,7 @@ class Stage:
             trace=self._trace,
             counters=self._counters,
             gate=Gate(),
-            dial=dial or grpc_dial(hello=hello, clock=clock, network=network),
+            dial=dial or grpc_dial(hello=hello, security=security, clock=clock, network=network),
             connect_s=open_s,
             node=hello.node_name,
             stage=name,
@@ -287,7 +292,9 @@ class Stage:
 
     async def _open(self, spec: PipelineSpec) -> Session:
         self._check(spec)
+        previous = _predecessor(spec)
         self._promise(spec)
+        self._security.set_neighbours(previous)
         async with self._opening:
             self._still_promised(spec)
             await self._compute.call(lambda: self._allocate(spec))
@@ -371,3 +378,11 @@ def _stale(epoch: Epoch, promised: Epoch) -> StaleEpoch:
 
 def _layers(slices: Sequence[Slice]) -> str:
     return ", ".join(str(part.layers) for part in slices) or "none"
+
+
+def _predecessor(spec: PipelineSpec) -> list[Peer]:
+    """Whose activations are taken. Raises CertificateInvalid."""
+    if spec.previous is None or not spec.previous.certificate:
+        return []
+    certificate = read_certificate(spec.previous.certificate)
+    return [Peer(node_id=spec.previous.node_id, kind=Kind.STAGE, certificate=certificate)]

@@ -17,7 +17,7 @@ import psutil
 
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.daemon.data_dir import socket_path
-from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.testing.lan import LanHost
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -47,7 +47,7 @@ class Node:
     @contextlib.asynccontextmanager
     async def admin(self) -> AsyncGenerator[node_pb2_grpc.AdminAsyncStub]:
         """Its Admin service."""
-        async with make_channel(f"unix:{socket_path(self.data_dir)}") as channel:
+        async with make_unix_channel(str(socket_path(self.data_dir))) as channel:
             with translated("the node"):
                 yield node_pb2_grpc.AdminStub(channel)
 

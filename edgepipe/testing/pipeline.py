@@ -17,6 +17,7 @@ from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
@@ -116,7 +117,7 @@ class Control:
         self.reports.take(message)
 
     async def _over_grpc(self, address: str) -> None:
-        async with make_channel(address) as channel:
+        async with make_channel(address, Credentials()) as channel:
             call: Any = StageStub(channel).Control(self._outgoing(), wait_for_ready=True)
             with translated(f"the stage at {address}"):
                 async for report in call:
@@ -247,6 +248,7 @@ async def local_stages(
                 backend=make_backend(index),
                 clock=clock,
                 hello=make_hello(role="stage", node_id=f"node{index}", node_name=f"node{index}"),
+                security=Plaintext(),
                 sampler=sampler,
                 dial=_memory_dial(by_address, clock) if over == "memory" else None,
                 network=network,
@@ -272,9 +274,9 @@ def _memory_dial(by_address: dict[str, Stage], clock: Clock) -> Dial:
 
 
 async def _listen(stage: Stage, stack: AsyncExitStack) -> str:
-    server: grpc.aio.Server = make_server()
+    server: grpc.aio.Server = make_server(Plaintext())
     stage.add_to(server)
-    port = bind(server, host="127.0.0.1", port=0)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     stack.push_async_callback(server.stop, None)
     return f"127.0.0.1:{port}"

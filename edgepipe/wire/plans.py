@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
 from edgepipe.errors import RemoteProtocolError
-from edgepipe.ids import Epoch, PipelineId, SequenceId, StepId
+from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.wire.common import (
@@ -23,6 +23,14 @@ from edgepipe.wire.common import (
 )
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """The stage before or after, as its daemon told the engine of it."""
+
+    node_id: NodeId
+    certificate: bytes = b""  # PEM; empty where nothing is encrypted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,8 @@ class PipelineSpec:
     next_address: str  # HOST:PORT of the stage with the next slice; "" at the last
     max_in_flight: int  # steps
     step_deadline_ms: int
+    next: Neighbour | None = None  # at ``next_address``
+    previous: Neighbour | None = None  # whose activations are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ class StageTimings:
 
 def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenPipeline:
     """The first message of a Control stream."""
-    return stage_pb2.OpenPipeline(
+    message = stage_pb2.OpenPipeline(
         hello=hello,
         pipeline_id=spec.pipeline_id,
         epoch=epoch_to_wire(spec.epoch),
@@ -156,6 +166,10 @@ def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenP
         max_in_flight=spec.max_in_flight,
         step_deadline_ms=spec.step_deadline_ms,
     )
+    for field, neighbour in ((message.next, spec.next), (message.previous, spec.previous)):
+        if neighbour is not None:
+            field.node_id, field.certificate = neighbour.node_id, neighbour.certificate
+    return message
 
 
 def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
@@ -177,7 +191,13 @@ def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
         next_address=message.next_address,
         max_in_flight=message.max_in_flight,
         step_deadline_ms=message.step_deadline_ms,
+        next=_neighbour(message.next) if message.HasField("next") else None,
+        previous=_neighbour(message.previous) if message.HasField("previous") else None,
     )
+
+
+def _neighbour(message: stage_pb2.RingNeighbour) -> Neighbour:
+    return Neighbour(node_id=NodeId(message.node_id), certificate=message.certificate)
 
 
 def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:

@@ -19,6 +19,7 @@ from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
+from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.shaped import make_network
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.sampling import SamplingParams
@@ -105,7 +106,7 @@ class FakeGateway:
 
     def __init__(self, address: str, *, node_id: str = "gateway-node", cluster_id: str = "lab") -> None:
         self.node_id = node_id
-        self._channel = make_channel(address)
+        self._channel = make_channel(address, Credentials())
         self._hello = make_hello(role="gateway", node_id=node_id, cluster_id=cluster_id)
         self._commands: asyncio.Queue[engine_pb2.GatewayMessage | None] = asyncio.Queue()
         self._call: Any = None
@@ -315,8 +316,8 @@ async def engine_lab(
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
         )
-        server = make_server()
-        address = f"127.0.0.1:{bind(server, host='127.0.0.1', port=0)}"
+        server = make_server(Plaintext())
+        address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"
         lab = EngineLab(nodes, stages, address)
         engine = lab.engine = Engine(
             config=config,
@@ -324,6 +325,7 @@ async def engine_lab(
             nodes=addresses,
             pipeline_id=PipelineId("pipeline"),
             hello=make_hello(role="engine", node_id="node0", cluster_id="lab"),
+            security=Plaintext(),
             clock=SystemClock(),
             ids=RandomIds(),
             on_state=lab.told,
@@ -360,9 +362,9 @@ def _of_grpc(task: asyncio.Task[Any]) -> bool:
 
 
 async def _serve_node(node: FakeNode, stack: AsyncExitStack) -> str:
-    server: grpc.aio.Server = make_server()
+    server: grpc.aio.Server = make_server(Plaintext())
     node_pb2_grpc.add_NodeServicer_to_server(node, server)  # pyright: ignore[reportArgumentType]
-    port = bind(server, host="127.0.0.1", port=0)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     stack.push_async_callback(server.stop, None)
     return f"127.0.0.1:{port}"

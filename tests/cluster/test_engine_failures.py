@@ -14,6 +14,7 @@ from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import ClusterError, NodeUnreachable, NoFeasiblePlacement, PeerClosed, StageLost, StepFailed
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
@@ -168,7 +169,7 @@ async def test_after_a_failure_new_gateways_hear_why() -> None:
         session.fault(PeerClosed("the stage is shutting down"))
         await gateway.ended("a")
         await failed(lab)
-        async with make_channel(lab.address) as channel:
+        async with make_channel(lab.address, Credentials()) as channel:
             call = engine_pb2_grpc.EngineStub(channel).Generate(
                 iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
             )
@@ -255,7 +256,7 @@ async def test_progress_is_told_while_loading() -> None:
 
 
 async def test_an_engine_that_is_not_ready_takes_no_requests() -> None:
-    async with engine_lab(ready=False) as lab, make_channel(lab.address) as channel:
+    async with engine_lab(ready=False) as lab, make_channel(lab.address, Credentials()) as channel:
         lab.nodes[0].hold = asyncio.Event()
         call = engine_pb2_grpc.EngineStub(channel).Generate(
             iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])

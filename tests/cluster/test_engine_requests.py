@@ -20,6 +20,7 @@ from edgepipe.errors import (
     VersionMismatch,
 )
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
@@ -191,14 +192,14 @@ async def test_a_full_queue_is_said() -> None:
 )
 async def test_strangers_are_turned_away(hello: common_pb2.Hello | None, error: type[EdgepipeError]) -> None:
     first = engine_pb2.GatewayMessage(hello=hello) if hello else engine_pb2.GatewayMessage(cancel=engine_pb2.Cancel())
-    async with engine_lab() as lab, make_channel(lab.address) as channel:
+    async with engine_lab() as lab, make_channel(lab.address, Credentials()) as channel:
         call = engine_pb2_grpc.EngineStub(channel).Generate(iter([first]))
         with pytest.raises(error), translated("the engine"):
             await anext(aiter(call))
 
 
 async def test_describe_tells_the_state() -> None:
-    async with engine_lab(num_stages=3) as lab, make_channel(lab.address) as channel:
+    async with engine_lab(num_stages=3) as lab, make_channel(lab.address, Credentials()) as channel:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 30))
         await gateway.ended("a")

@@ -12,6 +12,7 @@ from pipeline_engine import CONFIG, SmallEngine, stages
 from edgepipe.errors import ConnectTimeout, EdgepipeError, ShardMismatch, StageError, StaleEpoch, VersionMismatch
 from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Credentials
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.testing.pipeline import Control, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
@@ -121,7 +122,7 @@ async def test_numbers_that_cannot_be_are_refused(field: str) -> None:
 
 async def ring_answer(local: LocalStages, opening: stage_pb2.OpenRing) -> Any:
     """What the last stage says to a predecessor."""
-    async with make_channel(local.addresses[-1]) as channel:
+    async with make_channel(local.addresses[-1], Credentials()) as channel:
         call: Any = StageStub(channel).Ring()
         with translated("the stage"):
             await call.write(stage_pb2.RingMessage(open=opening))

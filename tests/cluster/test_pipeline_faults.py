@@ -14,6 +14,7 @@ from edgepipe.backend.types import BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import StepId
 from edgepipe.link.channels import make_channel
+from edgepipe.link.security import Credentials
 from edgepipe.testing.pipeline import Driver, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_to_wire
@@ -165,7 +166,7 @@ async def test_activations_that_do_not_fit_their_plan_are_a_fault_of_the_stage_b
 
 async def test_a_ring_stream_that_breaks_the_rules_ends_the_epoch() -> None:
     async with stages(2) as local:
-        async with local.open(epoch(1)) as driver, make_channel(local.addresses[1]) as channel:
+        async with local.open(epoch(1)) as driver, make_channel(local.addresses[1], Credentials()) as channel:
             call: Any = StageStub(channel).Ring()
             opening = stage_pb2.OpenRing(
                 hello=make_hello(role="stage"),

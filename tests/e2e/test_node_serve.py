@@ -16,6 +16,7 @@ from node_models import CONFIG, pull_emulated, pull_with_weights
 from edgepipe import PROTOCOL_VERSION
 from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, VersionMismatch
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import Credentials
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
@@ -183,7 +184,7 @@ async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
 
 async def say_hello(node: Node, hello: common_pb2.Hello) -> None:
     """Open a heartbeat stream as another node would."""
-    async with make_channel(node.address) as channel:
+    async with make_channel(node.address, Credentials()) as channel:
         with translated("a"):
             call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello, sequence=1)]))
             async for _ in call:

@@ -7,6 +7,7 @@ import pytest
 
 from edgepipe import PROTOCOL_VERSION, errors
 from edgepipe.link import channels
+from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 
@@ -71,13 +72,13 @@ class _Failing:
 
 
 async def test_handlers_errors_reach_the_caller_as_the_same_class() -> None:
-    server = channels.make_server()
+    server = channels.make_server(Plaintext())
     failing: Any = _Failing()
     node_pb2_grpc.add_AdminServicer_to_server(failing, server)
-    port = channels.bind(server, host="127.0.0.1", port=0)
+    port = channels.bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     try:
-        async with channels.make_channel(f"127.0.0.1:{port}") as channel:
+        async with channels.make_channel(f"127.0.0.1:{port}", Credentials()) as channel:
             stub: Any = node_pb2_grpc.AdminStub(channel)
             with pytest.raises(errors.NoFeasiblePlacement) as caught, channels.translated("a"):
                 await stub.Status(node_pb2.StatusRequest(), timeout=5)
@@ -97,19 +98,19 @@ async def test_handlers_errors_reach_the_caller_as_the_same_class() -> None:
 
 async def test_nobody_there_is_a_link_error_that_names_the_peer() -> None:
     port = channels.free_port("127.0.0.1")
-    async with channels.make_channel(f"127.0.0.1:{port}") as channel:
+    async with channels.make_channel(f"127.0.0.1:{port}", Credentials()) as channel:
         stub: Any = node_pb2_grpc.AdminStub(channel)
         with pytest.raises(errors.LinkError, match="studio"), channels.translated("studio"):
             await stub.Status(node_pb2.StatusRequest(), timeout=5)
 
 
 async def test_a_taken_port_says_so() -> None:
-    first, second = channels.make_server(), channels.make_server()
-    port = channels.bind(first, host="127.0.0.1", port=0)
+    first, second = channels.make_server(Plaintext()), channels.make_server(Plaintext())
+    port = channels.bind(first, Plaintext(), host="127.0.0.1", port=0)
     await first.start()
     try:
         with pytest.raises(errors.PortInUse, match=str(port)):
-            channels.bind(second, host="127.0.0.1", port=port)
+            channels.bind(second, Plaintext(), host="127.0.0.1", port=port)
     finally:
         await first.stop(None)
         await second.stop(None)

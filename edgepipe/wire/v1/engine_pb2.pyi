@@ -535,6 +535,7 @@ class EngineState(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     ADMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     STALL_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -575,6 +576,8 @@ class EngineState(_message.Message):
     """since the epoch began: known tokens of sequences when they were admitted"""
     cached_tokens: _builtins.int
     """of those, found in the prefix cache"""
+    certificate: _builtins.bytes
+    """of the engine's process"""
     recoveries: _builtins.int
     """epochs that replaced a failed one"""
     stall_ms: _builtins.int
@@ -614,12 +617,13 @@ class EngineState(_message.Message):
         preemptions: _builtins.int = ...,
         admitted_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        certificate: _builtins.bytes = ...,
         recoveries: _builtins.int = ...,
         stall_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "context_length", b"context_length", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "latency_ms", b"latency_ms", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "latency_ms", b"latency_ms", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

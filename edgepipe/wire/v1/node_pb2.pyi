@@ -128,6 +128,7 @@ class NodeState(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
@@ -151,6 +152,10 @@ class NodeState(_message.Message):
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]: ...
     @_builtins.property
+    def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """certificates of its gateway, and of commands that call engines"""
+
+    @_builtins.property
     def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids that it knows and does not hear"""
 
@@ -169,11 +174,12 @@ class NodeState(_message.Message):
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
         http_port: _builtins.int = ...,
         version: _builtins.int = ...,
+        gateways: _abc.Iterable[_builtins.bytes] | None = ...,
         silent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,12 +428,15 @@ class Prepared(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT of the stage"""
     max_blocks: _builtins.int
     """KV blocks that fit into the reservation"""
     kv_block_bytes: _builtins.int
     weight_bytes: _builtins.int
+    certificate: _builtins.bytes
+    """of the stage"""
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
     def __init__(
@@ -438,10 +447,11 @@ class Prepared(_message.Message):
         kv_block_bytes: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
+        certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "profile", b"profile", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "profile", b"profile", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -788,7 +798,11 @@ class ChildReport(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     PLAN_WANTED_FIELD_NUMBER: _builtins.int
+    DENIED_FIELD_NUMBER: _builtins.int
+    INTRODUCED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
+    introduced: _builtins.int
+    """version of the peers that hold now"""
     child_id: _builtins.str
     """in the first report, whatever it reports"""
     @_builtins.property
@@ -807,6 +821,8 @@ class ChildReport(_message.Message):
     def fault(self) -> _common_pb2.Error: ...
     @_builtins.property
     def plan_wanted(self) -> Global___PlanWanted: ...
+    @_builtins.property
+    def denied(self) -> Global___DeniedCall: ...
     def __init__(
         self,
         *,
@@ -817,13 +833,15 @@ class ChildReport(_message.Message):
         engine: _engine_pb2.EngineState | None = ...,
         fault: _common_pb2.Error | None = ...,
         plan_wanted: Global___PlanWanted | None = ...,
+        denied: Global___DeniedCall | None = ...,
+        introduced: _builtins.int = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "engine", b"engine", "fault", b"fault", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -921,11 +939,14 @@ class ChildStarted(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     child_id: _builtins.str
     kind: _builtins.str
     """"stage" | "engine" | "gateway" """
     port: _builtins.int
     """where it listens"""
+    certificate: _builtins.bytes
+    """made by the child for this life; its key never leaves it"""
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile:
         """stages"""
@@ -937,10 +958,11 @@ class ChildStarted(_message.Message):
         kind: _builtins.str = ...,
         port: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
+        certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "kind", b"kind", "port", b"port", "profile", b"profile"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "child_id", b"child_id", "kind", b"kind", "port", b"port", "profile", b"profile"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,6 +1043,7 @@ class ChildCommand(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     REACHABLE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    INTRODUCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
         """stages"""
@@ -1047,6 +1070,10 @@ class ChildCommand(_message.Message):
     def pause(self) -> Global___PauseStage:
         """stages"""
 
+    @_builtins.property
+    def introduce(self) -> Global___IntroducedPeers:
+        """all kinds: before anything else, and on every change"""
+
     def __init__(
         self,
         *,
@@ -1057,12 +1084,13 @@ class ChildCommand(_message.Message):
         plan: Global___PlanMade | None = ...,
         reachable: Global___Reachable | None = ...,
         pause: Global___PauseStage | None = ...,
+        introduce: Global___IntroducedPeers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1138,6 +1166,120 @@ class RunEngine(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunEngine: _TypeAlias = RunEngine  # noqa: Y015
+
+@_typing.final
+class IntroducedPeers(_message.Message):
+    """Whom a child may talk to: all of them, every time. It answers with `introduced` once this holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___IntroducedPeer]: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        peers: _abc.Iterable[Global___IntroducedPeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroducedPeers: _TypeAlias = IntroducedPeers  # noqa: Y015
+
+@_typing.final
+class IntroducedPeer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """the node that answers for it"""
+    kind: _builtins.str
+    """"node" | "gateway" | "engine" | "stage" """
+    certificate: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "kind", b"kind", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroducedPeer: _TypeAlias = IntroducedPeer  # noqa: Y015
+
+@_typing.final
+class DeniedCall(_message.Message):
+    """A call that a child did not let through."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHO_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    who: _builtins.str
+    what: _builtins.str
+    def __init__(
+        self,
+        *,
+        who: _builtins.str = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["what", b"what", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeniedCall: _TypeAlias = DeniedCall  # noqa: Y015
+
+@_typing.final
+class GatewayRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.bytes
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayRequest: _TypeAlias = GatewayRequest  # noqa: Y015
+
+@_typing.final
+class GatewayReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayReply: _TypeAlias = GatewayReply  # noqa: Y015
 
 @_typing.final
 class ClusterView(_message.Message):

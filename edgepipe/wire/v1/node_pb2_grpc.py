@@ -540,6 +540,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.FromString,
                 _registered_method=True)
+        self.ActAsGateway = channel.unary_stream(
+                '/edgepipe.wire.v1.Admin/ActAsGateway',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -575,6 +580,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ActAsGateway(self, request, context):
+        """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -602,6 +614,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.SerializeToString,
+            ),
+            'ActAsGateway': grpc.unary_stream_rpc_method_handler(
+                    servicer.ActAsGateway,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -739,6 +756,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/Logs',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ActAsGateway(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/ActAsGateway',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.FromString,
             options,
             channel_credentials,
             insecure,

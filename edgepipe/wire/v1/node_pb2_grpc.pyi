@@ -176,6 +176,8 @@ class AdminStub:
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
+    ActAsGateway: _grpc.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]
+    """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -185,6 +187,8 @@ class AdminAsyncStub(AdminStub):
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]  # type: ignore[assignment]
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
+    ActAsGateway: _aio.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]  # type: ignore[assignment]
+    """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -221,5 +225,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.LogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.LogLine], _abc.AsyncIterator[_node_pb2.LogLine]]: ...
+
+    @_abc_1.abstractmethod
+    def ActAsGateway(
+        self,
+        request: _node_pb2.GatewayRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.GatewayReply], _abc.AsyncIterator[_node_pb2.GatewayReply]]:
+        """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

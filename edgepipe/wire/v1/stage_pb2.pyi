@@ -65,6 +65,8 @@ class OpenPipeline(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     STEP_DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     num_slices: _builtins.int
     """of the pipeline"""
@@ -86,6 +88,14 @@ class OpenPipeline(_message.Message):
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]:
         """of this stage"""
 
+    @_builtins.property
+    def next(self) -> Global___RingNeighbour:
+        """the stage at next_address"""
+
+    @_builtins.property
+    def previous(self) -> Global___RingNeighbour:
+        """the stage that sends the activations; nobody else may"""
+
     def __init__(
         self,
         *,
@@ -101,14 +111,40 @@ class OpenPipeline(_message.Message):
         next_address: _builtins.str = ...,
         max_in_flight: _builtins.int = ...,
         step_deadline_ms: _builtins.int = ...,
+        next: Global___RingNeighbour | None = ...,
+        previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "slices", b"slices", "step_deadline_ms", b"step_deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "step_deadline_ms", b"step_deadline_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenPipeline: _TypeAlias = OpenPipeline  # noqa: Y015
+
+@_typing.final
+class RingNeighbour(_message.Message):
+    """A stage as its daemon told the engine of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    certificate: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingNeighbour: _TypeAlias = RingNeighbour  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):

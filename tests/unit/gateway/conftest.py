@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from edgepipe.gateway.engine_link import LinkLimits
 from edgepipe.gateway.service import Gateway, listen
+from edgepipe.link.security import Plaintext
 from tests.unit.gateway.fake_engine import ByteAssets, FakeEngine, start_engine, view_of
 
 
@@ -66,6 +67,7 @@ async def serving(
     gateway = Gateway(
         node_id="node-1",
         node_name="a",
+        security=Plaintext(),
         clock=FixedClock(),
         ids=Counter(),
         new_seed=lambda: 7,

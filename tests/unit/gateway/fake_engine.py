@@ -10,6 +10,7 @@ from typing import Any
 from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.link.channels import bind, make_server
+from edgepipe.link.security import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2
 
@@ -199,9 +200,9 @@ def _ended(
 
 async def start_engine(engine: FakeEngine, *, port: int = 0) -> tuple[Any, str]:
     """A running server and its address."""
-    server = make_server()
+    server = make_server(Plaintext())
     engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
-    bound = bind(server, host="127.0.0.1", port=port)
+    bound = bind(server, Plaintext(), host="127.0.0.1", port=port)
     await server.start()
     return server, f"127.0.0.1:{bound}"
 

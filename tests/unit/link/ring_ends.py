@@ -17,6 +17,7 @@ from edgepipe.link.channels import bind, make_server
 from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
+from edgepipe.link.security import Plaintext
 from edgepipe.link.sender import RingSender
 from edgepipe.link.serving import RingStream
 from edgepipe.link.shaped import Network
@@ -131,9 +132,9 @@ def target(address: str, *, deadline_s: float = 20.0, max_queued: int = 64) -> R
 @asynccontextmanager
 async def grpc_service(hop: Hop) -> AsyncGenerator[str]:
     """The receiving end on a port of its own."""
-    server = make_server()
+    server = make_server(Plaintext())
     add_StageServicer_to_server(RingService(hop), server)  # pyright: ignore[reportArgumentType]
-    port = bind(server, host="127.0.0.1", port=0)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -147,6 +148,7 @@ def grpc_sender(
     return RingSender(
         target(address, **options),
         hello=make_hello(role="stage"),
+        security=Plaintext(),
         clock=SystemClock(),
         on_sample=hop.sample,
         chunk_bytes=chunk_bytes,

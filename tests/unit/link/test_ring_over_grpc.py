@@ -14,6 +14,7 @@ from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.link.channels import free_port, make_channel
+from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.sender import RingSender
 from edgepipe.testing.tcp_proxy import tcp_proxy
 from edgepipe.wire.common import epoch_to_wire, make_hello
@@ -78,6 +79,7 @@ async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
     impatient = RingSender(
         replace(target(nobody), connect_s=0.3),
         hello=make_hello(role="stage"),
+        security=Plaintext(),
         clock=SystemClock(),
         on_sample=lambda _: None,
     )
@@ -117,7 +119,7 @@ async def test_a_sender_that_breaks_the_rules_loses_its_stream_and_the_receiver_
 )
 async def test_something_that_is_no_frame_ends_the_stream(message: stage_pb2.RingMessage) -> None:
     hop = Hop(window=4)
-    async with grpc_service(hop) as address, make_channel(address) as channel:
+    async with grpc_service(hop) as address, make_channel(address, Credentials()) as channel:
         call: Any = StageStub(channel).Ring()
         await call.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
         await call.write(message)
@@ -128,7 +130,7 @@ async def test_something_that_is_no_frame_ends_the_stream(message: stage_pb2.Rin
 
 async def test_frames_of_other_epochs_are_dropped_and_counted() -> None:
     hop = Hop(window=4)
-    async with grpc_service(hop) as address, make_channel(address) as channel:
+    async with grpc_service(hop) as address, make_channel(address, Credentials()) as channel:
         call: Any = StageStub(channel).Ring()
         await call.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
         hop.expect(1)
@@ -143,7 +145,7 @@ async def test_frames_of_other_epochs_are_dropped_and_counted() -> None:
 
 async def test_a_newer_stream_replaces_the_older() -> None:
     hop = Hop(window=4)
-    async with grpc_service(hop) as address, make_channel(address) as channel:
+    async with grpc_service(hop) as address, make_channel(address, Credentials()) as channel:
         older: Any = StageStub(channel).Ring()
         await older.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
         assert (await older.read()).credits == 4
