@@ -101,7 +101,8 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
 
     settings = {**options.CLUSTER_DEFAULTS, **given}
     cluster = options.imagined_cluster(settings, devices=settings["emulate"])
-    limits = imagine(cluster).limits
+    imagined = imagine(cluster)
+    limits = imagined.limits
     workload = options.make_workload_of(settings)
     shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
     return EmulatedRun(
@@ -124,8 +125,7 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
         ),
         serve=serve_request(
             settings["as-model"],
-            nodes=0 if cluster.plan else len(cluster.devices),
-            plan=cluster.plan,
+            plan=imagined.plan,
             micro_batches=settings["micro-batches"],
             policy=settings["policy"],
             context=cluster.context_length,

@@ -17,6 +17,7 @@ from edgepipe.cli import (
     models,
     node,
     overview,
+    plan,
     ps,
     serve,
     service,
@@ -44,6 +45,7 @@ def make_app() -> typer.Typer:
     app.command("demo")(demo.demo)
     app.add_typer(node.app, name="node")
     app.add_typer(models.app, name="models")
+    app.command("plan")(plan.plan)
     app.command("serve")(serve.serve)
     app.command("chat")(chat.chat)
     app.command("ps")(ps.ps)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan
+from edgepipe.planner.cluster import known_cluster, table_free_bytes
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.plan import Wishes, plan
 from edgepipe.planner.ring import RingModel, RingStage
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.units import LinkShape, format_bytes
 
 _BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
-_HEADROOM_BYTES = 600 << 20  # what a node leaves free on a GPU: workspaces, a desktop's compositor
 _KV_SHARE = 0.9  # of what is free beside the weights
-_LEAST_KV_TOKENS = 512  # that every stage must be able to keep for a placement to count
+_CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +47,18 @@ class Imagined:
     row_bytes: int  # of one token's activations on a link
     tile_edges: tuple[int, ...]  # tokens above which a step takes clearly longer somewhere
     link_cap_tokens: int | None = None  # what the slowest link uploads while the slowest device computes a decode step
+    plan: str = ""  # where the layers went: "a:0-15,b:16-31"
 
 
 def imagine(cluster: ImaginedCluster) -> Imagined:
     """Place the model as nodes would. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
-    devices = {
-        name: adjusted(named_device(key), cluster.adjustments)
-        for name, key in zip(_names(len(cluster.devices)), cluster.devices, strict=True)
-    }
-    placed = _place(cluster, devices)
+    known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
+    keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
+    devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
+    wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
+    placed = plan(_demand(cluster), known.machines, known.links, wishes).placed
     parts = [(str(one.node_id), one.part, CostModel(cluster.config, devices[str(one.node_id)])) for one in placed]
     row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
-    keys = dict(zip(devices, cluster.devices, strict=True))
     stages = [
         RingStage(
             name=f"{name} {keys[name]} {part.layers}",
@@ -75,6 +74,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         ring=RingModel(stages=stages, turn_s=cluster.turn_s, seed=cluster.seed),
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
+        plan=",".join(f"{one.node_id}:{one.part.layers}" for one in placed),
         tile_edges=tuple(sorted({first - 1 for one in devices.values() for first, _ in one.tile_steps})),
         link_cap_tokens=_link_cap_tokens(stages),
     )
@@ -86,27 +86,14 @@ def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
     return int(step_s / token_s) if token_s else None
 
 
-def _names(count: int) -> list[str]:
-    """a, b, ..., z, aa, ab, ..."""
-    letters = string.ascii_lowercase
-    return [letters[i] if i < 26 else letters[i // 26 - 1] + letters[i % 26] for i in range(count)]
-
-
-def _place(cluster: ImaginedCluster, devices: Mapping[str, DeviceModel]) -> Sequence[Placed]:
-    rooms = [
-        NodeRoom(
-            node_id=NodeId(name),
-            name=name,
-            free_bytes=_free_bytes(device),
-            bytes_per_weight=_BYTES_PER_VALUE,
-            bytes_per_kv=_BYTES_PER_VALUE,
-        )
-        for name, device in devices.items()
-    ]
-    need = Need(config=cluster.config, kv_tokens=min(_LEAST_KV_TOKENS, _context(cluster)))
-    if cluster.plan:
-        return place_by_plan(need, rooms, cluster.plan)
-    return place(need, rooms, num_nodes=len(rooms))
+def _demand(cluster: ImaginedCluster) -> Demand:
+    """Many conversations: what is simulated is load."""
+    return Demand(
+        config=cluster.config,
+        objective=Objective.THROUGHPUT,
+        context_tokens=min(_CONVERSATION_TOKENS, _context(cluster)),
+        turn_s=cluster.turn_s,
+    )
 
 
 def _limits(
@@ -114,7 +101,7 @@ def _limits(
 ) -> SchedulerLimits:
     """One number of blocks for all stages: what the smallest can hold."""
     room = min(
-        (_free_bytes(devices[name]) - cost.weight_bytes([part])) * _KV_SHARE / cost.kv_bytes_per_token([part])
+        (table_free_bytes(devices[name]) - cost.weight_bytes([part])) * _KV_SHARE / cost.kv_bytes_per_token([part])
         for name, part, cost in parts
     )
     tokens = min(room, cluster.kv_tokens) if cluster.kv_tokens else room
@@ -122,7 +109,7 @@ def _limits(
     if num_blocks < 1:
         raise NoFeasiblePlacement(
             "no room is left for a KV cache",
-            fact=f"the smallest device has {format_bytes(min(_free_bytes(one) for one in devices.values()))}",
+            fact=f"the smallest device has {format_bytes(min(table_free_bytes(one) for one in devices.values()))}",
             next_step="name more devices, larger ones, or a smaller model",
         )
     return SchedulerLimits(
@@ -137,7 +124,3 @@ def _limits(
 def _context(cluster: ImaginedCluster) -> int:
     whole = cluster.config.context_length
     return min(cluster.context_length, whole) if cluster.context_length else whole
-
-
-def _free_bytes(device: DeviceModel) -> int:
-    return device.memory_bytes - min(_HEADROOM_BYTES, device.memory_bytes // 10)

@@ -12,8 +12,8 @@ binary search over the finitely many values of T then finds the smallest cycle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from math import inf
 
@@ -162,6 +162,16 @@ class ExactSearch:
         found = [share for share in shares if share is not None and share.cycle_s < below_s]
         return min(found, key=lambda share: share.cycle_s, default=None)
 
+    def balanced(self, instance: Instance, share: Share, *, slack: float) -> Share:
+        """Among the shares whose cycle is longer by at most ``slack``: one whose slowest server is the fastest."""
+        most_s = share.cycle_s * (1 + slack)
+        search = _Limits(self, instance)
+        limit_s = first_limit(
+            server_times(instance, share.server_s), lambda limit: search.shortest_turn_s(limit) <= most_s
+        )
+        found = None if limit_s is None else search.share(limit_s)
+        return share if found is None or found.server_s >= share.server_s else replace(found, bound_s=share.bound_s)
+
     def stage_sums_s(self, instance: Instance, limit_s: float, choices: Ints) -> tuple[Floats, Ints]:
         """Of these choices: the least sum of step times within the limit ``[C]``, and its layers ``[C, N]``."""
         rooms = rooms_within(instance, limit_s)  # [N, 5]
@@ -286,6 +296,20 @@ def _alike(instance: Instance) -> tuple[float, float] | None:
     if np.ptp(latencies) or not np.isfinite(uploads).all() or np.ptp(uploads):
         return None
     return float(uploads[0]), float(latencies[0])
+
+
+def first_limit(limits: Floats, holds: Callable[[float], bool]) -> float | None:
+    """The smallest limit that holds, if the last one does; every limit above one that holds does too."""
+    low, high = 0, len(limits) - 1
+    if not len(limits) or not holds(float(limits[high])):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if holds(float(limits[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return float(limits[low])
 
 
 def could_fit(instance: Instance, limit_s: float) -> bool:

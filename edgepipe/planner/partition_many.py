@@ -26,6 +26,7 @@ from edgepipe.planner.partition import (
     Share,
     could_fit,
     evaluate,
+    first_limit,
     rooms_within,
     server_times,
 )
@@ -74,6 +75,15 @@ class ManySearch:
         shares = [self._share(instance, limits[index], bound_s) for index, value in bounds.items() if value < inf]
         found = [share for share in shares if share is not None and share.cycle_s < below_s]
         return min(found, key=lambda share: share.cycle_s, default=None)
+
+    def balanced(self, instance: Instance, share: Share, *, slack: float) -> Share:
+        """See ``ExactSearch.balanced``."""
+        most_s = share.cycle_s * (1 + slack)
+        limits = server_times(instance, share.server_s)
+        limit_s = first_limit(limits, lambda limit: self._bound_s(instance, limit) <= most_s)
+        found = None if limit_s is None else self._share(instance, limit_s, share.bound_s)
+        worse = found is None or found.server_s >= share.server_s or found.cycle_s > most_s
+        return share if found is None or worse else found
 
     def _bound_s(self, instance: Instance, limit_s: float) -> float:
         """The shortest turn with no server above the limit, if every way in were the cheapest."""

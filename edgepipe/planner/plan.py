@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -18,11 +18,11 @@ from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Instance, Sha
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
-from edgepipe.planner.repair import fill_gaps
 from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import format_bytes, format_duration_s
 
+_SLACK = 0.01  # of the objective, given up where that spreads the work more evenly
 _WORTH = 0.02  # gain below which another device is not worth its trouble
 
 
@@ -34,8 +34,6 @@ class Wishes:
     exclude: tuple[str, ...] = ()  # names or ids
     layers: str = ""  # "a:0-14,b:15-29": everything by hand
     first: str = ""  # the node that embeds, beside which the engine runs
-    fixed: tuple[Placed, ...] = ()  # slices that stay where they are; the gaps between them are filled
-    on_disk: Mapping[NodeId, frozenset[int]] = field(default_factory=dict[NodeId, frozenset[int]])  # layers, for gaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +98,13 @@ def plan(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wish
     if wishes.layers:
         placed = place_by_plan(_need(demand, demand.least_kv_tokens), [one.room for one in able], wishes.layers)
         return describe(demand, placed, able, links)
-    if wishes.fixed:
-        placed = fill_gaps(demand, able, wishes.fixed, wishes.on_disk)
-        return describe(demand, placed, able, links)
     search = _Search(demand, able, links, wishes)
     found = search.best()
     if found is None:
         raise too_small(demand, able, num_nodes=wishes.num_nodes)
     share, kv_tokens = found
     result = describe(demand, search.placed(share), able, links)
-    gap = 1 - share.bound_s / share.cycle_s
+    gap = max(0.0, 1 - share.bound_s / share.cycle_s)
     return replace(result, left_out=(*excluded, *search.left_out(share, kv_tokens)), gap=gap)
 
 
@@ -203,7 +198,9 @@ class _Search:
         if not found:
             return None
         share, kv_tokens, self._micro_batches = found[-1]
-        return self._without_needless(share, kv_tokens), kv_tokens
+        share = self._without_needless(share, kv_tokens)
+        search = self._new_search(len(share.devices))
+        return search.balanced(self._instance_with(kv_tokens), share, slack=_SLACK), kv_tokens
 
     def placed(self, share: Share) -> tuple[Placed, ...]:
         """The share as slices."""
@@ -217,7 +214,7 @@ class _Search:
 
     def left_out(self, share: Share, kv_tokens: int) -> list[LeftOut]:
         """Machines that are not used, each with the reason."""
-        instance = self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
+        instance = self._instance_with(kv_tokens)
         reasons: dict[tuple[int, int], str] = {}  # machines of one kind share theirs
         out: list[LeftOut] = []
         for index, machine in enumerate(self._machines):
@@ -274,6 +271,10 @@ class _Search:
     def _new_search(self, count: int, must: Sequence[int] = ()) -> ExactSearch | ManySearch:
         kind = ExactSearch if len(self._machines) <= EXACT_DEVICES else ManySearch
         return kind(len(self._machines), count=count, first=self._first, must=must)
+
+    def _instance_with(self, kv_tokens: int) -> Instance:
+        """With the M of the share that was found last."""
+        return self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
 
     def _reason(self, index: int, share: Share, instance: Instance) -> str:
         room, machine = instance.most_layers[index], self._machines[index]

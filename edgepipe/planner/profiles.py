@@ -140,7 +140,8 @@ class Machine:
     room: NodeRoom
     device: str  # for people: "RTX 4090"
     speed: Speed
-    taken_bytes: int = 0  # of its memory by other programs, as far as is known
+    total_bytes: int = 0  # of the device's memory; 0: not known
+    taken_bytes: int = 0  # of that by other programs, as far as is known
 
     @property
     def node_id(self) -> NodeId:

@@ -113,35 +113,6 @@ def test_what_fits_nowhere_is_added_up_and_what_helps_is_named():
     assert any(one.enough and "machine" in one.what for one in short.helps)
 
 
-def test_lost_layers_go_to_who_has_them_on_disk_and_the_rest_stays():
-    able = machines("4x rtx4090", BIG)
-    before = place_by_plan_of(able, "a:0-20,b:21-41,c:42-63")
-    left = tuple(one for one in before if one.node_id != "b")
-    survivors = [one for one in able if one.name != "b"]
-    found = plan(Demand(config=BIG), survivors, LAN, Wishes(fixed=left))
-    assert layers(found) == "a:0-20,d:21-41,c:42-63"
-    spare = [*survivors, machine("e", "m4max", BIG)]
-    on_disk = {NodeId("e"): frozenset(range(21, 42))}
-    found = plan(Demand(config=BIG), spare, LAN, Wishes(fixed=left, on_disk=on_disk))
-    assert layers(found) == "a:0-20,e:21-41,c:42-63"
-
-
-def test_lost_ends_take_embedding_and_head_with_them():
-    able = machines("4x rtx4090", BIG)
-    middle = place_by_plan_of(able, "a:0-20,b:21-41,c:42-63")[1:2]
-    found = plan(Demand(config=BIG), able, LAN, Wishes(fixed=middle))
-    assert found.stages[0].part.embedding
-    assert found.stages[-1].part.head
-    assert [one.part.layers for one in found.stages if one.machine.name == "b"] == [middle[0].part.layers]
-
-
-def test_lost_layers_that_fit_nowhere_are_named():
-    able = machines("2x rtx4090", BIG)
-    left = place_by_plan_of(machines("3x rtx4090", BIG), "a:0-20,b:21-41,c:42-63")[:2]
-    with pytest.raises(NoFeasiblePlacement, match="42-63"):
-        plan(Demand(config=BIG), able, LAN, Wishes(fixed=left))
-
-
 def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter():
     able = machines("3x rtx4090", BIG)
     found = plan(Demand(config=BIG), able, LAN, Wishes(layers="a:0-20,b:21-41,c:42-63"))

@@ -1,0 +1,142 @@
+"""``edgepipe plan``: where every layer would go and how fast that would be, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, Json
+from edgepipe.cli.output import make_console, print_json
+from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from edgepipe.planner.cluster import Cluster
+    from edgepipe.planner.demand import Demand
+    from edgepipe.planner.plan import Wishes
+
+_CONVERSATION_TOKENS = 4096  # a long chat, when nobody says
+_READ_TOKENS = 1024  # that a token attends to on average, when nobody says
+
+ObjectiveName = Annotated[str, typer.Option("--objective", help="latency: one chat's speed; throughput: of all.")]
+Exclude = Annotated[str, typer.Option("--exclude", help="Nodes to leave out: a,b.", show_default=False)]
+First = Annotated[str, typer.Option("--first", help="The node that holds the first layers.", show_default=False)]
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known shape: qwen2.5-32b, ...")],
+    objective: ObjectiveName = "",
+    context: Annotated[int, typer.Option("--context", min=0, help="Tokens that must fit; 0: as many as do.")] = 0,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Chats side by side.")] = 16,
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as is best.")] = 0,
+    exclude: Exclude = "",
+    first: First = "",
+    layers: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
+    what_if: Annotated[
+        str,
+        typer.Option("--what-if", help='Compare: "add rtx4090, link 2.5gbit, memory a 64GB".', show_default=False),
+    ] = "",
+    emulate: Annotated[
+        str, typer.Option("--emulate", help='Devices of the table: "4x rtx4090".  [default: the cluster]')
+    ] = "",
+    link: Annotated[str, typer.Option("--link", help="Between those devices: 1gbit,0.3ms.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Show where layers would go and how fast that would be."""
+    from edgepipe.planner.plan import Wishes
+
+    if link and not emulate:
+        raise ConfigInvalid("--link goes with --emulate", fact="links of a running cluster are measured")
+    if emulate and data_dir is not None:
+        raise ConfigInvalid("--emulate imagines a cluster of its own", next_step="leave --data-dir out, or --emulate")
+    wishes = Wishes(
+        num_nodes=nodes,
+        exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
+        layers=layers,
+        first=first,
+    )
+    if emulate:
+        cluster = _imagined(model, emulate, link or "1gbit,0.3ms")
+    else:
+        cluster = _surveyed(model, dtype, data_dir)
+    demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
+    _show(cluster if not force else _all_memory(cluster), demand, wishes, what_if=what_if, as_json=as_json)
+
+
+def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: int) -> Demand:
+    """What the flags ask for. Raises ConfigInvalid."""
+    from edgepipe.planner.demand import Demand, Objective
+
+    kinds = {"": Objective.LATENCY, **{kind.value: kind for kind in Objective}}
+    if objective not in kinds:
+        raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
+    whole = cluster.config.context_length
+    if context > whole:
+        raise ConfigInvalid(f"--context {context} is more than the model takes", fact=f"it takes {whole} tokens")
+    conversation = context or min(_CONVERSATION_TOKENS, whole)
+    return Demand(
+        config=cluster.config,
+        objective=kinds[objective],
+        concurrency=concurrency,
+        context_tokens=conversation,
+        must_keep_tokens=context,
+        read_tokens=min(_READ_TOKENS, conversation),
+    )
+
+
+def _imagined(model: str, devices: str, link: str) -> Cluster:
+    from edgepipe.backend.devices import parse_devices
+    from edgepipe.model.shapes import named_shape
+    from edgepipe.planner.cluster import known_cluster
+    from edgepipe.units import parse_link
+
+    return known_cluster(parse_devices(devices), named_shape(model), link=parse_link(link), model=model)
+
+
+def _surveyed(model: str, dtype: str, data_dir: Path | None) -> Cluster:
+    raise ConfigInvalid("only --emulate")
+
+
+def _all_memory(cluster: Cluster) -> Cluster:
+    """As if nothing else ran and nothing had to stay free."""
+    machines = [
+        replace(one, room=replace(one.room, free_bytes=max(one.total_bytes, one.room.free_bytes)), taken_bytes=0)
+        for one in cluster.machines
+    ]
+    return replace(cluster, machines=tuple(machines))
+
+
+def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_json: bool) -> None:
+    from edgepipe.cli.plan_view import render_preview, render_shortage
+    from edgepipe.planner.plan import plan as make_plan
+    from edgepipe.planner.preview import preview, preview_as_dict, shortage_as_dict
+    from edgepipe.planner.shortage import shortage_of
+    from edgepipe.planner.what_if import changed
+
+    console = make_console()
+    other = changed(cluster, what_if) if what_if else None
+    try:
+        shown = preview(demand, cluster, wishes)
+    except NoFeasiblePlacement:
+        if cluster.machines:
+            short = shortage_of(demand, cluster.machines, num_nodes=wishes.num_nodes)
+            if as_json:
+                print_json(shortage_as_dict(short))
+            else:
+                for part in render_shortage(short, cluster.model):
+                    console.print(part)
+        raise
+    if other is not None:
+        what_would = make_plan(demand, other.machines, other.links, replace(wishes, layers=""))
+        shown = replace(shown, changed=what_would, changes=what_if)
+    if as_json:
+        print_json(preview_as_dict(shown))
+        return
+    for part in render_preview(shown):
+        console.print(part)

@@ -1,0 +1,236 @@
+"""The picture that ``edgepipe plan`` prints: made for 80 columns, true also without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from edgepipe.cli.output import bar, make_table, printable
+from edgepipe.planner.demand import Objective
+from edgepipe.planner.plan import Plan
+from edgepipe.planner.preview import Preview, busy_fraction, plan_text
+from edgepipe.planner.profiles import MEASURED
+from edgepipe.units import format_bytes, format_duration_s, format_rate
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from edgepipe.planner.forecast import Hop
+    from edgepipe.planner.shortage import Shortage
+    from edgepipe.planner.what_if import Alternative
+
+_BAR_CELLS = 10
+_TOKEN_CELLS = 44
+_NAME_CHARS = 14
+_DEVICE_CHARS = 16
+_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
+_WHERE_CHARS = 32
+_MOST_LEFT_OUT = 6
+
+
+def render_preview(shown: Preview) -> Iterator[RenderableType]:
+    """Headline, machines, the ring, one token's time, predictions, comparisons."""
+    found = shown.plan
+    yield _headline(shown)
+    yield Text()
+    yield _machines(found)
+    yield from _left_out(found)
+    if len(found.stages) > 1:
+        yield Text()
+        yield from _ring(found)
+    yield Text()
+    yield from _token(found)
+    yield Text()
+    yield from _predictions(found)
+    if shown.alternatives or shown.changed is not None:
+        yield Text()
+        yield _compared(shown)
+    if shown.helps:
+        yield Text()
+        yield _helps(shown)
+
+
+def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
+    """What is needed, what there is machine by machine, what would help."""
+    line = Text(f"{printable(model)} does not fit: ", style="bold red")
+    line.append(f"needs {format_bytes(short.needed_bytes)}", style="not bold")
+    yield line
+    table = make_table("", "", right=("",))
+    kv = f"KV of {short.kv_tokens} tokens"
+    for what, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
+        table.add_row(f"  {what}", format_bytes(size))
+    for name, size in short.rooms:
+        table.add_row(f"  free on {_short(name)}", format_bytes(size))
+    table.add_row("  free", format_bytes(short.free_bytes))
+    missing = format_bytes(short.missing_bytes) if short.missing_bytes else "no cut between layers fits"
+    table.add_row("  missing", Text(missing, style="red"))
+    yield table
+    yield Text()
+    helps = make_table("WHAT WOULD HELP", "GAIN", "", right=("GAIN",))
+    for one in short.helps:
+        helps.add_row(f"  {printable(one.what)}", format_bytes(one.gain_bytes), "enough" if one.enough else "")
+    yield helps
+    yield Text("\nor plan as if all memory were free: --force (it may swap, or be killed)", style="dim")
+
+
+def _headline(shown: Preview) -> Text:
+    found = shown.plan
+    total = len(found.stages) + len(found.left_out)
+    aim = "one chat" if found.demand.objective is Objective.LATENCY else f"{found.demand.concurrency} chats"
+    line = Text(printable(shown.model), style="bold")
+    machines = (
+        f"{_count(len(found.stages), 'slice')} on {len({one.machine.node_id for one in found.stages})} of {total}"
+    )
+    line.append(f" · {machines} machines · best for {aim}", style="not bold")
+    return line
+
+
+def _machines(found: Plan) -> Table:
+    table = make_table("MACHINE", "LAYERS", "MEMORY", "STEP", "BUSY", right=("STEP", "BUSY"))
+    for index, stage in enumerate(found.stages):
+        used, free = stage.weight_bytes + stage.kv_bytes, stage.machine.room.free_bytes
+        room = bar(used / free if free else 1.0, width=_BAR_CELLS)
+        style = "red" if used > free else ""
+        name = Text(_short(stage.machine.name), style=_COLOURS[index % len(_COLOURS)])
+        name.append(f" {_device(stage.machine.device)}", style="dim")
+        table.add_row(
+            name,
+            str(stage.part.layers),
+            Text(f"{room} {used / 1e9:.1f} of {free / 1e9:.1f} GB", style=style),
+            f"{stage.alone_s * 1e3:.1f} ms",
+            f"{busy_fraction(found, index):.0%}",
+        )
+    return table
+
+
+def _left_out(found: Plan) -> Iterator[Text]:
+    for one in found.left_out[:_MOST_LEFT_OUT]:
+        yield Text(f"without {_short(one.machine.name)} {_device(one.machine.device)}: {one.reason}", style="dim")
+    if more := len(found.left_out) - _MOST_LEFT_OUT:
+        if more > 0:
+            yield Text(f"and without {_count(more, 'more machine')}", style="dim")
+
+
+def _ring(found: Plan) -> Iterator[Text]:
+    """A token's way from top to bottom, with what holds it up."""
+    for index, stage in enumerate(found.stages):
+        line = Text("  ")
+        line.append(f"{_short(stage.machine.name)} {stage.part.layers}", style=_COLOURS[index % len(_COLOURS)])
+        if stage.machine.node_id == found.engine and index == 0:
+            line.append("  engine", style="dim")
+        yield _marked(line, found, f"stage {index}")
+        if index < len(found.one.hops):
+            yield _marked(Text(f"  │ {_link(found.many.hops[index])}"), found, f"link {index}-{index + 1}")
+    yield Text(f"  ╰─▶ token · {format_duration_s(found.one.closing_s)} until the next one begins")
+
+
+def _marked(line: Text, found: Plan, place: str) -> Text:
+    if found.many.bottleneck == place:
+        line.append("  ◀ bottleneck", style="bold red")
+    return line
+
+
+def _link(hop: Hop) -> str:
+    shape = hop.link.shape
+    rate = "" if shape.bytes_per_s == float("inf") else f" · {format_rate(shape.bytes_per_s)}"
+    upload = f" · {format_duration_s(hop.upload_s)} a step" if hop.upload_s else ""
+    source = "" if hop.link.measured else " · assumed"
+    return f"{format_duration_s(shape.one_way_s)}{rate}{upload}{source}"
+
+
+def _token(found: Plan) -> Iterator[Text]:
+    """Where one chat's token spends its time, as one bar."""
+    one = found.one
+    hops_s = one.turn_s - sum(one.step_s)
+    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, one.step_s, strict=True)]
+    line = Text("one token  ")
+    legend = Text("           ")
+    for index, (name, seconds) in enumerate([*parts, ("hops, sampling", hops_s)]):
+        cells = max(1, round(_TOKEN_CELLS * seconds / one.turn_s)) if one.turn_s else 1
+        style = _COLOURS[index % len(_COLOURS)] if index < len(parts) else "dim"
+        line.append(("█" if index % 2 == 0 else "▓") * cells if index < len(parts) else "░" * cells, style=style)
+        legend.append(f"{name} {seconds * 1e3:.1f}", style=style)
+        legend.append(" · " if index < len(parts) else "")
+    line.append(f" {format_duration_s(one.turn_s)}")
+    yield line
+    legend.append(" ms")
+    yield legend
+
+
+def _predictions(found: Plan) -> Iterator[RenderableType]:
+    many, demand = found.many, found.demand
+    table = make_table("EXPECTED", "", "")
+    first = f"first word of a {demand.read_tokens}-token prompt in {format_duration_s(found.first_token_s)}"
+    table.add_row("  one chat", f"{found.one.tokens_per_s:.1f} tok/s", first)
+    each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
+    table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
+    chats = found.kv_tokens // demand.context_tokens
+    table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{_count(chats, 'chat')} of {demand.context_tokens}")
+    yield table
+    yield Text(f"  {_sources(found)}", style="dim")
+    if found.gap > 0.01:
+        yield Text(f"  another order of machines might be up to {found.gap:.0%} faster", style="dim")
+
+
+def _sources(found: Plan) -> str:
+    """What the predictions rest on."""
+    measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
+    links = [hop.link.measured for hop in found.one.hops]
+    if all(measured):
+        devices = "devices measured"
+    elif any(measured):
+        devices = f"{sum(measured)} of {len(measured)} devices measured, others estimated from data sheets"
+    else:
+        devices = "devices estimated from data sheets"
+    if not links:
+        return devices
+    how = "measured" if all(links) else "assumed" if not any(links) else "partly measured"
+    return f"{devices}, links {how}"
+
+
+def _compared(shown: Preview) -> Table:
+    table = make_table("COMPARED", "ONE CHAT", "MANY", "", right=("ONE CHAT", "MANY"))
+    table.add_row("  this plan", *_rates(shown.plan), "")
+    if shown.changed is not None:
+        table.add_row("  with the changes", *_rates(shown.changed), plan_text(shown.changed)[:_WHERE_CHARS])
+    for one in shown.alternatives:
+        table.add_row(f"  {one.what}", *_alternative(one))
+    return table
+
+
+def _alternative(one: Alternative) -> tuple[str, str, str]:
+    if one.plan is None:
+        return "-", "-", "does not fit"
+    return (*_rates(one.plan), plan_text(one.plan)[:_WHERE_CHARS])
+
+
+def _rates(found: Plan) -> tuple[str, str]:
+    return f"{found.one.tokens_per_s:.1f}", f"{found.many.tokens_per_s:.1f}"
+
+
+def _helps(shown: Preview) -> Table:
+    table = make_table("WHAT WOULD HELP MOST", "GAIN", right=("GAIN",))
+    for one in shown.helps:
+        table.add_row(f"  {printable(one.what)}", f"+{one.gain_over(shown.plan):.0%}")
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _short(name: str) -> str:
+    text = printable(name)
+    return text if len(text) <= _NAME_CHARS else text[: _NAME_CHARS - 1] + "…"
+
+
+def _device(name: str) -> str:
+    """``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
+    text = printable(name)
+    for word in ("NVIDIA ", "GeForce ", "Apple ", " (emulated)", "(R)", "(TM)"):
+        text = text.replace(word, "")
+    return text if len(text) <= _DEVICE_CHARS else text[: _DEVICE_CHARS - 1] + "…"

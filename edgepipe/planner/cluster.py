@@ -1,0 +1,104 @@
+"""Machines and links with the model that they are to run: as measured, as imagined, and as they might be. PURE."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from edgepipe.backend.cost import CostModel
+from edgepipe.backend.devices import DeviceModel, adjusted, named_device
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.placement import NodeRoom
+from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.units import LinkShape
+
+_HEADROOM_BYTES = 600 << 20  # what a node leaves free on a GPU: workspaces, a desktop's compositor
+_BYTES_PER_VALUE = 2  # bf16, of weights and of KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What a plan is made of."""
+
+    model: str  # for people
+    config: ModelConfig
+    machines: tuple[Machine, ...]
+    links: Links
+
+    def with_machine(self, machine: Machine) -> Cluster:
+        """One more; its links are as assumed, or as the fastest measured one."""
+        assumed = self.links.assumed or min(
+            self.links.measured.values(), key=lambda link: link.one_way_s, default=LinkShape()
+        )
+        return replace(self, machines=(*self.machines, machine), links=replace(self.links, assumed=assumed))
+
+    def with_links(self, shape: LinkShape, nodes: Iterable[NodeId] = ()) -> Cluster:
+        """All links replaced, or those from and to ``nodes``."""
+        touched = frozenset(nodes)
+        ids = [one.node_id for one in self.machines]
+        links = self.links
+        for a in ids:
+            for b in ids:
+                if a != b and (not touched or a in touched or b in touched):
+                    links = links.with_shape(a, b, shape)
+        return replace(self, links=links)
+
+    def with_memory(self, node: NodeId, more_bytes: int) -> Cluster:
+        """One machine with so much more."""
+        return replace(
+            self,
+            machines=tuple(
+                replace(one, room=replace(one.room, free_bytes=one.room.free_bytes + more_bytes))
+                if one.node_id == node
+                else one
+                for one in self.machines
+            ),
+        )
+
+
+def known_cluster(
+    devices: Sequence[str],
+    config: ModelConfig,
+    *,
+    link: LinkShape,
+    model: str = "",
+    adjustments: Mapping[str, str] | None = None,
+) -> Cluster:
+    """Devices of the table, called a, b, c, ..., with one kind of link. Raises ConfigInvalid."""
+    speeds: dict[str, Machine] = {}
+    machines: list[Machine] = []
+    for name, key in zip(names(len(devices)), devices, strict=True):
+        if key not in speeds:
+            speeds[key] = table_machine(name, adjusted(named_device(key), adjustments or {}), config)
+        known = speeds[key]
+        machines.append(replace(known, room=replace(known.room, node_id=NodeId(name), name=name)))
+    return Cluster(model=model, config=config, machines=tuple(machines), links=Links(assumed=link))
+
+
+def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machine:
+    """A device by its data sheet."""
+    return Machine(
+        room=NodeRoom(
+            node_id=NodeId(name),
+            name=name,
+            free_bytes=table_free_bytes(device),
+            bytes_per_weight=_BYTES_PER_VALUE,
+            bytes_per_kv=_BYTES_PER_VALUE,
+        ),
+        device=device.name,
+        speed=TableSpeed(CostModel(config, device)),
+        total_bytes=device.memory_bytes,
+    )
+
+
+def table_free_bytes(device: DeviceModel) -> int:
+    """For weights and KV, on a machine that does nothing else."""
+    return device.memory_bytes - min(_HEADROOM_BYTES, device.memory_bytes // 10)
+
+
+def names(count: int) -> list[str]:
+    """a, b, ..., z, aa, ab, ..."""
+    letters = string.ascii_lowercase
+    return [letters[i] if i < 26 else letters[i // 26 - 1] + letters[i % 26] for i in range(count)]

@@ -1,0 +1,175 @@
+"""A plan as facts: what the command line draws, ``--json`` prints and the wizard reads. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.model.shapes import model_shapes
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.demand import Demand
+from edgepipe.planner.forecast import Hop
+from edgepipe.planner.plan import Plan, PlannedStage, Wishes, plan
+from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
+from edgepipe.planner.shortage import Shortage
+from edgepipe.planner.what_if import Alternative, alternatives, helps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """A plan with what it is compared to."""
+
+    model: str
+    plan: Plan
+    alternatives: tuple[Alternative, ...] = ()
+    helps: tuple[Alternative, ...] = ()
+    changed: Plan | None = None  # the same cluster with ``--what-if``
+    changes: str = ""
+
+
+def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool = True) -> Preview:
+    """Plan, and compare. Raises what ``plan`` raises."""
+    found = plan(demand, cluster.machines, cluster.links, wishes)
+    return Preview(
+        model=cluster.model,
+        plan=found,
+        alternatives=tuple(alternatives(demand, cluster, found)) if compare else (),
+        helps=tuple(helps(demand, cluster, found)) if compare else (),
+    )
+
+
+def preview_as_dict(shown: Preview) -> dict[str, Any]:
+    """Plain values; seconds, bytes and tokens as numbers."""
+    return {
+        "model": shown.model,
+        **plan_as_dict(shown.plan),
+        "alternatives": [{"what": one.what, "why_not": one.why_not, **_rates(one.plan)} for one in shown.alternatives],
+        "helps": [
+            {"what": one.what, "gain": round(one.gain_over(shown.plan), 4), **_rates(one.plan)} for one in shown.helps
+        ],
+        "what_if": None if shown.changed is None else {"changes": shown.changes, **plan_as_dict(shown.changed)},
+    }
+
+
+def plan_as_dict(found: Plan) -> dict[str, Any]:
+    """One plan as plain values."""
+    demand, many = found.demand, found.many
+    return {
+        "objective": demand.objective.value,
+        "concurrency": demand.concurrency,
+        "context_tokens": demand.context_tokens,
+        "plan": plan_text(found),
+        "engine": str(found.engine),
+        "stages": [_stage_as_dict(found, index) for index in range(len(found.stages))],
+        "links": [_hop_as_dict(found, index, hop) for index, hop in enumerate(found.one.hops)],
+        "left_out": [{"node": one.machine.name, "reason": one.reason} for one in found.left_out],
+        "kv_tokens": found.kv_tokens,
+        "micro_batches": many.micro_batches,
+        "bottleneck": many.bottleneck,
+        "token_s": found.one.turn_s,
+        "first_token_s": found.first_token_s,
+        "first_token_prompt_tokens": demand.read_tokens,
+        "gap": found.gap,
+        "source": MEASURED if found.measured else ESTIMATED,
+        **_rates(found),
+    }
+
+
+def plan_text(found: Plan) -> str:
+    """As ``--plan`` takes it."""
+    return ",".join(f"{stage.machine.name}:{stage.part.layers}" for stage in found.stages)
+
+
+def shortage_as_dict(short: Shortage) -> dict[str, Any]:
+    """The arithmetic of a model that fits nowhere."""
+    return {
+        "needed_bytes": short.needed_bytes,
+        "weight_bytes": short.weight_bytes,
+        "kv_bytes": short.kv_bytes,
+        "kv_tokens": short.kv_tokens,
+        "free_bytes": short.free_bytes,
+        "missing_bytes": short.missing_bytes,
+        "machines": [{"node": name, "free_bytes": size} for name, size in short.rooms],
+        "helps": [{"what": one.what, "gain_bytes": one.gain_bytes, "enough": one.enough} for one in short.helps],
+    }
+
+
+def busy_fraction(found: Plan, index: int) -> float:
+    """Of a slice's device, with as many chats as are asked for."""
+    many = found.many
+    cycle_s = max(many.micro_batches * many.server_s, many.turn_s)
+    return many.micro_batches * many.step_s[index] / cycle_s if cycle_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFit:
+    """A well-known model on a cluster."""
+
+    model: str
+    weight_bytes: int
+    plan: Plan | None  # None: it does not fit
+
+
+def which_fit(
+    machines_for: Sequence[tuple[str, Sequence[Machine]]], links: Links, *, read_tokens: int = 1024
+) -> list[ModelFit]:
+    """Of every model with its machines (their speeds are a model's own): whether it fits and how fast it would be.
+
+    The largest first; what fits nowhere comes last.
+    """
+    fits = [_fit(model, machines, links, read_tokens) for model, machines in machines_for]
+    return sorted(fits, key=lambda one: (one.plan is None, -one.weight_bytes))
+
+
+def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int) -> ModelFit:
+    config = model_shapes()[model]
+    demand = Demand(config=config, read_tokens=read_tokens)
+    whole = config.num_layers * config.layer_parameters() + config.vocab_size * config.hidden_size * (
+        1 if config.tied_embeddings else 2
+    )
+    weight_bytes = int(whole * max((one.room.bytes_per_weight for one in machines), default=2))
+    try:
+        return ModelFit(model=model, weight_bytes=weight_bytes, plan=plan(demand, machines, links))
+    except NoFeasiblePlacement:
+        return ModelFit(model=model, weight_bytes=weight_bytes, plan=None)
+
+
+def _rates(found: Plan | None) -> dict[str, Any]:
+    if found is None:
+        return {"one_chat_tokens_per_s": None, "many_chats_tokens_per_s": None, "many_chats": None}
+    return {
+        "one_chat_tokens_per_s": round(found.one.tokens_per_s, 3),
+        "many_chats_tokens_per_s": round(found.many.tokens_per_s, 3),
+        "many_chats": found.many.sequences,
+    }
+
+
+def _stage_as_dict(found: Plan, index: int) -> dict[str, Any]:
+    stage: PlannedStage = found.stages[index]
+    return {
+        "node": stage.machine.name,
+        "node_id": str(stage.machine.node_id),
+        "device": stage.machine.device,
+        "layers": str(stage.part.layers),
+        "weight_bytes": stage.weight_bytes,
+        "kv_bytes": stage.kv_bytes,
+        "free_bytes": stage.machine.room.free_bytes,
+        "step_s": stage.step_s,
+        "alone_s": stage.alone_s,
+        "busy": round(busy_fraction(found, index), 4),
+        "source": stage.machine.speed.source,
+    }
+
+
+def _hop_as_dict(found: Plan, index: int, hop: Hop) -> dict[str, Any]:
+    shape = hop.link.shape
+    return {
+        "from": found.stages[index].machine.name,
+        "to": found.stages[index + 1].machine.name,
+        "one_way_s": shape.one_way_s,
+        "bytes_per_s": None if shape.bytes_per_s == float("inf") else shape.bytes_per_s,
+        "upload_s": found.many.hops[index].upload_s,
+        "source": MEASURED if hop.link.measured else ESTIMATED,
+    }
