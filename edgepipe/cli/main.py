@@ -13,6 +13,7 @@ from edgepipe.cli import (
     chat,
     config,
     demo,
+    doctor,
     logs,
     models,
     node,
@@ -52,6 +53,7 @@ def make_app() -> typer.Typer:
     app.command("stop")(stop.stop)
     app.command("status")(status.status)
     app.command("logs")(logs.logs)
+    app.command("doctor")(doctor.doctor)
     app.command("bench")(bench.bench)
     app.command("simulate")(simulate.simulate)
     app.add_typer(service.app, name="service")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ifaddr
@@ -33,6 +34,28 @@ def interfaces() -> list[Interface]:
     ]
 
 
+def lan_interfaces(available: Iterable[Interface]) -> list[Interface]:
+    """Those that lead to other machines: no loopback, containers or tunnels."""
+    return [one for one in available if not _is_loopback(one.address) and not one.name.startswith(_SKIPPED)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLocal:
+    """An interface's own IPv6 address."""
+
+    address: str
+    index: int  # of the interface
+
+
+def link_local6(name: str) -> LinkLocal | None:
+    """The link-local IPv6 address of an interface; None if it has none."""
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            if adapter.nice_name == name and isinstance(ip.ip, tuple) and str(ip.ip[0]).startswith("fe80"):
+                return LinkLocal(address=str(ip.ip[0]), index=int(ip.ip[2]))
+    return None
+
+
 def choose_address(*, interface: str, insecure_lan: bool, available: list[Interface], routed: str) -> str:
     """The address to listen on: loopback unless ``insecure_lan``; then the named interface, else the routed one.
 
@@ -42,7 +65,7 @@ def choose_address(*, interface: str, insecure_lan: bool, available: list[Interf
         return _named(interface, insecure_lan=insecure_lan, available=available)
     if not insecure_lan:
         return LOOPBACK
-    usable = [one for one in available if not _is_loopback(one.address) and not one.name.startswith(_SKIPPED)]
+    usable = lan_interfaces(available)
     if not usable:
         raise ConfigInvalid(
             "no network interface can be used",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edgepipe import __version__
 from edgepipe.clock import Clock
@@ -55,11 +55,19 @@ class LocalNode:
             self._announce()
 
 
-def member_states(local: LocalNode, membership: Membership) -> list[pb.MemberState]:
+def member_states(
+    local: LocalNode, membership: Membership, clock_skews_ms: Mapping[NodeId, float]
+) -> list[pb.MemberState]:
     """This node first, then every reachable member."""
     own = pb.MemberState(node=local.state, state="alive", self=True)
     others = [
-        pb.MemberState(node=member.node, state=member.status, rtt_ms=member.rtt_ms) for member in membership.reachable()
+        pb.MemberState(
+            node=member.node,
+            state=member.status,
+            rtt_ms=member.rtt_ms,
+            clock_skew_ms=clock_skews_ms.get(NodeId(member.node.node_id), 0.0),
+        )
+        for member in membership.reachable()
     ]
     return [own, *others]
 

@@ -37,6 +37,7 @@ class Beat(_message.Message):
     SLEEPING_FIELD_NUMBER: _builtins.int
     TRUST_DIGEST_FIELD_NUMBER: _builtins.int
     TRUST_FIELD_NUMBER: _builtins.int
+    WALL_MS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     echo: _builtins.int
     """the highest sequence seen from the other side"""
@@ -47,6 +48,8 @@ class Beat(_message.Message):
     """its machine is about to sleep: it comes back as it is"""
     trust_digest: _builtins.bytes
     """of the sender's trust store: when it changed, and with every state"""
+    wall_ms: _builtins.int
+    """sender's wall clock, with every state; 0: not told"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello:
         """in the first beat of a stream"""
@@ -76,10 +79,11 @@ class Beat(_message.Message):
         sleeping: _builtins.bool = ...,
         trust_digest: _builtins.bytes = ...,
         trust: _trust_pb2.TrustSet | None = ...,
+        wall_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "state", b"state", "trust", b"trust"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state", "trust", b"trust", "trust_digest", b"trust_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state", "trust", b"trust", "trust_digest", b"trust_digest", "wall_ms", b"wall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1380,11 +1384,14 @@ class MemberState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RTT_MS_FIELD_NUMBER: _builtins.int
     SELF_FIELD_NUMBER: _builtins.int
+    CLOCK_SKEW_MS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"alive" | "suspect" | "dead" | "left" """
     rtt_ms: _builtins.float
     """from the asked node"""
     self: _builtins.bool
+    clock_skew_ms: _builtins.float
+    """its wall clock minus the asked node's, when last heard"""
     @_builtins.property
     def node(self) -> Global___NodeState: ...
     def __init__(
@@ -1394,10 +1401,11 @@ class MemberState(_message.Message):
         state: _builtins.str = ...,
         rtt_ms: _builtins.float = ...,
         self: _builtins.bool = ...,
+        clock_skew_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "rtt_ms", b"rtt_ms", "self", b"self", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_skew_ms", b"clock_skew_ms", "node", b"node", "rtt_ms", b"rtt_ms", "self", b"self", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,352 @@
+"""From what was measured to what a person is told: each finding with its fact and its remedy. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe
+from edgepipe.units import format_bytes
+
+_MDNS = "UDP 5353"
+_LITTLE_DISK_BYTES = 10e9
+_FEW_DESCRIPTORS = 1024
+_SKEW_MS = 120_000.0
+_MAC_NO_ROUTE = 65  # EHOSTUNREACH there; what Local Network privacy answers
+_SLOW_RTT_MS, _SLOW_BYTES_PER_S = 5.0, 300e6 / 8
+_SMALL_MTU_BYTES = 1280
+
+
+class Level(StrEnum):
+    """How much it matters."""
+
+    OK = "ok"
+    NOTE = "note"  # nothing is wrong; good to know
+    WARNING = "warning"  # it works, worse than it could
+    PROBLEM = "problem"  # something does not work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    id: str  # stable, for scripts
+    level: Level
+    what: str
+    fact: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Where this cluster's nodes listen."""
+
+    node: int
+    http: int
+
+    @property
+    def last(self) -> int:
+        """The pairing port, the highest."""
+        return self.node + 16
+
+    @property
+    def text(self) -> str:
+        """For people and firewalls."""
+        return f"TCP {self.node}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFacts:
+    """The machine's own side of the network."""
+
+    interface: str
+    address: str  # IPv4; empty: none
+    wireless: bool
+    speed_bits_per_s: float  # of the interface; 0: unknown
+    mtu_bytes: int  # 0: unknown
+    ignored: tuple[str, ...] = ()  # interfaces of containers and tunnels
+    wsl: bool = False
+    mac: bool = False
+    firewall: str = ""  # "ufw", "firewalld", ...; empty: none seen
+
+
+def subnet_of(address: str) -> str:
+    """The home network that an address is in, as firewalls want it: /24 is what home routers hand out."""
+    return str(ipaddress.ip_network(f"{address}/24", strict=False))
+
+
+def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
+    """The commands that let edgepipe through."""
+    if firewall == "firewalld":
+        return (
+            f"sudo firewall-cmd --permanent --add-port={ports.node}-{ports.last}/tcp --add-service=mdns "
+            "&& sudo firewall-cmd --reload"
+        )
+    subnet = subnet_of(address) if address else "192.168.0.0/16"
+    if firewall == "macos":
+        return "System Settings > Network > Firewall > Options: allow incoming connections for python"
+    return (
+        f"sudo ufw allow from {subnet} to any port {ports.node}:{ports.last} proto tcp "
+        f"&& sudo ufw allow from {subnet} to any port 5353 proto udp"
+    )
+
+
+def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
+    """The interface, WSL2, MTU, the firewall of this machine."""
+    if not facts.address:
+        return [
+            Finding(
+                id="network.interface",
+                level=Level.PROBLEM,
+                what="this machine is on no network that can be used",
+                fact=f"ignored: {', '.join(facts.ignored) or 'nothing'}",
+                remedy="plug in a cable or switch Wi-Fi on; or name an interface: edgepipe node start --interface NAME",
+            )
+        ]
+    kind = "Wi-Fi" if facts.wireless else "wired"
+    speed = f" {facts.speed_bits_per_s / 1e6:.0f} Mbit/s" if facts.speed_bits_per_s else ""
+    ignored = f"ignored: {', '.join(facts.ignored)}" if facts.ignored else ""
+    found = [
+        Finding(
+            id="network.interface",
+            level=Level.OK,
+            what=f"network: {facts.interface} {facts.address}, {kind}{speed}",
+            fact=ignored,
+        )
+    ]
+    if facts.wsl:
+        found.append(
+            Finding(
+                id="network.wsl",
+                level=Level.PROBLEM,
+                what="this Linux runs inside WSL2 behind NAT: the network cannot reach it",
+                fact=f"its address is {facts.address}",
+                remedy="in %UserProfile%\\.wslconfig: [wsl2] networkingMode=mirrored; then: wsl --shutdown",
+            )
+        )
+    if 0 < facts.mtu_bytes < _SMALL_MTU_BYTES:
+        found.append(
+            Finding(
+                id="network.mtu",
+                level=Level.WARNING,
+                what=f"{facts.interface} sends very small packets",
+                fact=f"its MTU is {facts.mtu_bytes} bytes, 1500 is usual",
+                remedy=f"sudo ip link set {facts.interface} mtu 1500",
+            )
+        )
+    if facts.firewall:
+        found.append(
+            Finding(
+                id="network.firewall",
+                level=Level.NOTE,
+                what=f"a firewall is on ({facts.firewall}); edgepipe needs {ports.text} and {_MDNS} from your network",
+                remedy=firewall_remedy(facts.firewall, facts.address, ports),
+            )
+        )
+    return found
+
+
+def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peers: int, family: str) -> Finding:
+    """Whether discovery can work. ``family``: IPv4 or IPv6; nodes announce themselves over IPv4."""
+    name = f"network.multicast{family[-1]}"
+    if not probe.sent:
+        if facts.mac and probe.errno == _MAC_NO_ROUTE:
+            return Finding(
+                id=name,
+                level=Level.PROBLEM,
+                what="macOS keeps this program off the local network",
+                fact=f"multicast: {probe.error} ({probe.errno})",
+                remedy="System Settings > Privacy & Security > Local Network: switch on the app you started this from "
+                "(if it is on: off, and on again)",
+            )
+        if family == "IPv6":
+            return Finding(id=name, level=Level.NOTE, what="no IPv6 multicast here; IPv4 is enough", fact=probe.error)
+        return Finding(
+            id=name,
+            level=Level.PROBLEM,
+            what="multicast cannot be sent: other nodes are not found by themselves",
+            fact=f"{probe.error} on {probe.address}",
+            remedy="name the others: edgepipe node start --peer HOST:7117    (or --interface NAME)",
+        )
+    if probe.others:
+        return Finding(
+            id=name,
+            level=Level.OK,
+            what=f"{family} multicast is sent and heard",
+            fact=f"{len(probe.others)} other machine{'s' * (len(probe.others) != 1)} answered mDNS",
+        )
+    quiet = f"nobody answered mDNS over {family} within {probe.waited_s:.0f} s"
+    if family == "IPv6" or known_peers:
+        return Finding(id=name, level=Level.NOTE, what=quiet, fact=f"{known_peers} peers are known anyway")
+    return Finding(
+        id=name,
+        level=Level.WARNING,
+        what=quiet,
+        fact="a home network normally has some; guest Wi-Fi, client isolation and firewalls swallow multicast",
+        remedy="join by address: edgepipe node join --host ADDRESS CODE; it does not need multicast",
+    )
+
+
+def reach_finding(
+    probe: TcpProbe, name: str, facts: NetworkFacts, ports: Ports, *, neighbour_known: bool | None
+) -> Finding:
+    """Whether a peer's daemon can be reached, and if not, what is in the way."""
+    where = f"{probe.host}:{probe.port}"
+    base = f"peer.{name}.tcp"
+    if probe.reach is Reach.OPEN:
+        return Finding(id=base, level=Level.OK, what=f"{name}: reached at {where}", fact=f"{probe.took_ms:.1f} ms")
+    if probe.reach is Reach.REFUSED:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: the machine answers, but no node runs at {where}",
+            fact="connection refused",
+            remedy="on that machine: edgepipe node start    (or look there: edgepipe service status)",
+        )
+    if facts.mac and probe.errno == _MAC_NO_ROUTE:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: macOS keeps this program off the local network; the other machine is probably fine",
+            fact=f"{where}: {probe.error} ({probe.errno})",
+            remedy="System Settings > Privacy & Security > Local Network: switch on the app you started this from",
+        )
+    if probe.reach is Reach.BLOCKED:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: this machine's own firewall stops connections to it",
+            fact=f"{where}: {probe.error}",
+            remedy="allow outgoing connections to " + ports.text,
+        )
+    if probe.reach is Reach.NO_ROUTE or neighbour_known is False:
+        same = _same_subnet(probe.host, facts.address)
+        away = "it is off, asleep, or Wi-Fi clients may not talk to each other (client isolation)"
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: {where} cannot be reached: {away if same else 'it is on another network'}",
+            fact=probe.error or f"nothing at {probe.host} answered within {probe.took_ms / 1e3:.0f} s, not even ARP",
+            remedy="wake it; switch client isolation off in the router, or use a cable"
+            if same
+            else f"bring both into one network; this machine is at {facts.address}",
+        )
+    return Finding(
+        id=base,
+        level=Level.PROBLEM,
+        what=f"{name}: a firewall on {probe.host} drops connections to port {probe.port}",
+        fact=f"no answer within {probe.took_ms / 1e3:.0f} s"
+        + (", though the machine is on" if neighbour_known else ""),
+        remedy="on that machine: " + firewall_remedy("ufw", probe.host, ports),
+    )
+
+
+def range_finding(probes: Sequence[TcpProbe], name: str, ports: Ports) -> Finding:
+    """Whether all ports pass: an open or refused one does."""
+    shut = [probe.port for probe in probes if probe.reach not in (Reach.OPEN, Reach.REFUSED)]
+    if not shut:
+        return Finding(id=f"peer.{name}.ports", level=Level.OK, what=f"{name}: {ports.text} pass")
+    return Finding(
+        id=f"peer.{name}.ports",
+        level=Level.PROBLEM,
+        what=f"{name}: some of {ports.text} are blocked: stages and pairing need all of them",
+        fact=f"no answer at {', '.join(map(str, shut[:6]))}" + (" and more" if len(shut) > 6 else ""),
+        remedy="on that machine: " + firewall_remedy("ufw", probes[0].host, ports),
+    )
+
+
+def mtu_finding(probe: TcpProbe, name: str, facts: NetworkFacts) -> Finding | None:
+    """A way that carries smaller packets than its ends works, slower."""
+    if not 0 < probe.path_mtu_bytes < facts.mtu_bytes:
+        return None
+    return Finding(
+        id=f"peer.{name}.mtu",
+        level=Level.WARNING,
+        what=f"{name}: something on the way takes smaller packets",
+        fact=f"{probe.path_mtu_bytes} bytes instead of {facts.mtu_bytes}",
+        remedy=f"set the same MTU on both machines: sudo ip link set {facts.interface} mtu {probe.path_mtu_bytes}",
+    )
+
+
+def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool) -> Finding:
+    """How good a link is for a pipeline. ``bytes_per_s`` 0: not measured."""
+    rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
+    slow = rtt_ms > _SLOW_RTT_MS or 0 < bytes_per_s < _SLOW_BYTES_PER_S
+    fact = f"round trip {rtt_ms:.1f} ms{rate}"
+    if not slow:
+        return Finding(id=f"peer.{name}.link", level=Level.OK, what=f"{name}: a good link", fact=fact)
+    return Finding(
+        id=f"peer.{name}.link",
+        level=Level.WARNING,
+        what=f"{name}: a slow link; one chat is slower by it, many at once hide it",
+        fact=fact,
+        remedy="use a cable" + (" instead of Wi-Fi" if wireless else "") + ", then run this again",
+    )
+
+
+def clock_finding(name: str, *, skew_ms: float) -> Finding:
+    """Nothing depends on equal clocks; logs and 'since' are easier to read with them."""
+    if abs(skew_ms) < _SKEW_MS:
+        return Finding(id=f"peer.{name}.clock", level=Level.OK, what=f"{name}: the clocks agree")
+    return Finding(
+        id=f"peer.{name}.clock",
+        level=Level.WARNING,
+        what=f"{name}: its clock differs from this machine's",
+        fact=f"by {abs(skew_ms) / 1e3:.0f} s; the cluster works, times in logs mislead",
+        remedy="switch on automatic time on both    (Linux: sudo timedatectl set-ntp true)",
+    )
+
+
+def disk_finding(path: str, *, free_bytes: int) -> Finding:
+    """Room for models."""
+    fact = f"{format_bytes(free_bytes)} free at {path}"
+    if free_bytes >= _LITTLE_DISK_BYTES:
+        return Finding(id="machine.disk", level=Level.OK, what="room for models", fact=fact)
+    return Finding(
+        id="machine.disk",
+        level=Level.WARNING,
+        what="little room for models",
+        fact=fact,
+        remedy="edgepipe models rm MODEL, or another disk: models_dir in the settings file",
+    )
+
+
+def descriptor_finding(*, soft: int) -> Finding | None:
+    """Many streams need many descriptors."""
+    if soft > _FEW_DESCRIPTORS:
+        return None
+    return Finding(
+        id="machine.descriptors",
+        level=Level.NOTE,
+        what="few open files are allowed here; the node raises the limit for itself as far as it may",
+        fact=f"{soft}",
+        remedy="ulimit -n 65536, or run it as a service: edgepipe service install",
+    )
+
+
+def rights_finding(path: str, *, mode: int) -> Finding:
+    """Keys belong to nobody else."""
+    if mode & 0o077 == 0:
+        return Finding(id="machine.rights", level=Level.OK, what="keys are readable by their owner only", fact=path)
+    return Finding(
+        id="machine.rights",
+        level=Level.PROBLEM,
+        what="others on this machine can read this node's key",
+        fact=f"{path} has mode {mode & 0o777:04o}",
+        remedy=f"chmod go-rwx {path}",
+    )
+
+
+def _same_subnet(one: str, other: str) -> bool:
+    try:
+        return ipaddress.ip_address(one) in ipaddress.ip_network(f"{other}/24", strict=False)
+    except ValueError:
+        return True  # a name: nothing can be said
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The highest level among them."""
+    order = list(Level)
+    return max((finding.level for finding in findings), key=order.index, default=Level.OK)

@@ -1,0 +1,178 @@
+"""Each thing that can be in the way is told apart from the others, with its remedy."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgepipe.cli.findings import (
+    Finding,
+    Level,
+    NetworkFacts,
+    Ports,
+    clock_finding,
+    descriptor_finding,
+    disk_finding,
+    link_finding,
+    mtu_finding,
+    multicast_findings,
+    network_findings,
+    range_finding,
+    reach_finding,
+    rights_finding,
+    worst,
+)
+from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, neighbour_is_known, reach_of
+
+PORTS = Ports(node=7117, http=8117)
+FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
+
+
+def reach(found: Reach, *, host: str = "192.168.1.31", number: int = 0, error: str = "") -> TcpProbe:
+    """A connection that came to this."""
+    return TcpProbe(host=host, port=7117, reach=found, took_ms=3000.0, errno=number, error=error)
+
+
+@pytest.mark.parametrize(
+    ("probe", "facts", "known", "words", "remedy"),
+    [
+        (reach(Reach.REFUSED), FACTS, True, "no node runs", "edgepipe node start"),
+        (reach(Reach.TIMEOUT), FACTS, True, "a firewall on 192.168.1.31 drops", "ufw allow from 192.168.1.0/24"),
+        (reach(Reach.TIMEOUT), FACTS, None, "a firewall on 192.168.1.31 drops", "7117:7133"),
+        (reach(Reach.TIMEOUT), FACTS, False, "client isolation", "cable"),
+        (reach(Reach.NO_ROUTE, host="10.0.0.9"), FACTS, None, "another network", "192.168.1.20"),
+        (reach(Reach.BLOCKED), FACTS, None, "this machine's own firewall", "TCP 7117-7133"),
+        (
+            reach(Reach.NO_ROUTE, number=65, error="No route to host"),
+            replace(FACTS, mac=True),
+            None,
+            "macOS keeps this program off",
+            "Local Network",
+        ),
+    ],
+)
+def test_what_is_in_the_way_of_a_peer(
+    probe: TcpProbe, facts: NetworkFacts, known: bool | None, words: str, remedy: str
+) -> None:
+    finding = reach_finding(probe, "studio", facts, PORTS, neighbour_known=known)
+    assert finding.level is Level.PROBLEM
+    assert words in finding.what
+    assert remedy in finding.remedy
+
+
+def test_an_open_port_is_no_problem() -> None:
+    finding = reach_finding(reach(Reach.OPEN), "studio", FACTS, PORTS, neighbour_known=None)
+    assert (finding.level, finding.remedy) == (Level.OK, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ECONNREFUSED, Reach.REFUSED),
+        (errno.EPERM, Reach.BLOCKED),
+        (errno.ETIMEDOUT, Reach.TIMEOUT),
+        (errno.EHOSTUNREACH, Reach.NO_ROUTE),
+        (errno.ENETUNREACH, Reach.NO_ROUTE),
+    ],
+)
+def test_errors_of_connect(number: int, expected: Reach) -> None:
+    assert reach_of(number) is expected
+
+
+@pytest.mark.parametrize(
+    ("probe", "facts", "peers", "level", "words"),
+    [
+        (MulticastProbe(address="a", sent=True, others=("192.168.1.9",)), FACTS, 0, Level.OK, "1 other machine"),
+        (MulticastProbe(address="a", sent=True), FACTS, 0, Level.WARNING, "client isolation"),
+        (MulticastProbe(address="a", sent=True), FACTS, 2, Level.NOTE, "2 peers"),
+        (MulticastProbe(address="a", sent=False, error="Network is unreachable"), FACTS, 0, Level.PROBLEM, "--peer"),
+        (
+            MulticastProbe(address="a", sent=False, error="No route to host", errno=65),
+            replace(FACTS, mac=True),
+            0,
+            Level.PROBLEM,
+            "Local Network",
+        ),
+    ],
+)
+def test_multicast(probe: MulticastProbe, facts: NetworkFacts, peers: int, level: Level, words: str) -> None:
+    finding = multicast_findings(probe, facts, known_peers=peers, family="IPv4")
+    assert finding.level is level
+    assert words in f"{finding.what} {finding.fact} {finding.remedy}"
+
+
+def test_ipv6_is_never_needed() -> None:
+    probe = MulticastProbe(address="a", sent=False, error="no")
+    assert multicast_findings(probe, FACTS, known_peers=0, family="IPv6").level is Level.NOTE
+
+
+def ids(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.id: finding for finding in findings}
+
+
+def test_the_machine_s_own_network() -> None:
+    fine = ids(network_findings(FACTS, PORTS))
+    assert "enp5s0 192.168.1.20, wired 1000 Mbit/s" in fine["network.interface"].what
+    assert list(fine) == ["network.interface"]
+    none = ids(network_findings(replace(FACTS, address="", interface="", ignored=("docker0",)), PORTS))
+    assert none["network.interface"].level is Level.PROBLEM
+    assert "docker0" in none["network.interface"].fact
+    bad = ids(network_findings(replace(FACTS, wsl=True, mtu_bytes=576, firewall="ufw", wireless=True), PORTS))
+    assert "networkingMode=mirrored" in bad["network.wsl"].remedy
+    assert "mtu 1500" in bad["network.mtu"].remedy
+    assert "7117:7133 proto tcp" in bad["network.firewall"].remedy
+    assert "Wi-Fi" in bad["network.interface"].what
+    fire = ids(network_findings(replace(FACTS, firewall="firewalld"), PORTS))
+    assert "firewall-cmd" in fire["network.firewall"].remedy
+
+
+def test_the_whole_port_range_must_pass() -> None:
+    probes = [replace(reach(Reach.REFUSED), port=7117 + index) for index in range(17)]
+    assert range_finding(probes, "studio", PORTS).level is Level.OK
+    probes[3] = replace(probes[3], reach=Reach.TIMEOUT)
+    finding = range_finding(probes, "studio", PORTS)
+    assert finding.level is Level.PROBLEM
+    assert finding.fact == "no answer at 7120"
+
+
+def test_smaller_packets_on_the_way() -> None:
+    assert mtu_finding(replace(reach(Reach.OPEN), path_mtu_bytes=1500), "studio", FACTS) is None
+    finding = mtu_finding(replace(reach(Reach.OPEN), path_mtu_bytes=1400), "studio", FACTS)
+    assert finding is not None
+    assert "1400 bytes instead of 1500" in finding.fact
+
+
+def test_links_clocks_disks_rights_descriptors() -> None:
+    assert link_finding("s", rtt_ms=0.4, bytes_per_s=117e6, wireless=False).level is Level.OK
+    wifi = link_finding("s", rtt_ms=7.8, bytes_per_s=18e6, wireless=True)
+    assert (wifi.level, wifi.fact) == (Level.WARNING, "round trip 7.8 ms, 144 Mbit/s")
+    assert "instead of Wi-Fi" in wifi.remedy
+    assert clock_finding("s", skew_ms=900).level is Level.OK
+    assert "by 86400 s" in clock_finding("s", skew_ms=-86_400_000).fact
+    assert disk_finding("/x", free_bytes=int(5e9)).level is Level.WARNING
+    assert rights_finding("/k", mode=0o100644).remedy == "chmod go-rwx /k"
+    assert rights_finding("/k", mode=0o100600).level is Level.OK
+    assert descriptor_finding(soft=256) is not None
+    assert descriptor_finding(soft=65536) is None
+
+
+def test_the_worst_level_counts() -> None:
+    levels = [Finding(id="a", level=level, what="") for level in (Level.OK, Level.WARNING, Level.NOTE)]
+    assert worst(levels) is Level.WARNING
+    assert worst([]) is Level.OK
+
+
+def test_the_neighbour_table(tmp_path: Path) -> None:
+    table = tmp_path / "arp"
+    table.write_text(
+        "IP address       HW type     Flags       HW address            Mask     Device\n"
+        "192.168.1.31     0x1         0x2         aa:bb:cc:dd:ee:ff     *        enp5s0\n"
+        "192.168.1.32     0x1         0x0         00:00:00:00:00:00     *        enp5s0\n"
+    )
+    assert neighbour_is_known("192.168.1.31", table=table) is True
+    assert neighbour_is_known("192.168.1.32", table=table) is False
+    assert neighbour_is_known("192.168.1.33", table=table) is None
+    assert neighbour_is_known("192.168.1.31", table=tmp_path / "none") is None
