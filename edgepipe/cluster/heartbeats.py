@@ -428,13 +428,10 @@ class Heartbeats:
             conversation.heard_digest = beat.trust_digest
             self._trust.hear(node_id, digest=beat.trust_digest, statements=beat.trust.statements)
         self._perform(self._membership.on_beat(heard, now=now))
-<<<<<<< HEAD
         if beat.echo >= conversation.told_in > 0:
             self._note_told(node_id, conversation.told_version)
-=======
         if beat.wall_ms and node_id in trusted:
             self.clock_skews_ms[node_id] = beat.wall_ms - self._clock.wall_s() * 1e3
->>>>>>> 0acb255 (doctor: layer by layer, what is in the way and what to do about it; members' clocks)
         sent_s = conversation.sent_at_s.get(beat.echo)
         if dialled and sent_s is not None:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
