@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,9 +16,12 @@ from edgepipe.backend.types import (
     BackendOptions,
     DeviceProfile,
     LoadProgress,
+    LogitEdits,
+    ScoreRows,
     Step,
     StepOutput,
     TokenIds,
+    TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import ModelConfig, Slice
@@ -58,6 +62,7 @@ class EmulatedBackend:
     """One emulated device; see the package's docstring for what it computes and ``settings`` for what can be set."""
 
     max_submitted = 2
+    picks_candidates = False
 
     def __init__(self, options: BackendOptions) -> None:
         self._settings = read_settings(options.device, options.settings)
@@ -133,7 +138,9 @@ class EmulatedBackend:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
         return prepare_step(step, pool=self._need_pool(), weights=loaded.weights)
 
-    def submit(self, prepared: PreparedStep, inputs: TokenIds | Activations) -> EmulatedTicket:
+    def submit(
+        self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
+    ) -> EmulatedTicket:
         """Compute the step's checksums now; its time on the device begins when that of the step before ends."""
         if self._num_submitted >= self.max_submitted:
             raise RuntimeError(f"{self.max_submitted} steps are submitted and not collected")
@@ -174,7 +181,8 @@ class EmulatedBackend:
 
     def _leave(self, part: Slice, loaded: Loaded, step: Step, state: Words) -> StepOutput:
         if part.head:
-            return StepOutput(logits=arithmetic.make_logits(state[step.logit_rows], loaded.base_logits))
+            scores = _score(state, step.scores, loaded.base_logits) if step.scores is not None else None
+            return StepOutput(logits=arithmetic.make_logits(state[step.logit_rows], loaded.base_logits), scores=scores)
         return StepOutput(activations=arithmetic.encode(state, loaded.config.hidden_size, self._kind))
 
     def _cost(self, config: ModelConfig) -> CostModel:
@@ -209,9 +217,33 @@ class EmulatedBackend:
         return self._pool
 
 
+def _score(state: Words, wanted: ScoreRows, base: npt.NDArray[np.float32]) -> TokenScores:
+    """Row by row, as their logits all at once might not fit."""
+    scored = [
+        _score_row(arithmetic.make_logits(state[row : row + 1], base)[0], int(target), wanted.num_top)
+        for row, target in zip(wanted.rows.tolist(), wanted.targets.tolist(), strict=True)
+    ]
+    return TokenScores(
+        log_totals=np.array([total for total, _, _, _ in scored], np.float32),
+        logits=np.array([logit for _, logit, _, _ in scored], np.float32),
+        top_ids=np.array([ids for _, _, ids, _ in scored], np.int32).reshape(len(scored), -1),
+        top_logits=np.array([logits for _, _, _, logits in scored], np.float32).reshape(len(scored), -1),
+    )
+
+
+def _score_row(
+    logits: npt.NDArray[np.float32], target: int, num_top: int
+) -> tuple[float, float, npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    highest = float(logits.max())
+    total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
+    top = np.argsort(-logits, kind="stable")[:num_top]
+    return total, float(logits[target]), top, logits[top]
+
+
 def _work(step: Step) -> StepWork:
     positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
-    return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows))
+    num_scored = len(step.scores.rows) if step.scores is not None else 0
+    return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows) + num_scored)
 
 
 def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: PreparedStep) -> Words:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from edgepipe.backend.types import (
     Activations,
@@ -16,9 +17,12 @@ from edgepipe.backend.types import (
     BackendOptions,
     DeviceProfile,
     LoadProgress,
+    LogitEdits,
+    ScoreRows,
     Step,
     StepOutput,
     TokenIds,
+    TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import ModelConfig, Slice
@@ -32,12 +36,21 @@ from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
 from edgepipe_mlx.plan import StepPlan, plan_step
 
 
+SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
     """A submitted step: one array still being computed. Belongs to the compute thread."""
 
     array: mx.array  # activations [T, H] in the type that travels, bf16 as its bits; or logits [R, V] float32
     is_logits: bool
+    scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if asked for
+
+
+def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
+    log_totals, logits, top_ids, top_logits = (np.array(each) for each in scores)
+    return TokenScores(log_totals=log_totals, logits=logits, top_ids=top_ids.astype(np.int32), top_logits=top_logits)
 
 
 class MlxBackend:
@@ -48,6 +61,7 @@ class MlxBackend:
     """
 
     max_submitted: int = 1
+    picks_candidates: bool = False  # memory is shared: a row of logits is no further away than its candidates
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for an unknown device or dtype.
@@ -109,23 +123,26 @@ class MlxBackend:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
         return plan_step(step, block_size=self._block_size, num_blocks=self._num_blocks)
 
-    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations) -> StepTicket:
+    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> StepTicket:
         """Apply the step's copies, build its graph and let MLX start on it. Raises ShardMismatch."""
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         hidden = self._run_layers(part, pools, self._arrays(prepared), hidden)
-        array = self._logits(part, hidden, prepared) if part.part.head else self._leaving(hidden)
+        array = self._logits(part, hidden, prepared.logit_rows) if part.part.head else self._leaving(hidden)
+        scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
         # The pools are evaluated with the output: a chunk without logits needs nothing of the last layer but its KV.
-        mx.async_eval(array, [pool.arrays for pool in pools])
-        return StepTicket(array=array, is_logits=part.part.head)
+        mx.async_eval(array, scores, [pool.arrays for pool in pools])
+        return StepTicket(array=array, is_logits=part.part.head, scores=scores)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for the step and copy its output out of MLX, so that no MLX object leaves the thread."""
-        mx.eval(ticket.array)
+        mx.eval(ticket.array, ticket.scores)
         copied = np.array(ticket.array)
-        return StepOutput(logits=copied) if ticket.is_logits else StepOutput(activations=copied)
+        if not ticket.is_logits:
+            return StepOutput(activations=copied)
+        return StepOutput(logits=copied, scores=_copied_scores(ticket.scores) if ticket.scores else None)
 
     def close(self) -> None:
         """Drop weights and pools and give MLX's kept buffers back."""
@@ -170,13 +187,25 @@ class MlxBackend:
             return hidden.astype(mx.float32)
         return hidden.astype(mx.bfloat16).view(mx.uint16)
 
-    def _logits(self, part: LoadedSlice, hidden: mx.array, plan: StepPlan) -> mx.array:
+    def _logits(self, part: LoadedSlice, hidden: mx.array, rows: npt.NDArray[np.int32]) -> mx.array:
         """[R, V] float32 of the rows that are asked for."""
         config = self._loaded().config
-        if part.norm is None or part.head is None or not len(plan.logit_rows):
+        if part.norm is None or part.head is None or not len(rows):
             return mx.zeros((0, config.vocab_size), mx.float32)
-        wanted = hidden[mx.array(plan.logit_rows)]
+        wanted = hidden[mx.array(rows)]
         return (mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps) @ part.head.T).astype(mx.float32)
+
+    def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
+        """The fields of TokenScores; in pieces, as all logits at once might not fit."""
+        pieces: list[list[mx.array]] = []
+        for start in range(0, len(wanted.rows), SCORED_AT_ONCE):
+            logits = self._logits(part, hidden, wanted.rows[start : start + SCORED_AT_ONCE])
+            targets = mx.array(wanted.targets[start : start + SCORED_AT_ONCE])[:, None]
+            own = mx.take_along_axis(logits, targets, axis=1)[:, 0]
+            top_ids = mx.argsort(-logits, axis=1)[:, : wanted.num_top]
+            pieces.append([mx.logsumexp(logits, axis=1), own, top_ids, mx.take_along_axis(logits, top_ids, axis=1)])
+            mx.eval(pieces[-1])
+        return tuple(mx.concatenate(list(field)) for field in zip(*pieces, strict=True))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Copy in every layer of the stage: copies come with its first slice of the step only."""

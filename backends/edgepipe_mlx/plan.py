@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, ScoreRows, Step, StepRow
 from edgepipe.errors import StepFailed
 
 Int32s = npt.NDArray[np.int32]
@@ -33,6 +33,7 @@ class StepPlan:
     slots: Int32s  # [T] where each row's keys and values go
     rows: tuple[RowPlan, ...]
     logit_rows: Int32s  # [R]
+    scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
 
     @property
@@ -61,6 +62,7 @@ def plan_step(step: Step, *, block_size: int, num_blocks: int) -> StepPlan:
         slots=_join(slots),
         rows=tuple(rows),
         logit_rows=np.asarray(step.logit_rows, np.int32),
+        scores=step.scores,
         copies=step.copies,
     )
 

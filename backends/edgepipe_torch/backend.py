@@ -18,15 +18,17 @@ from edgepipe.backend.types import (
     BackendOptions,
     DeviceProfile,
     LoadProgress,
+    LogitEdits,
     Step,
     StepOutput,
     TokenIds,
 )
-from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
+from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.candidates import Picked, Scored, pick, score
 from edgepipe_torch.decoder import Decoder, StepTensors
 from edgepipe_torch.device import choose_device, choose_dtype, free_bytes, measure, set_threads
 from edgepipe_torch.kv import KvPool
@@ -42,8 +44,9 @@ from edgepipe_torch.transfer import Download, make_transfer
 class StepTicket:
     """A submitted step."""
 
-    download: Download  # activations [T, H] in the type that travels (bf16 as int16), or logits [R, V]
+    download: Download | Picked  # activations [T, H] in the type that travels (bf16 as int16), logits [R, V] or less
     is_logits: bool
+    scored: Scored | None = None
 
 
 class TorchBackend:
@@ -57,6 +60,7 @@ class TorchBackend:
         set_threads(options.threads)
         self._transfer = make_transfer(self._device)
         self.max_submitted = self._transfer.max_submitted
+        self.picks_candidates = _picks_candidates(options, self._device)
         self._forget()
 
     def profile(self) -> DeviceProfile:
@@ -99,7 +103,7 @@ class TorchBackend:
         assert self._rotations is not None
         return plan_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
 
-    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations) -> StepTicket:
+    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> StepTicket:
         """Apply the copies and compute: on a CPU at once, on CUDA by queueing kernels.
 
         Raises ShardMismatch if the inputs do not fit the step, or the slice is not loaded.
@@ -112,14 +116,18 @@ class TorchBackend:
                 other.copy(prepared.copies)
             hidden = self._hidden(decoder, inputs)
             hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
-            result = decoder.logits(hidden) if decoder.part.head else self._encode(hidden)
-            return StepTicket(download=self._transfer.download(result), is_logits=decoder.part.head)
+            if not decoder.part.head:
+                return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
+            return self._leave(decoder, hidden, prepared, edits)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
+        scores = ticket.scored.wait() if ticket.scored is not None else None
+        if isinstance(ticket.download, Picked):
+            return StepOutput(candidates=ticket.download.wait(), scores=scores)
         array = ticket.download.wait()
         if ticket.is_logits:
-            return StepOutput(logits=array)
+            return StepOutput(logits=array, scores=scores)
         return StepOutput(activations=array.view(self._activation_type.numpy))
 
     def close(self) -> None:
@@ -192,6 +200,17 @@ class TorchBackend:
             return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
         return hidden.to(torch.float32, copy=True)
 
+    def _leave(self, decoder: Decoder, hidden: Tensor, plan: StepPlan, edits: LogitEdits | None) -> StepTicket:
+        """hidden [R + S, H]: rows that are sampled from, then rows that are scored."""
+        num_sampled = hidden.shape[0] - (len(plan.scores.rows) if plan.scores is not None else 0)
+        scored = None
+        if plan.scores is not None:
+            scored = score(hidden[num_sampled:], plan.scores, decoder.logits, self._transfer)
+        logits = decoder.logits(hidden[:num_sampled])
+        if edits is not None and num_sampled:
+            return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
+        return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
+
     def _step_tensors(self, plan: StepPlan, pool: KvPool) -> StepTensors:
         return StepTensors(
             slots=self._transfer.upload(plan.slots),
@@ -222,3 +241,11 @@ class TorchBackend:
                 raise
             self.close()
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
+
+
+def _picks_candidates(options: BackendOptions, device: torch.device) -> bool:
+    """On CUDA, unless the setting ``sampling`` says otherwise. Raises ConfigInvalid."""
+    wanted = options.settings.get("sampling", "auto")
+    if wanted not in ("auto", "device", "host"):
+        raise ConfigInvalid(f"sampling '{wanted}' is not known", next_step="choose auto, device or host")
+    return wanted == "device" or (wanted == "auto" and device.type == "cuda")

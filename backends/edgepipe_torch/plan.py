@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, ScoreRows, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe_torch.rope import Rotations
 
@@ -34,7 +34,8 @@ class StepPlan:
     slots: Int64s  # [T] where each row's keys and values go
     rotations: npt.NDArray[np.complex64]  # [T, D / 2]
     rows: tuple[RowPlan, ...]
-    logit_rows: Int64s  # [R]
+    logit_rows: Int64s  # [R + S] sampled from, then scored
+    scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
 
     @property
@@ -61,6 +62,7 @@ def plan_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: 
         rotations=rotations.at(_join(positions)),
         rows=tuple(rows),
         logit_rows=_logit_rows(step, first_row),
+        scores=step.scores,
         copies=_checked_copies(step.copies, num_blocks),
     )
 
@@ -104,7 +106,8 @@ def _slots(blocks: Int64s, length: int, block_size: int) -> Int64s:
 
 
 def _logit_rows(step: Step, num_tokens: int) -> Int64s:
-    rows = np.asarray(step.logit_rows, np.int64)
+    scored = () if step.scores is None else step.scores.rows
+    rows = np.array([*step.logit_rows, *scored], np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
         raise StepFailed("logits of a row outside the step are wanted", fact=f"the step has {num_tokens} rows")
     return rows

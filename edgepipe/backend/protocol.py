@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from edgepipe.backend.types import Activations, BackendOptions, DeviceProfile, LoadProgress, Step, StepOutput, TokenIds
+from edgepipe.backend.types import (
+    Activations,
+    BackendOptions,
+    DeviceProfile,
+    LoadProgress,
+    LogitEdits,
+    Step,
+    StepOutput,
+    TokenIds,
+)
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.tensors import WeightSource
 
@@ -20,6 +29,7 @@ class Backend(Protocol):
     """
 
     max_submitted: int  # steps that may be submitted and not yet collected: 2 on CUDA, 1 elsewhere
+    picks_candidates: bool  # the head's slice takes edits and returns candidates: where logits are dear to move
 
     def profile(self) -> DeviceProfile:
         """Measure the device: memory, bandwidth, matrix rate. Takes at most 2 s. Raises BackendUnavailable."""
@@ -44,17 +54,19 @@ class Backend(Protocol):
         """Build the step's host arrays. Touches neither device nor KV; may run on any thread while a step computes."""
         ...
 
-    def submit(self, prepared: Prepared, inputs: TokenIds | Activations) -> Ticket:
+    def submit(self, prepared: Prepared, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> Ticket:
         """Apply the step's copies and start computing it, in step order; may return before it is done.
 
         inputs  [T] int32 token ids for the embedding's slice, else [T, H] activations of the pipeline's type
+        edits   for the head's slice of a step with logit rows, if ``picks_candidates``
 
         Raises ShardMismatch if the shape differs.
         """
         ...
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Wait for that step only. [T, H] activations, or [R, V] float32 logits from the head's slice."""
+        """Wait for that step only. [T, H] activations; from the head's slice [R, V] float32 logits, or candidates if
+        edits were given, and the scores that the step asks for."""
         ...
 
     def close(self) -> None:

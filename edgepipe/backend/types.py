@@ -5,6 +5,7 @@ Shape letters: T packed tokens of a step, H hidden, V vocabulary, R rows whose l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -93,6 +94,52 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRows:
+    """Known tokens whose log-probabilities are wanted: too many for their logits to leave the device."""
+
+    rows: npt.NDArray[np.int32]  # [S] packed token indices
+    targets: npt.NDArray[np.int32]  # [S] the token that follows each
+    num_top: int  # N most likely tokens wanted beside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What ``ScoreRows`` asked for. Raw logits: subtract the total to get log-probabilities."""
+
+    log_totals: npt.NDArray[np.float32]  # [S] log of the sum of exp(logit)
+    logits: npt.NDArray[np.float32]  # [S] of the targets
+    top_ids: npt.NDArray[np.int32]  # [S, N] most likely first
+    top_logits: npt.NDArray[np.float32]  # [S, N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """How a step's logits are changed on the device before it picks candidates. E sparse entries, W words of masks."""
+
+    rows: npt.NDArray[np.int32]  # [E] which of the R rows
+    ids: npt.NDArray[np.int32]  # [E] which token; a row and token come once
+    repetition: npt.NDArray[np.float32]  # [E] positive logits are divided by it, negative ones multiplied; 1: neither
+    add: npt.NDArray[np.float32]  # [E] added then
+    masks: npt.NDArray[np.int32] | None  # [R, W] a bit per token that may come; None: all rows may have any
+    temperatures: npt.NDArray[np.float32]  # [R] above 0
+    num_top: int  # N most likely tokens wanted of the logits before all changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickedCandidates:
+    """What a device with ``picks_candidates`` returns of its logits. K candidates per row."""
+
+    ids: npt.NDArray[np.int32]  # [R, K] of the highest changed logits, descending
+    logits: npt.NDArray[np.float32]  # [R, K] changed
+    raw_logits: npt.NDArray[np.float32]  # [R, K] of the same tokens, unchanged
+    totals: npt.NDArray[np.float32]  # [R] sum of exp((changed - highest changed) / temperature) over V
+    raw_log_totals: npt.NDArray[np.float32]  # [R] of the unchanged logits at temperature 1
+    top_ids: npt.NDArray[np.int32]  # [R, N] of the highest unchanged logits, descending
+    top_logits: npt.NDArray[np.float32]  # [R, N]
+    fetch: Callable[[int], npt.NDArray[np.float32]]  # a row's changed logits [V], for draws beyond K; any thread, once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One micro-batch through one slice. Tokens are packed row after row into T = sum(num_tokens)."""
 
@@ -101,6 +148,7 @@ class Step:
     rows: tuple[StepRow, ...]
     logit_rows: npt.NDArray[np.int32]  # [R] packed token indices whose logits are wanted; used by the head's slice only
     copies: tuple[BlockCopy, ...] = ()  # only in the stage's first slice of the step
+    scores: ScoreRows | None = None  # used by the head's slice only
 
     @property
     def num_tokens(self) -> int:
@@ -109,10 +157,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step gave: exactly one of the two is there."""
+    """What a step gave: activations, or from the slice with the head logits or candidates."""
 
     activations: Activations | None = None  # [T, H], contiguous; hidden plus residual
-    logits: npt.NDArray[np.float32] | None = None  # [R, V], from the slice with the head
+    logits: npt.NDArray[np.float32] | None = None  # [R, V], the receiver's own: it writes there
+    candidates: PickedCandidates | None = None  # of R rows, if the backend picks them
+    scores: TokenScores | None = None  # beside either, if asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import SystemClock
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
+from edgepipe.model.store import StoredModel
+from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import open_weights
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.stage import Stage
@@ -61,6 +63,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 security=link.security,
                 compute=compute,
                 network=network,
+                open_tokenizer=partial(_read_tokenizer, Path(command.load.path)),
                 name=f"stage on {profile.name}",
             )
             stage.add_to(server)
@@ -107,6 +110,10 @@ def _progress(stage: Stage | None) -> pb.ChildProgress:
         limit_ms=round(told.limit_s * 1e3),
         fenced=told.strays,
     )
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    return StoredModel(path.name, path).tokenizer()
 
 
 def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:

@@ -329,7 +329,7 @@ class Engine:
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
         try:
-            await run.open(registration=table.registration, on_events=table.note)
+            await run.open(registration=table.registration, on_news=table.note_step)
             self._check_there()
         except BaseException:
             await run.close()

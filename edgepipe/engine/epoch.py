@@ -10,14 +10,14 @@ from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.micro_batches import MicroBatches
-from edgepipe.engine.pump import Pump, Registrar
+from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
-from edgepipe.scheduler import Event, Policy, Scheduler, SchedulerLimits
+from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import Neighbour, PipelineSpec
 from edgepipe.wire.v1 import common_pb2
@@ -74,7 +74,7 @@ class EpochRun:
             for site in sites
         ]
 
-    async def open(self, *, registration: Registrar, on_events: Callable[[list[Event]], None]) -> None:
+    async def open(self, *, registration: Registrar, on_news: Callable[[StepNews], None]) -> None:
         """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost."""
         timeout_s = self._around.timeouts.open_s
         try:
@@ -89,7 +89,7 @@ class EpochRun:
                     tasks.create_task(opening, name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        self.pump.connect(self._controls, registration=registration, on_events=on_events)
+        self.pump.connect(self._controls, registration=registration, on_news=on_news)
 
     async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
         """Until ``stopping`` is set (None) or until the epoch ends (why)."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
@@ -20,6 +21,7 @@ from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
+from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import EngineTrace
@@ -32,6 +34,16 @@ logger = logging.getLogger(__name__)
 
 Registrar = Callable[[SequenceId, Sequence[int]], Registration]
 """``(sequence, its tokens so far) -> how stages learn of it``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNews:
+    """What a retired step gave."""
+
+    events: list[Event]
+    logprobs: Mapping[SequenceId, TokenLogprobs]  # of the tokens sampled, where asked for
+    prompts: Sequence[tuple[SequenceId, PromptLogprobs]]
+    failures: Mapping[SequenceId, EdgepipeError]  # sequences for which no token could be chosen
 
 
 class Pump:
@@ -62,7 +74,7 @@ class Pump:
         self._error: EdgepipeError | None = None
         self._stages: Sequence[StageControl] = ()
         self._registration: Registrar = _unknown
-        self._on_events: Callable[[list[Event]], None] = _ignored
+        self._on_news: Callable[[StepNews], None] = _ignored
         self.stale_reports = 0  # of other epochs, dropped
         self._recorder = StepRecorder(clock, num_stages=0)  # made anew when the stages are known
         self.meters: list[StageMeter] = []
@@ -73,12 +85,12 @@ class Pump:
         stages: Sequence[StageControl],
         *,
         registration: Registrar,
-        on_events: Callable[[list[Event]], None],
+        on_news: Callable[[StepNews], None],
     ) -> None:
         """Where steps go, in the order of a token's way, how a sequence is registered, and who hears of tokens."""
         self._stages = stages
         self._registration = registration
-        self._on_events = on_events
+        self._on_news = on_news
         self.meters = [StageMeter(self._clock) for _ in stages]
         self._recorder = StepRecorder(self._clock, num_stages=len(stages))
 
@@ -144,11 +156,21 @@ class Pump:
 
     def _retire(self, site: StageSite, done: StepDone) -> None:
         self._check(site, done)
-        self._in_flight.popleft()
+        step = self._in_flight.popleft()
         self._watch.retired()
+        sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
+        failed = {sampled[index]: error for index, error in done.failures}
+        for sequence in failed:
+            self._scheduler.cancel(sequence, at_position=0)  # drops the token that was none
         events = self._scheduler.retire(done.step, done.ids)
         self._fill()  # the stages get their next step before gateways get their tokens
-        self._on_events(events)
+        news = StepNews(
+            events=events,
+            logprobs={sampled[index]: logprobs for index, logprobs in done.logprobs},
+            prompts=done.prompt_logprobs,
+            failures=failed,
+        )
+        self._on_news(news)
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
 
     def _look_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
@@ -178,6 +200,8 @@ class Pump:
             fact = f"step {done.step} samples {wanted.num_samples} tokens, {len(done.ids)} came"
         elif max(done.ids, default=0) >= self._vocab_size:
             fact = f"step {done.step} gave token {max(done.ids)}, the vocabulary ends at {self._vocab_size - 1}"
+        elif any(index >= len(done.ids) for index, _ in (*done.logprobs, *done.failures)):
+            fact = f"step {done.step} tells of more tokens than it samples"
         if fact:
             raise RemoteProtocolError(
                 f"{site.label} answered what was not asked", fact=fact, node=site.node_name, stage=site.label
@@ -230,5 +254,5 @@ def _unknown(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
     raise RuntimeError(f"sequence {sequence} was scheduled before the pump was connected")
 
 
-def _ignored(events: list[Event]) -> None:
+def _ignored(news: StepNews) -> None:
     """Nobody listens yet."""

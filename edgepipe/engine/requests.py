@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from edgepipe.ids import NodeId, RequestId, SequenceId
-from edgepipe.wire.requests import Ending, Submission, ending_to_wire, tokens_to_wire
+from edgepipe.sampling import PromptLogprobs, TokenLogprobs
+from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_scores_to_wire, tokens_to_wire
 from edgepipe.wire.v1 import engine_pb2
 
 _MAX_CHOICES = 256  # told of in one message; what a resumed gateway lacks may be its whole context each
@@ -34,6 +35,15 @@ class Choice:
     wanted: int | None = None  # cancelled at this output position
     ending: Ending | None = None
     told: bool = False  # the ending, over the stream in use
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by output position, if asked
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # from prompt position 1 on
+    prompt_sent: int = 0  # of those, over the stream in use
+
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """The next part; what a recomputed prompt gives again is dropped."""
+        known = len(self.prompt_logprobs) + 1 - part.position
+        if known >= 0:
+            self.prompt_logprobs += part.tokens[known:]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,15 +124,29 @@ class GatewayStream:
             del self._news[choice]
             if choice.request.stream is self:  # else its gateway has resumed it over another stream
                 _tell(choice, event)
-        return event if event.tokens or event.ended else None
+        return event if event.tokens or event.ended or event.prompt_scores else None
 
 
 def _tell(choice: Choice, event: engine_pb2.EngineEvent) -> None:
     request = choice.request
     name, attempt = request.key.request_id, request.attempt
+    if choice.prompt_sent < len(choice.prompt_logprobs):
+        tokens = tuple(choice.prompt_logprobs[choice.prompt_sent :])
+        part = PromptLogprobs(position=1 + choice.prompt_sent, tokens=tokens)
+        event.prompt_scores.append(prompt_scores_to_wire(name, attempt=attempt, choice=choice.index, part=part))
+        choice.prompt_sent = len(choice.prompt_logprobs)
     if choice.sent < len(choice.log):
-        ids = choice.log[choice.sent :]
-        event.tokens.append(tokens_to_wire(name, attempt=attempt, choice=choice.index, position=choice.sent, ids=ids))
+        positions = range(choice.sent, len(choice.log))
+        event.tokens.append(
+            tokens_to_wire(
+                name,
+                attempt=attempt,
+                choice=choice.index,
+                position=choice.sent,
+                ids=choice.log[choice.sent :],
+                logprobs=[choice.logprobs[each] for each in positions] if choice.logprobs else (),
+            )
+        )
         choice.sent = len(choice.log)
     if choice.ending is not None and not choice.told:
         event.ended.append(ending_to_wire(name, attempt=attempt, choice=choice.index, ending=choice.ending))

@@ -6,8 +6,10 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RequestInvalid
@@ -142,6 +144,20 @@ class RequestTable:
         request.choices = [self._new_choice(request, index) for index in range(count)]
         self._refuse(request, error)
 
+    def note_step(self, news: StepNews) -> None:
+        """What a step gave: tokens with what was asked beside them, and sequences that cannot go on."""
+        for sequence, part in news.prompts:
+            if (choice := self._choices.get(sequence)) is not None:
+                choice.add_prompt_logprobs(part)
+                self._mark(choice)
+        for sequence, logprobs in news.logprobs.items():
+            if (choice := self._choices.get(sequence)) is not None:
+                choice.logprobs[len(choice.log)] = logprobs
+        for sequence, error in news.failures.items():
+            if (choice := self._choices.get(sequence)) is not None:
+                self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+        self.note(news.events)
+
     def note(self, events: Iterable[Event]) -> None:
         """What the scheduler reports: log it, then mark it to be told."""
         for event in events:
@@ -169,7 +185,7 @@ class RequestTable:
         sampling, prompt_tokens = submission.sampling, len(submission.prompt)
         return Registration(
             sequence=sequence,
-            sampling=sampling,
+            sampling=sampling if choice.index == 0 else replace(sampling, prompt_logprobs=False),
             choice=choice.index,
             prompt_tokens=prompt_tokens,
             prompt=submission.prompt if sampling.needs_prompt else (),
@@ -255,6 +271,13 @@ class RequestTable:
                     next_step="encode the prompt with this model's tokenizer",
                 )
 
+        for token, _ in submission.sampling.logit_bias:
+            if token >= self._config.vocab_size:
+                raise RequestInvalid(
+                    f"logit_bias names token {token}, which is not in the vocabulary",
+                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
+                )
+
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
         return SequenceSpec(
@@ -264,6 +287,7 @@ class RequestTable:
             max_tokens=submission.max_tokens or None,
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
+            reuse_prefix=not (submission.sampling.prompt_logprobs and choice.index == 0),
             alone=choice.request.crashes >= _MOST_CRASHES - 1,
         )
 
@@ -281,6 +305,7 @@ class RequestTable:
         for choice in request.choices:
             choice.sent = have[choice.index] if choice.index < len(have) else 0
             choice.told = False
+            choice.prompt_sent = 0
             self._mark(choice)
 
     def _mark(self, choice: Choice) -> None:

@@ -33,6 +33,10 @@ CHAT_ENDS = (
 """Special tokens that end an answer, whatever the model's config lists."""
 
 
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Tokens around tool calls: part of an answer's text, even where the model counts them as special."""
+
+
 class Tokenizer:
     """One model's tokenizer. Calls are synchronous and cost about 1 ms per 5,000 characters."""
 
@@ -66,6 +70,11 @@ class Tokenizer:
     def special_ids(self) -> Mapping[str, int]:
         """Special tokens by their text."""
         return self._special
+
+    @property
+    def hidden_ids(self) -> frozenset[int]:
+        """Special tokens that have no text in an answer."""
+        return frozenset(token for name, token in self._special.items() if name not in TOOL_MARKS)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; ``add_special`` puts the model's begin token in front.

@@ -1,8 +1,23 @@
-"""Logits, parameters and a seed to token ids: pure functions that a stage runs beside its device."""
+"""Logits, parameters and a seed to token ids: functions of a sequence's tokens that a stage runs beside its device."""
 
+from edgepipe.sampling.device import logit_edits, sample_picked
 from edgepipe.sampling.draws import draw
 from edgepipe.sampling.logprobs import PromptLogprobs, TokenLogprobs
 from edgepipe.sampling.params import GrammarSpec, SamplingParams
-from edgepipe.sampling.sampler import SampleRow, sample
+from edgepipe.sampling.sampler import Sampled, SampleRow, sample
+from edgepipe.sampling.sequence import OpenGrammars, SequenceSampler
 
-__all__ = ["GrammarSpec", "PromptLogprobs", "SampleRow", "SamplingParams", "TokenLogprobs", "draw", "sample"]
+__all__ = [
+    "GrammarSpec",
+    "OpenGrammars",
+    "PromptLogprobs",
+    "SampleRow",
+    "Sampled",
+    "SamplingParams",
+    "SequenceSampler",
+    "TokenLogprobs",
+    "draw",
+    "logit_edits",
+    "sample",
+    "sample_picked",
+]

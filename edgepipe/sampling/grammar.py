@@ -107,10 +107,8 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._check()
 
-    def mask(self) -> Bitmask | None:
-        """What may come next; None once the output is complete and has ended."""
-        if self._matcher.is_stopped() and not self._matcher.is_accepting():
-            self._check()
+    def mask(self) -> Bitmask:
+        """What may come next: nothing but end tokens once the output is complete. Raises StepFailed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         self._check()
         return bits[: self._num_words]

@@ -1,7 +1,4 @@
-"""Logits to token ids. Shape letters: R rows, V vocabulary.
-
-Pure functions on numpy arrays. The heavy parts release the GIL, so the sampler runs on threads beside the last stage.
-"""
+"""A step's logits to its tokens. Shape letters: R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,97 +6,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from edgepipe.errors import StepFailed
-from edgepipe.sampling.draws import draw
-from edgepipe.sampling.params import SamplingParams
-
-Logits = npt.NDArray[np.float32]
-TokenIds = npt.NDArray[np.int32]
-
-_CHUNK = 512  # probabilities summed as one when looking for a draw's place
+from edgepipe.errors import EdgepipeError
+from edgepipe.sampling.logprobs import TokenLogprobs
+from edgepipe.sampling.rows import Logits, bar, choose_from_row, raw_logprobs, token_logprobs
+from edgepipe.sampling.sequence import SequenceSampler
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SampleRow:
     """Whose token a row of logits decides."""
 
-    params: SamplingParams
-    choice: int  # 0-based among the request's choices
+    sampler: SequenceSampler
     position: int  # 0-based among the output tokens
 
 
-def sample(logits: Logits, rows: Sequence[SampleRow]) -> TokenIds:
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What became of a row."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None  # if they were asked for
+    error: EdgepipeError | None = None  # why the sequence cannot go on; ``token`` means nothing then
+
+
+def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
     """One token per row; a row's token depends on that row alone, not on its neighbours.
 
-    logits   [R, V] float32; -inf bars a token
-    returns  [R] int32
+    logits  [R, V] float32, overwritten; -inf bars a token
 
     Greedy rows take the highest logit, the smallest id among equals. Others take the token in whose share of the
-    distribution, laid out by ascending id, the row's draw falls. Raises StepFailed if a row has a NaN or an infinite
-    maximum; the last stage reports it and the step's requests fail.
+    distribution, laid out from the most to the least likely, the row's draw falls. A row with a NaN, an infinite
+    maximum, or a grammar that cannot be followed has its error.
     """
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"{len(rows)} rows for logits of shape {list(logits.shape)}")
-    best = logits.argmax(axis=1)  # finds NaN, too: numpy ranks it above every number
-    highest = logits[np.arange(len(rows)), best]
-    _check(logits, highest)
-    tokens = best.astype(np.int32)
-    for index, row in enumerate(rows):
-        if not row.params.greedy:
-            uniform = draw(row.params.seed, row.choice, row.position)
-            tokens[index] = pick(logits[index], row.params.temperature, uniform)
-    return tokens
+    scratch = np.empty(logits.shape[1], np.float32)
+    return [_sample_row(logits[index], row, scratch) for index, row in enumerate(rows)]
 
 
-def pick(logits: Logits, temperature: float, uniform: float) -> int:
-    """Inverse of the cumulative distribution at ``uniform`` in [0, 1); ``logits`` [V] with a finite maximum.
-
-    Chunk sums first, then inside one chunk: a running sum over all of V would cost three times as much.
-    """
-    weights = _weights(logits, temperature)
-    upper = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK)), dtype=np.float64)
-    target = min(uniform * upper[-1], np.nextafter(upper[-1], 0.0))  # the product may be rounded up to the whole
-    chunk = _first_above(upper, target)
-    start = chunk * _CHUNK
-    inside = np.cumsum(weights[start : start + _CHUNK], dtype=np.float64)
-    before = upper[chunk - 1] if chunk else 0.0
-    place = _first_above(inside, target - before)
-    if place == len(inside):  # the chunk's sum was rounded up beyond its parts: the last token with a share has it
-        place = int(np.flatnonzero(weights[start : start + _CHUNK])[-1])
-    return start + place
-
-
-def _first_above(cumulative: npt.NDArray[np.float64], target: float) -> int:
-    """Index of the first value above ``target``; the length if there is none."""
-    return int(cumulative.searchsorted(np.float64(target), side="right"))
-
-
-def _weights(logits: Logits, temperature: float) -> npt.NDArray[np.float32]:
-    """``[V]`` shares before normalisation, the largest 1; barred and hopeless tokens have exactly 0."""
-    with np.errstate(over="ignore", under="ignore"):
-        weights = logits - logits.max()
-        weights /= np.float32(temperature)
-        np.exp(weights, out=weights)
-    return weights
-
-
-def _check(logits: Logits, highest: npt.NDArray[np.float32]) -> None:
-    bad = np.flatnonzero(~np.isfinite(highest))
-    if not len(bad):
-        return
-    row, value = int(bad[0]), float(highest[bad[0]])
-    if value == -np.inf:
-        raise StepFailed("no token is allowed", fact=f"row {row}: every logit is -inf")
-    if value == np.inf:
-        raise StepFailed("the model gave infinite logits", fact=f"row {row}", next_step=_DAMAGED)
-    num_nan = int(np.isnan(logits[row]).sum())
-    raise StepFailed(
-        "the model gave logits that are not numbers",
-        fact=f"row {row}: {num_nan} of {logits.shape[1]} logits are NaN",
-        next_step=_DAMAGED,
-    )
-
-
-_DAMAGED = "the weights are probably damaged or all NaN: remove the model and pull it again"
+def _sample_row(logits: Logits, row: SampleRow, scratch: Logits) -> Sampled:
+    sampler, params = row.sampler, row.sampler.params
+    try:
+        with sampler.lock:
+            sampler.begin(row.position)
+            scores = raw_logprobs(logits, params.top_logprobs, scratch) if params.logprobs else None
+            raw = logits.copy() if scores is not None else logits
+            sampler.edits.apply(logits)
+            bar(logits, *sampler.allowed(row.position))
+            token = choose_from_row(logits, params, sampler.uniform(row.position), scratch)
+            sampler.took(token)
+    except EdgepipeError as exc:
+        return Sampled(0, error=exc)
+    return Sampled(token, token_logprobs(float(raw[token]), *scores) if scores is not None else None)

@@ -275,6 +275,7 @@ class Scheduler:
             stop_ids=spec.stop_ids,
             limit=limit,
             priority=Priority(spec.priority),
+            reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
         )
 

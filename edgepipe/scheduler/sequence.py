@@ -32,6 +32,7 @@ class Sequence:
     limit: int  # tokens, prompt and output, at which it ends
     priority: Priority  # changes with age
     alone: bool = False  # shares no step
+    reuse_prefix: bool = True
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
     scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones

@@ -109,7 +109,7 @@ class BlockTables:
 
     def _known_prefix(self, sequence: Sequence) -> list[int] | None:
         """Blocks that hold its first tokens already, never the last token, whose logits are wanted; None: wait."""
-        if not self._limits.prefix_cache:
+        if not self._limits.prefix_cache or not sequence.reuse_prefix:
             return []
         size = self._limits.block_size
         keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)

@@ -35,6 +35,7 @@ class SequenceSpec:
     max_tokens: int | None = None  # output tokens, those in ``generated`` included; None: what the context takes
     stop_ids: frozenset[int] = frozenset()  # EOS ids among them, unless they are to be ignored
     priority: int = Priority.INTERACTIVE
+    reuse_prefix: bool = True  # False: every prompt token is computed, because something is wanted of each
     alone: bool = False  # shares no step: it is suspected of breaking those it is in
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from edgepipe.backend.protocol import Backend, Prepared, Ticket
-from edgepipe.backend.types import Activations, StepOutput, TokenIds
+from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.clock import Clock
 from edgepipe.stage.step_times import StepTimes
 
@@ -30,6 +30,10 @@ class Work(Protocol):
 
     def take_inputs(self) -> TokenIds | Activations:
         """What it computes on; called once, so that the memory is free when the backend is done with it."""
+        ...
+
+    def edits(self) -> LogitEdits | None:
+        """How its logits are changed on the device; called before it is submitted, if the backend picks candidates."""
         ...
 
     def wanted(self) -> bool:
@@ -156,7 +160,8 @@ class ComputeThread:
         self.started += 1
         self._times.starts(work.num_tokens)
         try:
-            ticket = self.backend.submit(work.prepared, work.take_inputs())
+            edits = work.edits() if self.backend.picks_candidates else None
+            ticket = self.backend.submit(work.prepared, work.take_inputs(), edits)
         except Exception as exc:
             self.finished += 1  # it does not run any more
             work.failed(exc)

@@ -1,4 +1,4 @@
-"""PURE: steps retire in the order of their plans, whatever the order in which sampler threads finish."""
+"""Steps retire in the order of their plans, whatever the order in which sampler threads finish."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from edgepipe.ids import Epoch, StepId
+from edgepipe.stage.sampler import StepResult
 from edgepipe.wire.plans import StepDone, StepTiming
 
 
@@ -21,8 +22,17 @@ class Retirement:
         """A plan ends on this stage."""
         self._due.append(step)
 
-    def settle(self, step: StepId, ids: tuple[int, ...], timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
+    def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
         """The step is finished. Gives what can be reported now."""
-        self._settled[step] = StepDone(epoch=self._epoch, step=step, ids=ids, timings=timings)
+        sampled = list(enumerate(result.sampled))
+        self._settled[step] = StepDone(
+            epoch=self._epoch,
+            step=step,
+            ids=tuple(each.token for each in result.sampled),
+            timings=timings,
+            logprobs=tuple((index, each.logprobs) for index, each in sampled if each.logprobs is not None),
+            prompt_logprobs=result.prompts,
+            failures=tuple((index, each.error) for index, each in sampled if each.error is not None),
+        )
         while self._due and self._due[0] in self._settled:
             yield self._settled.pop(self._due.popleft())

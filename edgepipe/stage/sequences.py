@@ -1,15 +1,16 @@
-"""PURE: what a stage knows of every sequence, grown from the deltas in plans. Shape letter: R rows that sample."""
+"""What a stage knows of every sequence, grown from the deltas in plans. Shape letter: R rows that sample."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgepipe.backend.types import BlockRun, StepRow
+from edgepipe.backend.types import BlockRun, ScoreRows, StepRow
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import SequenceId
-from edgepipe.sampling import SampleRow
+from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
@@ -20,9 +21,19 @@ class SequenceState:
     """A registered sequence."""
 
     registration: Registration
+    sampler: SequenceSampler | None  # if the head is here
     runs: Runs = ()  # block table from token 0; neighbouring runs are merged
     num_blocks: int = 0
     end: int | None = None  # tokens whose KV stands once the newest plan has run; None before its first row
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPart:
+    """Prompt tokens that get log-probabilities in a step."""
+
+    sequence: SequenceId
+    position: int  # absolute, of the first
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +42,19 @@ class PlannedRows:
 
     rows: tuple[StepRow, ...]
     logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the tokens that are sampled from
-    samples: tuple[SampleRow, ...] = ()  # [R]
+    samples: tuple[SampleRow, ...] = ()  # [R]; none if the head is elsewhere
+    scored: tuple[ScoredPart, ...] = ()
+    score_rows: ScoreRows | None = None  # of the parts, one after another
 
 
 class SequenceTable:
     """Applies plans in order. A plan that cannot be is a RemoteProtocolError; the table is of no use afterwards."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, new_sampler: Callable[[Registration], SequenceSampler] | None
+    ) -> None:
+        """``new_sampler``: None if the head is on another stage."""
+        self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._sequences: dict[SequenceId, SequenceState] = {}
@@ -51,7 +68,8 @@ class SequenceTable:
             if self._sequences.pop(sequence, None) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
         for registration in plan.registers:
-            self._sequences[registration.sequence] = SequenceState(registration)
+            sampler = self._new_sampler(registration) if self._new_sampler is not None else None
+            self._sequences[registration.sequence] = SequenceState(registration, sampler)
         self._check_copies(plan)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")
@@ -105,17 +123,52 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
     rows: list[StepRow] = []
     logit_rows: list[int] = []
     samples: list[SampleRow] = []
+    scores = _Scores()
     packed = 0
     for row, state in zip(plan.rows, states, strict=True):
         rows.append(StepRow(sequence=row.sequence, position=row.position, num_tokens=row.num_tokens, runs=state.runs))
+        if state.sampler is not None and state.registration.sampling.prompt_logprobs:
+            scores.add(row, state.registration, packed)
         packed += row.num_tokens
         if row.sample:
             logit_rows.append(packed - 1)
-            samples.append(_sample_row(plan, row, state.registration))
-    return PlannedRows(rows=tuple(rows), logit_rows=logit_rows, samples=tuple(samples))
+            position = _output_position(plan, row, state.registration)
+            if state.sampler is not None:
+                samples.append(SampleRow(state.sampler, position))
+    return PlannedRows(
+        rows=tuple(rows),
+        logit_rows=logit_rows,
+        samples=tuple(samples),
+        scored=tuple(scores.parts),
+        score_rows=scores.finish(),
+    )
 
 
-def _sample_row(plan: StepPlan, row: PlanRow, registration: Registration) -> SampleRow:
+class _Scores:
+    """Rows of prompt tokens whose successors are known and to be scored."""
+
+    def __init__(self) -> None:
+        self.parts: list[ScoredPart] = []
+        self._rows: list[int] = []
+        self._targets: list[int] = []
+        self._num_top = 0
+
+    def add(self, row: PlanRow, registration: Registration, packed: int) -> None:
+        targets = registration.prompt[row.position + 1 : row.position + 1 + row.num_tokens]
+        if targets:
+            self.parts.append(ScoredPart(row.sequence, row.position + 1, len(targets)))
+            self._rows.extend(range(packed, packed + len(targets)))
+            self._targets.extend(targets)
+            self._num_top = max(self._num_top, registration.sampling.top_logprobs)
+
+    def finish(self) -> ScoreRows | None:
+        if not self.parts:
+            return None
+        rows, targets = packed_indices(self._rows), packed_indices(self._targets)
+        return ScoreRows(rows=rows, targets=targets, num_top=self._num_top)
+
+
+def _output_position(plan: StepPlan, row: PlanRow, registration: Registration) -> int:
     position = row.position + row.num_tokens - registration.prompt_tokens
     if position < 0:
         raise _bad(
@@ -123,7 +176,7 @@ def _sample_row(plan: StepPlan, row: PlanRow, registration: Registration) -> Sam
             f"sequence {row.sequence} samples inside its prompt",
             f"the prompt has {registration.prompt_tokens} tokens",
         )
-    return SampleRow(params=registration.sampling, choice=registration.choice, position=position)
+    return position
 
 
 def packed_indices(logit_rows: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

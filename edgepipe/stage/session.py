@@ -19,15 +19,16 @@ from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
+from edgepipe.sampling import OpenGrammars, SequenceSampler
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.reports import Reports
 from edgepipe.stage.retirement import Retirement
-from edgepipe.stage.sampler import SamplerPool
+from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.step_work import StepWork
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import PipelineSpec, StepPlan, plan_from_wire
+from edgepipe.wire.plans import PipelineSpec, Registration, StepPlan, plan_from_wire
 from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Tools:
 
     compute: ComputeThread
     samplers: SamplerPool
+    open_grammars: OpenGrammars
     clock: Clock
     trace: Trace
     counters: Counters
@@ -86,7 +88,11 @@ class Session:
         self.over = False
         self._tools = tools
         self._loop = asyncio.get_running_loop()
-        self._table = SequenceTable(num_blocks=spec.num_blocks, block_size=spec.block_size)
+        self._table = SequenceTable(
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
+        )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
         self._last_step = StepId(0)
@@ -143,9 +149,9 @@ class Session:
         assert work.span is not None, "it was computed"
         span = work.span
         self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
-        if work.samples and output.logits is not None:
+        if work.samples or work.scored:
             self._tools.samplers.put(
-                output.logits, work.samples, partial(self._on_ids, work), partial(self.broken, work)
+                output, work.samples, work.scored, partial(self._on_result, work), partial(self.broken, work)
             )
         self._loop.call_soon_threadsafe(self._after_compute, work, output)
 
@@ -153,6 +159,19 @@ class Session:
         """See ``WorkOwner.broken``: on the compute thread or a sampler's."""
         fault = _as_fault(error, f"step {work.step} could not be computed")
         self._loop.call_soon_threadsafe(partial(self.fault, fault, crashed_step=work.step))
+
+    def _new_sampler(self, registration: Registration) -> SequenceSampler:
+        sampler = SequenceSampler(
+            registration.sampling,
+            choice=registration.choice,
+            prompt=registration.prompt,
+            generated=registration.generated,
+            end_ids=registration.end_ids,
+            open_grammars=self._tools.open_grammars,
+        )
+        if registration.sampling.grammar is not None:
+            self._tools.samplers.warm(sampler)
+        return sampler
 
     def _make_lane(self, part: Slice) -> Lane:
         spec = self.spec
@@ -242,7 +261,7 @@ class Session:
             self._retirement.due(plan.step)
         if not plan.rows:
             if last is not None:
-                self._retire(plan.step, ())
+                self._retire(plan.step, StepResult())
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
         for lane in lanes:
@@ -273,6 +292,7 @@ class Session:
             rows=rows.rows,
             logit_rows=packed_indices(rows.logit_rows),
             copies=plan.copies if with_copies else (),
+            scores=rows.score_rows if retires else None,
         )
         prepared = self._tools.compute.backend.prepare(step)
         ready_s = self._tools.clock.monotonic_s()
@@ -287,6 +307,7 @@ class Session:
             ready_s=ready_s,
             retires=retires,
             samples=rows.samples if retires else (),
+            scored=rows.scored if retires else (),
         )
 
     def _arrived(self, lane: Lane, step: StepId, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -316,8 +337,8 @@ class Session:
 
     def _pass_on(self, work: StepWork, output: StepOutput) -> None:
         if work.retires:
-            if not work.samples:
-                self._retire(work.step, (), work)
+            if not work.samples and not work.scored:
+                self._retire(work.step, StepResult(), work)
             return
         lane = self._lanes[work.slice_index]
         if output.activations is None:
@@ -331,17 +352,17 @@ class Session:
         stats = lane.sender.stats
         self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
 
-    def _on_ids(self, work: StepWork, ids: tuple[int, ...], sample_us: int) -> None:
+    def _on_result(self, work: StepWork, result: StepResult) -> None:
         """On a sampler thread."""
-        self._loop.call_soon_threadsafe(self._sampled, work, ids, sample_us)
+        self._loop.call_soon_threadsafe(self._sampled, work, result)
 
-    def _sampled(self, work: StepWork, ids: tuple[int, ...], sample_us: int) -> None:
+    def _sampled(self, work: StepWork, result: StepResult) -> None:
         if not self.over:
-            self._retire(work.step, ids, work, sample_us)
+            self._retire(work.step, result, work)
 
-    def _retire(self, step: StepId, ids: tuple[int, ...], work: StepWork | None = None, sample_us: int = 0) -> None:
-        timings = (work.timing(sample_us=sample_us),) if work is not None else ()
-        for done in self._retirement.settle(step, ids, timings):
+    def _retire(self, step: StepId, result: StepResult, work: StepWork | None = None) -> None:
+        timings = (work.timing(sample_us=result.sample_us),) if work is not None else ()
+        for done in self._retirement.settle(step, result, timings):
             self._reports.done(done)
             self._tools.counters.sent += 1
 

@@ -27,6 +27,7 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
+from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool
 from edgepipe.stage.service import add_service, first_message
 from edgepipe.stage.session import Counters, Dial, Gate, Session, Tools
@@ -67,6 +68,7 @@ class Stage:
 
     Without ``compute`` it makes a thread of its own. Hand one in where the backend must be made on its thread:
     ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates one for what leaves this node.
+    ``open_tokenizer`` reads the served model's, for grammars.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Stage:
         security: Security,
         sampler: Sampler = sample,
         sampler_threads: int = 2,
+        open_tokenizer: OpenTokenizer | None = None,
         compute: ComputeThread | None = None,
         dial: Dial | None = None,
         network: Network | None = None,
@@ -92,9 +95,11 @@ class Stage:
         self._security = security
         self._trace = new_trace()
         self._counters = Counters()
+        self._grammars = Grammars(open_tokenizer)
         self._tools = Tools(
             compute=self._compute,
             samplers=SamplerPool(sampler, num_threads=sampler_threads, clock=clock),
+            open_grammars=self._grammars.open,
             clock=clock,
             trace=self._trace,
             counters=self._counters,
@@ -363,6 +368,7 @@ class Stage:
         weights = open_weights()
         self._backend.load(slices, weights, tell)
         config = weights.config
+        self._grammars.use(config)
         value_bytes = 4 if self._backend.profile().compute_dtype == "float32" else 2
         return LoadedShard(
             slices=slices,

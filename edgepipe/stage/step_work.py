@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from edgepipe.backend.protocol import Prepared
-from edgepipe.backend.types import Activations, StepOutput, TokenIds
+from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
-from edgepipe.sampling import SampleRow
+from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import Span
+from edgepipe.stage.sequences import ScoredPart
 from edgepipe.wire.plans import StepTiming
 
 
@@ -42,6 +43,7 @@ class StepWork:
         "ready_s",
         "retires",
         "samples",
+        "scored",
         "slice_index",
         "span",
         "step",
@@ -60,6 +62,7 @@ class StepWork:
         ready_s: float,
         retires: bool,
         samples: tuple[SampleRow, ...],
+        scored: tuple[ScoredPart, ...],
     ) -> None:
         self.step = step
         self.slice_index = slice_index
@@ -70,6 +73,7 @@ class StepWork:
         self.ready_s = ready_s  # monotonic: it can be computed as soon as the device is free
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
+        self.scored = scored  # prompts whose log-probabilities this slice gives
         self.span: Span | None = None  # once computed
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
@@ -84,6 +88,10 @@ class StepWork:
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step is computed once, after its inputs have come"
         return inputs
+
+    def edits(self) -> LogitEdits | None:
+        """See ``Work.edits``."""
+        return logit_edits(self.samples) if self.samples else None
 
     def wanted(self) -> bool:
         """See ``Work.wanted``."""

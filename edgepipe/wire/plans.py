@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
-from edgepipe.errors import RemoteProtocolError
+from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
@@ -18,6 +18,8 @@ from edgepipe.wire.common import (
     activation_type_to_wire,
     epoch_from_wire,
     epoch_to_wire,
+    error_from_wire,
+    error_to_wire,
     slices_from_wire,
     slices_to_wire,
 )
@@ -140,6 +142,7 @@ class StepDone:
     timings: tuple[StepTiming, ...] = ()
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (index into ids, its), of those that asked
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
+    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (index into ids, why no token can be chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +264,9 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
                 )
                 for sequence, part in done.prompt_logprobs
             ],
+            failures=[
+                stage_pb2.SampleFailure(index=index, error=error_to_wire(error)) for index, error in done.failures
+            ],
         )
     )
 
@@ -280,6 +286,7 @@ def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
             )
             for part in message.prompt_logprobs
         ),
+        failures=tuple((each.index, error_from_wire(each.error)) for each in message.failures),
     )
 
 

@@ -559,6 +559,7 @@ class StepDone(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
@@ -574,6 +575,8 @@ class StepDone(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleFailure]: ...
     def __init__(
         self,
         *,
@@ -583,14 +586,41 @@ class StepDone(_message.Message):
         timings: _abc.Iterable[Global___StepTiming] | None = ...,
         logprobs: _abc.Iterable[Global___SampledLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        failures: _abc.Iterable[Global___SampleFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ids", b"ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failures", b"failures", "ids", b"ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class SampleFailure(_message.Message):
+    """A sequence for which no token can be chosen: its id means nothing, and it ends with the error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """into ids"""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleFailure: _TypeAlias = SampleFailure  # noqa: Y015
 
 @_typing.final
 class SampledLogprobs(_message.Message):

@@ -61,9 +61,7 @@ def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) 
 
 
 def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
-    mask = state.mask()
-    assert mask is not None
-    return np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return np.unpackbits(state.mask().view(np.uint8), bitorder="little")
 
 
 async def plan(**fields: Any) -> OutputPlan:

@@ -1,0 +1,61 @@
+"""One token out of the most likely ones: the same rule wherever those were found, on a device or in a whole row.
+
+Shape letter: K candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most likely tokens of one row, after penalties, bias and masks."""
+
+    ids: npt.NDArray[np.int64]  # [K], at least one
+    logits: npt.NDArray[np.float32]  # [K] descending; equal ones by ascending id
+    total: float  # sum of exp((logit - highest) / temperature) over the whole row; not used with top-k
+    complete: bool  # nobody else has a share
+
+
+def choose(candidates: Candidates, params: SamplingParams, uniform: float) -> int | None:
+    """The token in whose share of the distribution the draw falls; None if the candidates do not reach that far.
+
+    uniform  [0, 1)
+
+    The distribution is laid out from the most to the least likely token, so that the draw seldom looks far. Top-k
+    first, then top-p of what is left, then min-p.
+    """
+    if params.greedy:
+        return int(candidates.ids[0])
+    count, complete, total = len(candidates.ids), candidates.complete, candidates.total
+    if params.top_k:
+        if count < params.top_k and not complete:
+            return None
+        count, complete = min(count, params.top_k), True
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((candidates.logits[:count].astype(np.float64) - candidates.logits[0]) / params.temperature)
+    reached = np.cumsum(weights)
+    if complete:
+        total = float(reached[-1])
+    if params.top_p < 1:
+        last = int(reached.searchsorted(params.top_p * total))
+        if last >= count and not complete:
+            return None
+        count, complete = min(last + 1, count), True
+        total = float(reached[count - 1])
+    if params.min_p > 0:
+        likely = int((weights[:count] >= params.min_p).sum())
+        if likely == count and not complete:
+            return None
+        count, total = likely, float(reached[likely - 1])
+        complete = True
+    place = int(reached[:count].searchsorted(uniform * total, side="right"))
+    if place < count:
+        return int(candidates.ids[place])
+    return int(candidates.ids[count - 1]) if complete else None  # rounded up beyond the last, or beyond what is known

@@ -1,0 +1,103 @@
+"""Penalties and bias of one sequence as sparse changes to its logits: a new token touches its own entry alone.
+
+The persistent state follows SiPipe, section 5.1, "Column-Wise CPU Sampling via Metadata Reuse", without its dense
+buffers: what a sequence has seen is a few thousand of 152,000 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.sampling.params import SamplingParams
+
+
+class TokenEdits:
+    """Which tokens' logits differ from the model's, and how. E entries, each token once.
+
+    A logit becomes ``penalised(logit) + add``, where the repetition penalty divides positive and multiplies negative
+    ones of tokens that were seen.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int] = ()) -> None:
+        self._params = params
+        self._place: dict[int, int] = {}
+        self._ids = np.zeros(64, np.int64)
+        self._add = np.zeros(64, np.float32)
+        self._repetition = np.ones(64, np.float32)
+        self._counts = np.zeros(64, np.int32)
+        for token, bias in params.logit_bias:
+            place = self._entry(token)  # first: it may replace the arrays
+            self._add[place] = bias
+        if params.repetition_penalty != 1:
+            for token in prompt:
+                place = self._entry(token)
+                self._repetition[place] = params.repetition_penalty
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """``[E]`` tokens."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def add(self) -> npt.NDArray[np.float32]:
+        """``[E]``: bias less frequency and presence penalties."""
+        return self._add[: len(self._place)]
+
+    @property
+    def repetition(self) -> npt.NDArray[np.float32]:
+        """``[E]``: the factor; 1 for tokens that are only biased."""
+        return self._repetition[: len(self._place)]
+
+    def took(self, token: int) -> None:
+        """``token`` was sampled."""
+        params = self._params
+        if not params.penalises_output:
+            return
+        place = self._entry(token)
+        self._add[place] -= params.frequency_penalty + (params.presence_penalty if not self._counts[place] else 0.0)
+        self._counts[place] += 1
+        self._repetition[place] = params.repetition_penalty
+
+    def apply(self, row: npt.NDArray[np.float32]) -> None:
+        """Change a row ``[V]`` in place. A biased token that the vocabulary does not have is an IndexError."""
+        if not self._place:
+            return
+        ids = self.ids
+        row[ids] = edited(row[ids], repetition=self.repetition, add=self.add)
+
+    def original(self, token: int, changed: float) -> float:
+        """The model's logit of a token whose changed one is known."""
+        place = self._place.get(token)
+        if place is None:
+            return changed
+        logit, factor = changed - float(self._add[place]), float(self._repetition[place])
+        return logit * factor if logit > 0 else logit / factor
+
+    def _entry(self, token: int) -> int:
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = len(self._place)
+            if place == len(self._ids):
+                self._grow()
+            self._ids[place] = token
+        return place
+
+    def _grow(self) -> None:
+        size = len(self._ids)
+        self._ids = np.concatenate([self._ids, np.zeros(size, np.int64)])
+        self._add = np.concatenate([self._add, np.zeros(size, np.float32)])
+        self._repetition = np.concatenate([self._repetition, np.ones(size, np.float32)])
+        self._counts = np.concatenate([self._counts, np.zeros(size, np.int32)])
+
+
+def edited(
+    logits: npt.NDArray[np.float32], *, repetition: npt.NDArray[np.float32], add: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """``[E]`` logits as penalties and bias change them."""
+    return np.where(logits > 0, logits / repetition, logits * repetition) + add

@@ -1,0 +1,52 @@
+"""The served model's vocabulary for grammars: read when the first request with a grammar comes, then kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from edgepipe.errors import FeatureMissing
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.sampling.grammar import GrammarTokenizer
+
+OpenTokenizer = Callable[[], Tokenizer]
+"""Blocks for some 100 ms. Raises ModelInvalid."""
+
+
+class Grammars:
+    """Called on sampler threads."""
+
+    def __init__(self, open_tokenizer: OpenTokenizer | None) -> None:
+        self._open_tokenizer = open_tokenizer
+        self._config: ModelConfig | None = None
+        self._tokenizer: GrammarTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def use(self, config: ModelConfig) -> None:
+        """Another model has been loaded."""
+        with self._lock:
+            self._config, self._tokenizer = config, None
+
+    def open(self) -> GrammarTokenizer:
+        """The vocabulary of the loaded model. Raises FeatureMissing, ModelInvalid."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make()
+            return self._tokenizer
+
+    def _make(self) -> GrammarTokenizer:
+        config = self._config
+        if self._open_tokenizer is None or config is None or not config.eos_token_ids:
+            raise FeatureMissing(
+                "structured output is not possible with this model",
+                fact="its end token is not known" if config is not None else "it has no tokenizer here",
+                next_step="send the request without response_format and tools",
+            )
+        tokenizer = self._open_tokenizer()
+        return GrammarTokenizer(
+            [tokenizer.token_bytes(token) for token in range(config.vocab_size)],
+            encode=lambda text: tokenizer.encode(text, add_special=False),
+            end_ids=config.eos_token_ids,
+            special_ids=sorted(tokenizer.hidden_ids),
+        )
