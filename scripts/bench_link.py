@@ -133,6 +133,7 @@ class _NullBackend:
     """Takes no time."""
 
     max_submitted = 1
+    picks_candidates = False
 
     def __init__(self, hidden_size: int) -> None:
         self._activations: Activations = np.zeros((TOKENS, hidden_size), np.uint16)
@@ -162,7 +163,7 @@ class _NullBackend:
     def prepare(self, step: Step) -> Step:
         return step
 
-    def submit(self, prepared: Step, inputs: TokenIds | Activations) -> Step:
+    def submit(self, prepared: Step, inputs: TokenIds | Activations, edits: Any = None) -> Step:
         return prepared
 
     def collect(self, ticket: Step) -> StepOutput:

@@ -35,7 +35,6 @@ from edgepipe_mlx.kv import KvPool
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
 from edgepipe_mlx.plan import StepPlan, plan_step
 
-
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
 

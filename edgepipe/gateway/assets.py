@@ -10,9 +10,7 @@ from edgepipe.gateway.text import Detokenizer
 from edgepipe.gateway.tool_calls import ToolFormat, detect_format
 from edgepipe.model.store import StoredModel
 from edgepipe.model.template import TemplateRenderer
-from edgepipe.model.tokenizer import Tokenizer
-
-_CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
+from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
 
 
 class ModelAssets:
@@ -59,7 +57,7 @@ class ModelAssets:
 
     def new_detokenizer(self, *, tool_calls: bool = False) -> Detokenizer:
         """See Assets. Special tokens have no text."""
-        return self._tokenizer.detokenizer(keep=_CALL_MARKS if tool_calls else ())
+        return self._tokenizer.detokenizer(keep=TOOL_MARKS if tool_calls else ())
 
     def info(self) -> dict[str, Any]:
         """See Assets: names as in Hugging Face's ``tokenizer_config.json``."""

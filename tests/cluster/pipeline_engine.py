@@ -49,10 +49,10 @@ class HeldBackend:
     def prepare(self, step: Step) -> tuple[Step, Any]:
         return step, self._inner.prepare(step)
 
-    def submit(self, prepared: tuple[Step, Any], inputs: TokenIds | Activations) -> tuple[Step, Any]:
+    def submit(self, prepared: tuple[Step, Any], inputs: TokenIds | Activations, edits: Any = None) -> tuple[Step, Any]:
         if prepared[0].step == self.breaks_at:
             raise ArithmeticError("the device has fallen off its perch")
-        ticket = self._inner.submit(prepared[1], inputs)
+        ticket = self._inner.submit(prepared[1], inputs, edits)
         self.submitted[prepared[0].step].set()
         return prepared[0], ticket
 

@@ -29,12 +29,12 @@ class BreaksAt(EmulatedBackend):
         super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
         self._step, self._hang = step, hang
 
-    def submit(self, prepared: Any, inputs: Any) -> Any:
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
         if prepared.step.step == self._step:
             if self._hang is None:
                 raise RuntimeError("the device fell off the bus")
             self._hang.wait(20)
-        return super().submit(prepared, inputs)
+        return super().submit(prepared, inputs, edits)
 
 
 class Relay:

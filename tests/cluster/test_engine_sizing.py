@@ -17,8 +17,8 @@ MAX_TOKENS = 150
 class Paced(EmulatedBackend):
     """Takes as long as a device would whose weights are small."""
 
-    def submit(self, prepared: Any, inputs: Any) -> Any:
-        ticket = super().submit(prepared, inputs)
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
+        ticket = super().submit(prepared, inputs, edits)
         time.sleep(READ_S + ROW_S * len(prepared.step.rows))
         return ticket
 

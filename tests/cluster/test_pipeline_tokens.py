@@ -12,7 +12,7 @@ from pipeline_engine import CONFIG, SmallEngine, stages
 
 from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import Epoch, SequenceId, StepId
-from edgepipe.sampling import SampleRow, SamplingParams, sample
+from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.testing.pipeline import epoch
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
@@ -46,7 +46,7 @@ async def test_draws_depend_on_seed_choice_and_output_position_alone() -> None:
     params = SamplingParams(temperature=0.8, seed=7)
 
     def choose(logits: npt.NDArray[np.float32], position: int) -> int:
-        return int(sample(logits[None], [SampleRow(params=params, choice=0, position=position)])[0])
+        return sample(logits[None], [SampleRow(SequenceSampler(params), position)])[0].token
 
     wanted = oracle.generate(PROMPTS[2], 16, CONFIG, ignore_eos=True, choose=choose)
     async with stages(2) as local, local.open(epoch(1)) as driver:

@@ -21,10 +21,11 @@ class Recorder:
 
     def __init__(self, max_submitted: int) -> None:
         self.max_submitted = max_submitted
+        self.picks_candidates = False
         self.calls: list[str] = []
         self.threads: set[int] = set()
 
-    def submit(self, prepared: int, inputs: TokenIds) -> int:
+    def submit(self, prepared: int, inputs: TokenIds, edits: None) -> int:
         self._note(f"submit {prepared}")
         if prepared < 0:
             raise ValueError("broken")
@@ -51,6 +52,9 @@ class Item:
 
     def take_inputs(self) -> TokenIds:
         return IDS
+
+    def edits(self) -> None:
+        raise AssertionError("the backend picks no candidates")
 
     def wanted(self) -> bool:
         return self._wanted

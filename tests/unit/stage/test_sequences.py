@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
-from edgepipe.sampling import SamplingParams
-from edgepipe.stage.sequences import SequenceTable
+from edgepipe.sampling import SamplingParams, SequenceSampler
+from edgepipe.stage.sequences import ScoredPart, SequenceTable
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan, plan_from_wire, plan_to_wire
 
 NUM_BLOCKS = 64
@@ -20,6 +20,12 @@ BLOCK_SIZE = 4
 def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registration:
     return Registration(
         sequence=SequenceId(sequence), sampling=SamplingParams(seed=seed), choice=0, prompt_tokens=prompt_tokens
+    )
+
+
+def new_table() -> SequenceTable:
+    return SequenceTable(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=lambda told: SequenceSampler(told.sampling)
     )
 
 
@@ -44,7 +50,7 @@ def blocks(runs: tuple[BlockRun, ...]) -> list[int]:
 
 @given(data=st.data())
 def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
-    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    table = new_table()
     naive: dict[int, tuple[list[int], int, int]] = {}  # blocks, end, prompt length
     for step in range(1, data.draw(st.integers(1, 12)) + 1):
         frees = data.draw(st.lists(st.sampled_from(sorted(naive)), unique=True)) if naive else []
@@ -104,14 +110,14 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_followed_says_why(bad: StepPlan, why: str) -> None:
-    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    table = new_table()
     table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1, prompt_tokens=3),)))
     with pytest.raises(RemoteProtocolError, match=why):
         table.apply(bad)
 
 
 def test_registering_again_empties_the_block_table() -> None:
-    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    table = new_table()
     table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1),)))
     again = table.apply(plan(2, row(1, 0, 5, (20, 2)), registers=(register(1),)))
     assert blocks(again.rows[0].runs) == [20, 21]
@@ -130,3 +136,27 @@ def test_blocks_for_a_row_that_is_not_there_are_refused() -> None:
     message.block_row[0] = 1
     with pytest.raises(RemoteProtocolError, match="a row it does not have"):
         plan_from_wire(message)
+
+
+def test_prompt_tokens_are_scored_by_those_before_them() -> None:
+    sampling = SamplingParams(prompt_logprobs=True, top_logprobs=2)
+    told = Registration(sequence=SequenceId(1), sampling=sampling, prompt_tokens=5, prompt=(10, 11, 12, 13, 14))
+    table = new_table()
+    first = table.apply(plan(1, row(2, 0, 2, (1, 1)), row(1, 0, 3, (0, 1)), registers=(register(2), told)))
+    assert first.scored == (ScoredPart(SequenceId(1), 1, 3),)
+    assert first.score_rows is not None
+    assert first.score_rows.rows.tolist() == [2, 3, 4]
+    assert first.score_rows.targets.tolist() == [11, 12, 13]
+    assert first.score_rows.num_top == 2
+    last = table.apply(plan(2, row(1, 3, 2, (5, 1), sample=True)))
+    assert last.score_rows is not None
+    assert (last.score_rows.rows.tolist(), last.score_rows.targets.tolist()) == ([0], [14])
+    assert last.logit_rows == [1]
+    decode = table.apply(plan(3, row(1, 5, 1, sample=True)))
+    assert decode.score_rows is None
+
+
+def test_a_stage_without_the_head_samples_nothing() -> None:
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=None)
+    got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=True), registers=(register(1, prompt_tokens=3),)))
+    assert got.samples == ()
