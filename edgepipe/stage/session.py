@@ -274,7 +274,7 @@ class Session:
         wrong = ""
         if plan.last_slice >= self.spec.num_slices:
             wrong = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
-        elif last is not None and rows.samples and not last.part.head:
+        elif last is not None and rows.logit_rows and not last.part.head:
             wrong = f"it samples at slice {plan.last_slice}, which has no head"
         elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
             wrong = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
