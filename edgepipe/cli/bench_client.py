@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
@@ -73,6 +74,7 @@ class BenchClient:
         self._underway: dict[str, _Underway] = {}
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
         self._runs = 0
+        self._name = f"bench-{secrets.token_hex(4)}"  # engines keep results for a while: no two benches ask the same
         self._began_s = 0.0
         self._steps: dict[int, StepTrace] = {}
         self._on_progress: OnProgress = _untold
@@ -112,7 +114,7 @@ class BenchClient:
                 tasks.create_task(self._one(request, prompt, users))
 
     async def _one(self, request: WorkloadRequest, prompt: tuple[int, ...], users: asyncio.Semaphore) -> None:
-        request_id = RequestId(f"bench-{self._runs}-{request.index}")
+        request_id = RequestId(f"{self._name}-{self._runs}-{request.index}")
         underway = self._underway[request_id] = _Underway(request=request, arrival_s=time.monotonic() - self._began_s)
         submission = Submission(
             request_id=request_id,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench_client import connected
-from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
+from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster, node_names
 from edgepipe.cli.serve import layers_of
 from edgepipe.errors import ModelUnknown, PeerClosed
 from edgepipe.planner.report import RunFacts, RunReport, make_report
@@ -67,7 +67,8 @@ async def _runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnPro
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
         engine = await _serve(admin, each.serve)
-        yield await _measure(engine, cluster_id, each.run, on_progress)
+        devices = dict(zip(node_names(len(each.cluster.devices)), each.cluster.devices, strict=True))
+        yield await _measure(engine, cluster_id, each.run, on_progress, devices=devices)
         await admin.stop_model("")
 
 
@@ -79,8 +80,14 @@ async def _serve(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.Eng
 
 
 async def _measure(
-    engine: engine_pb2.EngineState, cluster_id: str, run: BenchRun, on_progress: OnProgress
+    engine: engine_pb2.EngineState,
+    cluster_id: str,
+    run: BenchRun,
+    on_progress: OnProgress,
+    *,
+    devices: Mapping[str, str] | None = None,
 ) -> RunReport:
+    """``devices`` are short names by node, as a simulation would tell them."""
     hello = make_hello(role="gateway", node_id="bench", node_name="bench", cluster_id=cluster_id)
     title, total = _titled("measuring", run), len(run.workload.requests)
     num_stages = len(engine.stages)
@@ -93,7 +100,10 @@ async def _measure(
     facts = RunFacts(
         label=run.label,
         settings=run.settings,
-        stage_names=tuple(f"{stage.node_name} {stage.device} {layers_of(stage)}" for stage in engine.stages),
+        stage_names=tuple(
+            f"{stage.node_name} {(devices or {}).get(stage.node_name, stage.device)} {layers_of(stage)}"
+            for stage in engine.stages
+        ),
         num_blocks=engine.num_blocks,
         preemptions=measured.preemptions,
         real_s=time.perf_counter() - started_s,
