@@ -36,7 +36,6 @@ class MicroBatches:
         self._links = [LinkCurve() for _ in slices]  # of the last one nothing is heard
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
-        self._free_us = [0] * self._num_stages  # when each device had done the step before, on its stage's clock
         self._before = [0] * self._num_stages  # tokens of the step before
         self.link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next look
@@ -77,13 +76,8 @@ class MicroBatches:
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
         """A stage computed a step on one slice."""
-        ended_us, free_us = timing.started_us + timing.compute_us, self._free_us[stage]
-        begun_us = timing.started_us
-        if begun_us < free_us < ended_us:
-            begun_us = free_us  # submitted early, it waited for the one before
-        self._free_us[stage] = max(free_us, ended_us)
         self._curves[stage][timing.slice_index].note(
-            num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=(ended_us - begun_us) * 1e-6
+            num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6
         )
         self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)
         before, self._before[stage] = self._before[stage], timing.num_tokens

@@ -76,7 +76,7 @@ class Pump:
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
         self.stale_reports = 0  # of other epochs, dropped
-        self._recorder = StepRecorder(clock, num_stages=0)  # made anew when the stages are known
+        self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
         self.tokens = WindowSum(clock)
 
@@ -92,7 +92,6 @@ class Pump:
         self._registration = registration
         self._on_news = on_news
         self.meters = [StageMeter(self._clock) for _ in stages]
-        self._recorder = StepRecorder(self._clock, num_stages=len(stages))
 
     async def run(self) -> None:
         """Send steps whenever there are any, until cancelled. Raises what ends the epoch."""

@@ -27,11 +27,10 @@ class _Recorded:
 class StepRecorder:
     """Bounded; the oldest step is forgotten first."""
 
-    def __init__(self, clock: Clock, *, num_stages: int, kept: int = _STEPS_KEPT) -> None:
+    def __init__(self, clock: Clock, *, kept: int = _STEPS_KEPT) -> None:
         self._clock = clock
         self._kept = kept
         self._steps: OrderedDict[int, _Recorded] = OrderedDict()
-        self._busy_until_us = [0] * num_stages
 
     def planned(self, step: ScheduledStep, stats: SchedulerStats) -> None:
         """A step goes to the stages."""
@@ -47,13 +46,8 @@ class StepRecorder:
             self._steps.popitem(last=False)
 
     def timed(self, stage: int, timing: StepTiming) -> None:
-        """A stage told of one of its slices; of several slices the whole span counts.
-
-        A device is given the next step before it is done with the last one, so it begins when that one ends.
-        """
-        end_us = timing.started_us + timing.compute_us
-        begin_us = max(timing.started_us, min(self._busy_until_us[stage], end_us))
-        self._busy_until_us[stage] = max(self._busy_until_us[stage], end_us)
+        """A stage told of one of its slices; of several slices the whole span counts."""
+        begin_us, end_us = timing.started_us, timing.started_us + timing.compute_us
         if recorded := self._steps.get(timing.step):
             known = recorded.spans.get(stage, (begin_us, end_us))
             recorded.spans[stage] = (min(known[0], begin_us), max(known[1], end_us))

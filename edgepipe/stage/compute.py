@@ -54,6 +54,7 @@ class Span:
     """When a step was on the device, in monotonic seconds."""
 
     submitted_s: float  # submit entered
+    begun_s: float  # the device was free for it: the step ahead collected
     collected_s: float  # collect returned
     idle_s: float  # device idle before it
 
@@ -176,10 +177,11 @@ class ComputeThread:
             self.finished += 1
             oldest.work.failed(exc)
             return
-        now_s = self._idle_since_s = self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1
-        self._times.ended(oldest.work.num_tokens, now_s - oldest.submitted_s)
-        oldest.work.done(output, Span(oldest.submitted_s, now_s, oldest.idle_s))
+        self._times.ended(oldest.work.num_tokens, now_s - begun_s)
+        oldest.work.done(output, Span(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
 
     def _drain(self) -> None:
         while self._outstanding:

@@ -104,14 +104,14 @@ class StepTiming:
     slice_index: int
     num_tokens: int
     num_rows: int
-    started_us: int  # stage's monotonic clock, submit entered
+    started_us: int  # stage's monotonic clock: submitted, and the step ahead done
     wait_us: int = 0  # device idle before it
     prepare_us: int = 0
-    compute_us: int = 0  # submit entered to collect returned
+    compute_us: int = 0  # from then until collect returned
     sample_us: int = 0
     send_queue_us: int = 0  # of the step before it
     upload_us: int = 0  # of the step before it
-    queued_us: int = 0  # from plan and inputs being there until submit was entered
+    queued_us: int = 0  # from plan and inputs being there until it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

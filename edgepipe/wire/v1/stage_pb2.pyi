@@ -722,19 +722,19 @@ class StepTiming(_message.Message):
     num_tokens: _builtins.int
     num_rows: _builtins.int
     started_us: _builtins.int
-    """stage's monotonic clock, submit entered"""
+    """stage's monotonic clock: submitted, and the step ahead done"""
     wait_us: _builtins.int
     """device idle before it"""
     prepare_us: _builtins.int
     compute_us: _builtins.int
-    """submit entered to collect returned"""
+    """from then until collect returned"""
     sample_us: _builtins.int
     send_queue_us: _builtins.int
     """of the step before it"""
     upload_us: _builtins.int
     """of the step before it"""
     queued_us: _builtins.int
-    """from plan and inputs being there until submit was entered"""
+    """from plan and inputs being there until it started"""
     def __init__(
         self,
         *,

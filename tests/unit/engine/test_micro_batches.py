@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from ring_model import ROW_BYTES, RingModel, scheduled
+from ring_model import ROW_BYTES, RingModel
 
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.scheduler.sizing import most_micro_batches
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.plans import LinkSample
 
 
 def model(*reads_ms: float, fixed: int = 0, **more: float) -> RingModel:
@@ -85,19 +85,6 @@ def test_prompts_have_all_stages_whatever_m_is() -> None:
     assert ring.sizes.limit(prompts_wait=False) == 1
     assert ring.sizes.limit(prompts_wait=True) == 3
     assert ring.sizes.most == most_micro_batches(3)
-
-
-def test_a_step_that_was_submitted_early_counts_from_when_the_device_was_free() -> None:
-    sizes = MicroBatches(slices=[[0]], row_bytes=ROW_BYTES, fixed=0)
-    for step in range(1, 30):
-        begun_us = step * 10_000
-        sizes.sent(scheduled(step, 4, 4), begun_us / 1e6)
-        timing = StepTiming(
-            step=StepId(step), slice_index=0, num_tokens=4, num_rows=4, started_us=begun_us - 9_000, compute_us=19_000
-        )
-        sizes.note_timing(0, timing)
-        sizes.retired(StepId(step), (begun_us + 10_000) / 1e6, sequences=4)
-    assert sizes.sizing.tokens_per_s == pytest.approx(4 / 0.010, rel=0.05)
 
 
 def test_a_turn_is_latency_beside_what_is_told() -> None:

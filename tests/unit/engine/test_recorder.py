@@ -22,7 +22,7 @@ def recorded(*prompt_tokens: int, kept: int = 16) -> StepRecorder:
         SchedulerLimits(num_blocks=64, block_size=16, context_length=256, micro_batches=len(prompt_tokens)),
         ThrottledPolicy(max_prefill_tokens=64),
     )
-    recorder = StepRecorder(FakeClock(monotonic_s=7.0), num_stages=2, kept=kept)
+    recorder = StepRecorder(FakeClock(monotonic_s=7.0), kept=kept)
     for number, count in enumerate(prompt_tokens, start=1):
         scheduler.submit([SequenceSpec(sequence=SequenceId(number), prompt=(1,) * count, max_tokens=4)])
         step = scheduler.next_step()
@@ -40,14 +40,6 @@ def test_a_step_is_remembered_with_what_its_stages_told() -> None:
     assert step.used_blocks == 2
     assert step.spans == ((3_000, 4_500), (5_000, 6_000))
     assert recorder.steps(after=1) == []
-
-
-def test_a_device_begins_a_step_when_it_is_done_with_the_one_before() -> None:
-    recorder = recorded(4, 4)
-    recorder.timed(0, timing(1, started_us=1_000, compute_us=2_000))
-    recorder.timed(0, timing(2, started_us=1_500, compute_us=3_500))
-    first, second = recorder.steps(after=0)
-    assert (first.spans, second.spans) == (((1_000, 3_000),), ((3_000, 5_000),))
 
 
 def test_the_oldest_steps_are_forgotten() -> None:

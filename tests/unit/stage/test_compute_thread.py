@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ async def test_only_one_thread_touches_the_backend_and_it_is_not_the_loops(compu
     assert calling != threading.get_ident()
     spans = [item.span for item in items if item.span is not None]
     assert len(spans) == 20
-    assert all(span.submitted_s <= span.collected_s for span in spans)
+    assert all(span.submitted_s <= span.begun_s <= span.collected_s for span in spans)
+    assert all(later.begun_s >= span.collected_s for span, later in pairwise(spans)), "the device does one at a time"
     assert (compute.started, compute.finished) == (20, 20)
 
 
