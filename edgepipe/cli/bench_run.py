@@ -66,13 +66,14 @@ async def _runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnPro
     cluster_id = (await admin.status()).cluster_id
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
-        engine = await _serve(admin, each.serve)
+        engine = await serve_model(admin, each.serve)
         devices = dict(zip(node_names(len(each.cluster.devices)), each.cluster.devices, strict=True))
         yield await _measure(engine, cluster_id, each.run, on_progress, devices=devices)
         await admin.stop_model("")
 
 
-async def _serve(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+async def serve_model(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+    """The engine, once it is ready. Raises what hinders it."""
     async for event in admin.serve(request):
         if event.HasField("engine"):
             return event.engine

@@ -56,15 +56,16 @@ class LocalNode:
 
 
 def member_states(
-    local: LocalNode, membership: Membership, clock_skews_ms: Mapping[NodeId, float]
+    local: LocalNode, membership: Membership, clock_skews_ms: Mapping[NodeId, float], *, now_s: float
 ) -> list[pb.MemberState]:
-    """This node first, then every reachable member."""
+    """This node first, then every reachable member, as of ``now_s`` on the monotonic clock."""
     own = pb.MemberState(node=local.state, state="alive", self=True)
     others = [
         pb.MemberState(
             node=member.node,
             state=member.status,
             rtt_ms=member.rtt_ms,
+            gap_ms=member.gaps.p99_s(now=now_s) * 1e3,
             clock_skew_ms=clock_skews_ms.get(NodeId(member.node.node_id), 0.0),
         )
         for member in membership.reachable()

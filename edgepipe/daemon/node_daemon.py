@@ -379,9 +379,13 @@ class NodeDaemon:
         ports = range(self._config.port + 1, self._config.port + 1 + _CHILD_PORTS)
         return tuple(port for port in ports if port not in taken)
 
+    def _members(self) -> list[pb.MemberState]:
+        skews_ms, now_s = self._heartbeats.clock_skews_ms, self._clock.monotonic_s()
+        return member_states(self._local, self._membership, skews_ms, now_s=now_s)
+
     def _view(self) -> pb.ClusterView:
         view = pb.ClusterView(cluster_id=self._cluster.cluster_id)
-        view.members.extend(member_states(self._local, self._membership, self._heartbeats.clock_skews_ms))
+        view.members.extend(self._members())
         view.absent.extend(absent_nodes(self._membership, self._clock))
         for _, engine in self._serving.engines():
             if path := self._models.metadata_path(engine.model, engine.manifest_hash):
@@ -396,7 +400,7 @@ class NodeDaemon:
             uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
             data_dir=str(self._data_dir.path),
         )
-        status.members.extend(member_states(self._local, self._membership, self._heartbeats.clock_skews_ms))
+        status.members.extend(self._members())
         status.absent.extend(absent_nodes(self._membership, self._clock))
         for one, other in self._membership.broken_links():
             status.broken_links.add(node_id=one, other_id=other)

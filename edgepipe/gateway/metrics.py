@@ -197,6 +197,9 @@ def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 def _node_families(view: node_pb2.ClusterView) -> Iterator[Metric]:
     up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
     rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
+    gap = GaugeMetricFamily(
+        "edgepipe_heartbeat_gap_p99_seconds", "Between heartbeats, two minutes back.", labels=("src", "dst")
+    )
     memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
     own = next((member.node.name for member in view.members if member.self), "")
     for member in view.members:
@@ -204,10 +207,12 @@ def _node_families(view: node_pb2.ClusterView) -> Iterator[Metric]:
         up.add_metric((node.name,), float(member.state == "alive"))
         if not member.self and member.rtt_ms:
             rtt.add_metric((own, node.name), member.rtt_ms / 1e3)
+            gap.add_metric((own, node.name), member.gap_ms / 1e3)
         memory.add_metric((node.name, "reserved"), sum(device.reserved_bytes for device in node.devices))
         memory.add_metric((node.name, "free"), sum(device.free_bytes for device in node.devices))
     yield up
     yield rtt
+    yield gap
     yield memory
 
 

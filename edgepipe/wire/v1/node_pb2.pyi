@@ -1384,12 +1384,15 @@ class MemberState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RTT_MS_FIELD_NUMBER: _builtins.int
     SELF_FIELD_NUMBER: _builtins.int
+    GAP_MS_FIELD_NUMBER: _builtins.int
     CLOCK_SKEW_MS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"alive" | "suspect" | "dead" | "left" """
     rtt_ms: _builtins.float
     """from the asked node"""
     self: _builtins.bool
+    gap_ms: _builtins.float
+    """that one in a hundred of its heartbeats exceeded, two minutes back, seen from the asked node"""
     clock_skew_ms: _builtins.float
     """its wall clock minus the asked node's, when last heard"""
     @_builtins.property
@@ -1401,11 +1404,12 @@ class MemberState(_message.Message):
         state: _builtins.str = ...,
         rtt_ms: _builtins.float = ...,
         self: _builtins.bool = ...,
+        gap_ms: _builtins.float = ...,
         clock_skew_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_skew_ms", b"clock_skew_ms", "node", b"node", "rtt_ms", b"rtt_ms", "self", b"self", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_skew_ms", b"clock_skew_ms", "gap_ms", b"gap_ms", "node", b"node", "rtt_ms", b"rtt_ms", "self", b"self", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,219 @@
+"""The door: what HTTP adds to the engine's own time to first token, and many streams at once.
+
+Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``http``. Nodes, engine, stages and gateway are real
+processes, only the devices' arithmetic is emulated. The client speaks HTTP over bare sockets: it must not be what is
+measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from figures import Row, below, print_rows
+
+from edgepipe.cli.admin import Admin
+from edgepipe.cli.bench_client import BenchClient, connected
+from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
+from edgepipe.cli.bench_run import serve_model
+from edgepipe.config import prepare_environment
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2
+
+MODEL = "qwen2.5-14b"
+PROMPT_TOKENS = 256
+OUTPUT_TOKENS = 48
+STREAMS = 16
+MANY = 200
+HEARTBEAT_GAP_MS = 500
+ADDED_TTFT_MS = 15
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """One streamed answer as its client saw it."""
+
+    began_s: float
+    times_s: list[float] = field(default_factory=list[float])  # of events with text
+    text: str = ""
+    finished: bool = False
+
+
+async def ask(port: int, prompt: list[int], *, max_tokens: int) -> Stream:
+    """A streamed completion over a connection of its own."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    stream = Stream(began_s=time.monotonic())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                stream.finished = True
+                break
+            choice = json.loads(line[6:])["choices"][0]
+            if choice["text"]:
+                stream.times_s.append(time.monotonic())
+                stream.text += choice["text"]
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    return stream
+
+
+def workload(*, num_requests: int, concurrency: int, output_tokens: int = OUTPUT_TOKENS, seed: int = 1) -> Workload:
+    """Users who ask again as soon as they were answered; prompts without a common beginning."""
+    return make_workload(
+        WorkloadSpec(
+            arrivals=Arrivals.CLOSED,
+            concurrency=concurrency,
+            num_requests=num_requests,
+            prompt=FixedLengths(tokens=PROMPT_TOKENS),
+            output=FixedLengths(tokens=output_tokens),
+            seed=seed,
+        )
+    )
+
+
+async def by_engine(client: BenchClient, load: Workload, *, num_stages: int) -> list[float]:
+    """Times to first token straight from the engine, ms."""
+    measured = await client.run(load, num_stages=num_stages)
+    return [(record.token_times_s[0] - record.arrival_s) * 1e3 for record in measured.requests]
+
+
+async def by_http(port: int, load: Workload) -> list[Stream]:
+    """The same requests through the gateway."""
+    users = asyncio.Semaphore(load.concurrency or len(load.requests))
+    prompts = [list(load.prompt_ids(request)) for request in load.requests]
+
+    async def one(prompt: list[int], max_tokens: int) -> Stream:
+        async with users:
+            return await ask(port, prompt, max_tokens=max_tokens)
+
+    pairs = zip(load.requests, prompts, strict=True)
+    return list(await asyncio.gather(*(one(prompt, request.output_tokens) for request, prompt in pairs)))
+
+
+def first_ms(stream: Stream) -> float:
+    """Time to its first text, ms."""
+    return (stream.times_s[0] - stream.began_s) * 1e3
+
+
+def gaps_ms(streams: list[Stream]) -> list[float]:
+    """Between two events with text, ms."""
+    return [(b - a) * 1e3 for s in streams for a, b in zip(s.times_s, s.times_s[1:], strict=False)]
+
+
+def p99(values: list[float]) -> float:
+    """The value that one in a hundred exceeds."""
+    return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
+
+
+async def http_rows(full: bool) -> list[Row]:
+    """Two stages on two nodes; both ways in turn, several times, so that drift meets both alike."""
+    cluster = EmulatedCluster(
+        devices=["rtx4090", "rtx4090"], model=MODEL, config=named_shape(MODEL), link="1gbit,0.3ms"
+    )
+    async with emulated_cluster(cluster) as admin:
+        port = await _http_port(admin)
+        engine = await serve_model(admin, node_pb2.ServeRequest(model=MODEL, num_nodes=2))
+        cluster_id = (await admin.status()).cluster_id
+        hello = make_hello(role="gateway", node_id="bench", node_name="bench", cluster_id=cluster_id)
+        stages = len(engine.stages)
+        direct: list[float] = []
+        through: list[Stream] = []
+        async with connected(engine.address, hello) as client:
+            for turn in range(9 if full else 4):  # the first warms up
+                load = workload(num_requests=4 * STREAMS, concurrency=STREAMS, seed=2 * turn)
+                other = workload(num_requests=4 * STREAMS, concurrency=STREAMS, seed=2 * turn + 1)
+                one, two = await by_engine(client, load, num_stages=stages), await by_http(port, other)
+                if turn:
+                    direct += one
+                    through += two
+                _say(
+                    f"turn {turn}: engine {statistics.median(one):.1f} ms, "
+                    f"gateway {statistics.median(map(first_ms, two)):.1f} ms"
+                )
+        rows = _added_rows(direct, through)
+        return rows + await _many_rows(admin, port, full)
+
+
+def _added_rows(direct: list[float], through: list[Stream]) -> list[Row]:
+    firsts = [first_ms(stream) for stream in through]
+    added = statistics.median(firsts) - statistics.median(direct)
+    lost = sum(not stream.finished for stream in through)
+    return [
+        Row(
+            f"TTFT p50, {STREAMS} streams, {PROMPT_TOKENS} prompt tokens",
+            statistics.median(firsts),
+            "ms",
+            statistics.median(direct),
+            "the engine's own",
+        ),
+        below(f"  added by the gateway, p50 of {len(firsts)}", added, "ms", ADDED_TTFT_MS),
+        Row("  p99", p99(firsts), "ms", p99(direct), "the engine's own"),
+        below("  streams lost", lost, "", 0),
+    ]
+
+
+async def _many_rows(admin: Admin, port: int, full: bool) -> list[Row]:
+    """Many streams at once for a minute; the other node notes every gap between this one's heartbeats."""
+    seconds = 120 if full else 60
+    load = workload(num_requests=MANY, concurrency=MANY, output_tokens=64 if not full else 128, seed=99)
+    began_s = time.monotonic()
+    done: list[Stream] = []
+    rounds = 0
+    while time.monotonic() - began_s < seconds:
+        done += await by_http(port, replace(load, requests=load.requests))
+        rounds += 1
+        _say(f"{MANY} streams, round {rounds}: {time.monotonic() - began_s:.0f} s")
+    gap_ms = max(member.gap_ms for member in (await admin.status()).members)
+    lost = sum(not stream.finished for stream in done)
+    short = sum(stream.finished and not stream.times_s for stream in done)
+    elapsed_s = time.monotonic() - began_s
+    num_events = sum(len(stream.times_s) for stream in done)
+    return [
+        below(f"{MANY} streams at once, {len(done)} in {elapsed_s:.0f} s: lost or empty", lost + short, "", 0),
+        Row("  events", num_events / elapsed_s, "/s"),
+        Row("  gap between two events, p50", statistics.median(gaps_ms(done)), "ms"),
+        Row("  gap between two events, p99", p99(gaps_ms(done)), "ms"),
+        below("  gap between a daemon's heartbeats meanwhile, p99", gap_ms, "ms", HEARTBEAT_GAP_MS),
+    ]
+
+
+async def _http_port(admin: Admin) -> int:
+    status = await admin.status()
+    return next(member.node.http_port for member in status.members if member.self)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+PARTS: dict[str, Callable[[bool], Awaitable[list[Row]]]] = {"http": http_rows}
+
+
+def main() -> None:
+    """Measure the parts named on the command line; all of them where none is."""
+    prepare_environment()
+    full = "--full" in sys.argv
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PARTS)
+    rows = [row for name in names for row in asyncio.run(PARTS[name](full))]
+    print_rows("gateway", rows)
+    sys.exit(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    main()
