@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +24,7 @@ from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench_run import serve_model
 from edgepipe.config import prepare_environment
 from edgepipe.model.shapes import named_shape
-from edgepipe.planner.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.planner.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 
@@ -74,14 +74,15 @@ async def ask(port: int, prompt: list[int], *, max_tokens: int) -> Stream:
 
 
 def workload(*, num_requests: int, concurrency: int, output_tokens: int = OUTPUT_TOKENS, seed: int = 1) -> Workload:
-    """Users who ask again as soon as they were answered; prompts without a common beginning."""
+    """Users who ask again as soon as they were answered, each after another number of tokens: they do not stay in
+    step. Prompts have no common beginning."""
     return make_workload(
         WorkloadSpec(
             arrivals=Arrivals.CLOSED,
             concurrency=concurrency,
             num_requests=num_requests,
             prompt=FixedLengths(tokens=PROMPT_TOKENS),
-            output=FixedLengths(tokens=output_tokens),
+            output=LognormalLengths(median_tokens=output_tokens, max_tokens=2 * output_tokens),
             seed=seed,
         )
     )
@@ -202,7 +203,7 @@ def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-PARTS: dict[str, Callable[[bool], Awaitable[list[Row]]]] = {"http": http_rows}
+PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {"http": http_rows}
 
 
 def main() -> None:

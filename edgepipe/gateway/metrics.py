@@ -44,57 +44,85 @@ class RequestMetrics:
         self.prefill = histogram("request_prefill_time", "Sent to the engine to its first token.", _FIRST_TOKEN_S)
         self.decode = histogram("request_decode_time", "First token to the last.", _WHOLE_S)
 
+        self._of_models: dict[str, ModelMetrics] = {}
+
     def begin(self, model: str, *, num_prompt_tokens: int) -> RequestMeter:
         """Count a request that was accepted now."""
-        self.prompt_tokens.labels(model).inc(num_prompt_tokens)
-        return RequestMeter(self, model)
+        found = self._of_models.get(model)
+        if found is None:
+            found = self._of_models[model] = ModelMetrics(self, model)
+        found.prompt_tokens.inc(num_prompt_tokens)
+        return RequestMeter(found, self.clock)
+
+
+class ModelMetrics:
+    """Those of one model: looking them up by label for every request would cost more than counting."""
+
+    def __init__(self, metrics: RequestMetrics, model: str) -> None:
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.output_tokens = metrics.output_tokens.labels(model)
+        self.first_token = metrics.first_token.labels(model)
+        self.between = metrics.between.labels(model)
+        self.whole = metrics.whole.labels(model)
+        self.queued = metrics.queued.labels(model)
+        self.prefill = metrics.prefill.labels(model)
+        self.decode = metrics.decode.labels(model)
+        self._model = model
+        self._succeeded = metrics.succeeded
+        self._failed = metrics.failed
+
+    def succeeded(self, reason: str) -> None:
+        """A choice ended well."""
+        self._succeeded.labels(self._model, reason).inc()
+
+    def failed(self, code: str) -> None:
+        """A request ended in an error."""
+        self._failed.labels(self._model, code).inc()
 
 
 class RequestMeter:
     """Follows one request. Times are the clock's monotonic seconds."""
 
-    def __init__(self, metrics: RequestMetrics, model: str) -> None:
+    def __init__(self, metrics: ModelMetrics, clock: Clock) -> None:
         self._metrics = metrics
-        self._model = model
-        self._accepted_s = self._started_s = metrics.clock.monotonic_s()
+        self._clock = clock
+        self._accepted_s = self._started_s = clock.monotonic_s()
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}  # by choice
-        self._between = metrics.between.labels(model)
-        self._tokens = metrics.output_tokens.labels(model)
 
     def started(self) -> None:
         """It has its place and goes to the engine."""
-        self._started_s = self._metrics.clock.monotonic_s()
-        self._metrics.queued.labels(self._model).observe(self._started_s - self._accepted_s)
+        self._started_s = self._clock.monotonic_s()
+        self._metrics.queued.observe(self._started_s - self._accepted_s)
 
     def tokens(self, choice: int, count: int) -> None:
         """So many tokens of a choice came; those that come together share their gap."""
-        now_s = self._metrics.clock.monotonic_s()
-        self._tokens.inc(count)
+        now_s = self._clock.monotonic_s()
+        self._metrics.output_tokens.inc(count)
         if self._first_s is None:
             self._first_s = now_s
-            self._metrics.first_token.labels(self._model).observe(now_s - self._accepted_s)
-            self._metrics.prefill.labels(self._model).observe(now_s - self._started_s)
+            self._metrics.first_token.observe(now_s - self._accepted_s)
+            self._metrics.prefill.observe(now_s - self._started_s)
         last_s = self._last_s.get(choice)
         if last_s is not None:
             for _ in range(count):
-                self._between.observe((now_s - last_s) / count)
+                self._metrics.between.observe((now_s - last_s) / count)
         self._last_s[choice] = now_s
 
     def choice_ended(self, reason: str) -> None:
         """One of its choices ended."""
-        self._metrics.succeeded.labels(self._model, reason).inc()
+        self._metrics.succeeded(reason)
 
     def ended(self) -> None:
         """All of it ended well."""
-        now_s = self._metrics.clock.monotonic_s()
-        self._metrics.whole.labels(self._model).observe(now_s - self._accepted_s)
+        now_s = self._clock.monotonic_s()
+        self._metrics.whole.observe(now_s - self._accepted_s)
         if self._first_s is not None:
-            self._metrics.decode.labels(self._model).observe(now_s - self._first_s)
+            self._metrics.decode.observe(now_s - self._first_s)
 
     def failed(self, code: str) -> None:
         """It ended in an error."""
-        self._metrics.failed.labels(self._model, code).inc()
+        self._metrics.failed(code)
 
 
 class ClusterMetrics(Collector):
