@@ -15,11 +15,13 @@ from edgepipe.errors import ConnectTimeout, NodeUnreachable, PeerClosed
 from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1 import node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
 
 _PEER = "this machine's node"
 _RPC_S = 5.0
 _SERVE_S = 3600.0  # a first load may fetch a model over the network
+_INVITE_S = 25 * 3600.0  # a long string is valid for a day at most
+_JOIN_S = 240.0  # the host's person has a minute
 _LOGS_S = 7 * 24 * 3600.0  # following the log ends by ^C
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ class Admin:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = node_pb2_grpc.AdminStub(channel)
+        self._trust = trust_pb2_grpc.TrustAdminStub(channel)
         self._hello = make_hello(role="cli")
 
     async def status(self) -> pb.ClusterStatus:
@@ -54,6 +57,36 @@ class Admin:
         """Ask the node to stop; it answers before it does."""
         with translated(_PEER):
             await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)
+
+    async def invite(self, commands: AsyncIterator[trust_pb2.InviteCommand]) -> AsyncIterator[trust_pb2.InviteEvent]:
+        """Open a pairing window; it lasts as long as this is listened to. Raises what ends it without a new peer."""
+        with translated(_PEER):
+            async for event in self._trust.Invite(commands, timeout=_INVITE_S):
+                yield event
+
+    async def join(self, request: trust_pb2.JoinRequest) -> AsyncIterator[trust_pb2.JoinEvent]:
+        """Let the node join another cluster. Raises what hinders it."""
+        request.hello.CopyFrom(self._hello)
+        with translated(_PEER):
+            async for event in self._trust.Join(request, timeout=_JOIN_S):
+                yield event
+
+    async def peers(self) -> trust_pb2.ListPeersReply:
+        """Who belongs to the cluster."""
+        with translated(_PEER):
+            return await self._trust.ListPeers(trust_pb2.ListPeersRequest(hello=self._hello), timeout=_RPC_S)
+
+    async def remove_peer(self, peer: str, *, others: str) -> trust_pb2.RemovePeerReply:
+        """Remove a peer; ``others`` as in the .proto. Raises TrustInvalid."""
+        request = trust_pb2.RemovePeerRequest(hello=self._hello, peer=peer, others=others)
+        with translated(_PEER):
+            return await self._trust.RemovePeer(request, timeout=_RPC_S)
+
+    async def promote_peer(self, peer: str) -> str:
+        """Make a peer an owner; its name. Raises TrustInvalid."""
+        request = trust_pb2.PromotePeerRequest(hello=self._hello, peer=peer)
+        with translated(_PEER):
+            return (await self._trust.PromotePeer(request, timeout=_RPC_S)).name
 
     async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[pb.LogLine]:
         """The newest lines of the node's log, and with ``follow`` those that come."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +94,9 @@ def _only_model(status: pb.ClusterStatus) -> str:
 
 
 async def _lan_target(data_dir: Path, model: str) -> Target:
-    found = await _browse()
+    from edgepipe.cluster.browsing import browse
+
+    found = await browse(listen_s=_LISTEN_S)
     for announcement in found:
         base_url = f"http://{announcement.host}:{_DEFAULT_HTTP_PORT}"
         try:
@@ -129,34 +130,3 @@ def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
         fact=f"{checked}found {names}",
         next_step="join them: edgepipe node invite there, then edgepipe node join here",
     )
-
-
-async def _browse() -> list[Announcement]:
-    """Every node that announces itself within the listening time, on any interface."""
-    from zeroconf import IPVersion, ServiceStateChange
-    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
-
-    from edgepipe.cluster.discovery import SERVICE_TYPE, read_announcement
-
-    names: set[str] = set()
-
-    def note(*, name: str, state_change: ServiceStateChange, **_: object) -> None:
-        if state_change is not ServiceStateChange.Removed:
-            names.add(name)
-
-    try:
-        zeroconf = AsyncZeroconf(ip_version=IPVersion.V4Only)
-    except OSError:  # no interface takes multicast
-        return []
-    found: list[Announcement] = []
-    try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[note])
-        await asyncio.sleep(_LISTEN_S)
-        await browser.async_cancel()
-        for name in sorted(names)[:32]:
-            info = AsyncServiceInfo(SERVICE_TYPE, name)
-            if await info.async_request(zeroconf.zeroconf, 1000) and (one := read_announcement(info)):
-                found.append(one)
-    finally:
-        await zeroconf.async_close()
-    return found

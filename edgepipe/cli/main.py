@@ -18,6 +18,7 @@ from edgepipe.cli import (
     models,
     node,
     overview,
+    peers,
     plan,
     ps,
     serve,
@@ -45,6 +46,7 @@ def make_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_start)
     app.command("demo")(demo.demo)
     app.add_typer(node.app, name="node")
+    app.add_typer(peers.app, name="peers")
     app.add_typer(models.app, name="models")
     app.command("plan")(plan.plan)
     app.command("serve")(serve.serve)

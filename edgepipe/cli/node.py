@@ -117,6 +117,54 @@ def start(
 
 
 @app.command()
+def invite(
+    long_string: Annotated[
+        bool, typer.Option("--long", help="A long string instead of a code, for a machine without a person.")
+    ] = False,
+    valid: Annotated[
+        int, typer.Option("--valid", min=1, max=1440, help="Minutes; a code at most 60, a long string a day.")
+    ] = 5,
+    role: Annotated[
+        str, typer.Option("--role", help="owner or member; the second machine becomes an owner.", show_default=False)
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Let in whoever has the code, ask nobody.")] = False,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+) -> None:
+    """Show a code with which one other machine may join this cluster."""
+    from edgepipe.cli import inviting
+    from edgepipe.cli.admin import run_async
+    from edgepipe.wire.v1 import trust_pb2
+
+    start = trust_pb2.InviteStart(role=role, valid_s=60 * valid, long_string=long_string, accept_all=yes)
+    run_async(inviting.invite(data_dir_of(data_dir), start, as_json=as_json))
+
+
+@app.command()
+def join(
+    code: Annotated[str, typer.Argument(help="As 'edgepipe node invite' shows it.", show_default=False)],
+    host: Annotated[
+        str, typer.Option("--host", help="HOST or HOST:PORT that invites; found by mDNS unless given.")
+    ] = "",
+    name: Annotated[str | None, typer.Option("--name", help="Name of this node; the host's unless given.")] = None,
+    new_identity: Annotated[
+        bool, typer.Option("--new-identity", help="Leave the present cluster, with a new key.")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Join the cluster of a machine that invites."""
+    from edgepipe.cli import joining
+    from edgepipe.cli.admin import run_async
+    from edgepipe.config import load_config
+
+    config = load_config({"name": name, "data_dir": data_dir}).values
+    joined = run_async(
+        joining.join(config.data_dir, node_name=config.name, code=code, host=host, new_identity=new_identity)
+    )
+    joining.show_joined(joined)
+
+
+@app.command()
 def stop(data_dir: DataDir = None) -> None:
     """Stop this machine's node; returns when it is gone."""
     folder = data_dir_of(data_dir)

@@ -14,7 +14,7 @@ from edgepipe.cluster.trust import NONCE_BYTES, TrustStore, add_statement, found
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid
-from edgepipe.link.certificates import KeyPair
+from edgepipe.link.certificates import KeyPair, make_key_pair
 from edgepipe.link.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 
@@ -76,12 +76,15 @@ def begin_anew(data_dir: Path) -> None:
     """A new identity without a cluster: the present key stays with whoever else has it, or was removed."""
     folders = TrustFolders(data_dir)
     TrustFile(folders.trust).forget()
-    replace_identity(folders.identity)
+    replace_identity(folders.identity, make_key_pair())
 
 
-def adopt_cluster(data_dir: Path, store: TrustStore) -> None:
-    """Replace this node's cluster by the one that it was let into. Raises ConfigInvalid."""
-    file = TrustFile(TrustFolders(data_dir).trust)
+def adopt_cluster(data_dir: Path, store: TrustStore, key_pair: KeyPair) -> None:
+    """Replace this node's cluster by the one that ``key_pair`` was let into. Raises ConfigInvalid."""
+    folders = TrustFolders(data_dir)
+    if load_identity(folders.identity).fingerprint != key_pair.fingerprint:
+        replace_identity(folders.identity, key_pair)
+    file = TrustFile(folders.trust)
     file.forget()  # the version before is another cluster's
     _save(file, store)
 

@@ -23,7 +23,9 @@ def load_identity(folder: Path) -> KeyPair:
     try:
         key = read_private(folder / _KEY, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
-        return replace_identity(folder)
+        pair = make_key_pair()
+        replace_identity(folder, pair)
+        return pair
     try:
         certificate = read_private(folder / _CERTIFICATE, most_bytes=_MOST_BYTES)
         return read_key_pair(key_pem=key, certificate_pem=certificate)
@@ -35,14 +37,12 @@ def load_identity(folder: Path) -> KeyPair:
         ) from exc
 
 
-def replace_identity(folder: Path) -> KeyPair:
-    """Make a new key and certificate in ``folder``; what was there is gone. Raises ConfigInvalid."""
+def replace_identity(folder: Path, pair: KeyPair) -> None:
+    """Make ``pair`` the identity in ``folder``; what was there is gone. Raises ConfigInvalid."""
     make_private_folder(folder)
-    pair = make_key_pair()
     try:
         (folder / _KEY).unlink(missing_ok=True)  # last written, so a key is never beside another's certificate
         write_private(folder / _CERTIFICATE, pair.certificate.pem)
         write_private(folder / _KEY, pair.key_pem)
     except OSError as exc:
         raise ConfigInvalid(f"the identity of this node cannot be written to {folder}", fact=str(exc)) from exc
-    return pair

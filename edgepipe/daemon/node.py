@@ -64,12 +64,13 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, host: str, on_re
         )
         with _signals(node):
             await _single(node.run())
-        if not node.identity_taken:
+        if node.identity_taken:
+            trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
+            begin_anew(data_dir.path)
+            logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
+        elif not node.begins_anew:
             return
-        trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
-        begin_anew(data_dir.path)
-        cluster = ""
-        logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
+        cluster = ""  # its name was a wish for the first cluster
 
 
 async def _single(running: Awaitable[None]) -> None:

@@ -29,6 +29,7 @@ from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.neighbours import Neighbours
+from edgepipe.daemon.pairing_host import PairingHost
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.remembered import RememberedAddresses
 from edgepipe.daemon.replanning import Replanner
@@ -37,11 +38,12 @@ from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.sleep_guard import SleepGuard
 from edgepipe.daemon.system import RandomIds, SystemClock
+from edgepipe.daemon.trust_service import TrustService
 from edgepipe.link.channels import bind, make_server, make_unix_server
 from edgepipe.link.security import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1 import node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class NodeDaemon:
     ) -> None:
         self.stopping = asyncio.Event()
         self.identity_taken = False
+        self.begins_anew = False
         self._config = config
         self._data_dir = data_dir
         self._trust = trust
@@ -249,6 +252,40 @@ class NodeDaemon:
         node_pb2_grpc.add_WeightsServicer_to_server(WeightsService(admit=admit, models=self._models), server)
         node_pb2_grpc.add_ChildrenServicer_to_server(ChildrenService(self.children), unix_server)
         node_pb2_grpc.add_AdminServicer_to_server(admin, unix_server)
+        trust_pb2_grpc.add_TrustAdminServicer_to_server(self._trust_service(), unix_server)
+
+    def _trust_service(self) -> TrustService:
+        pairing = PairingHost(
+            trust=self._trust,
+            hello=self._hello,
+            host=self._host,
+            port=self._config.port,
+            addresses=self._known_addresses,
+            announce=self._announce_pairing,
+            clock=self._clock,
+        )
+        return TrustService(
+            trust=self._trust,
+            pairing=pairing,
+            membership=self._membership,
+            addresses=self._known_addresses,
+            data_dir=self._data_dir.path,
+            node_name=self._config.name,
+            begin_anew=self._begin_anew,
+        )
+
+    def _known_addresses(self) -> dict[str, str]:
+        """Where members answer or answered."""
+        return {**self._remembered.all(), self._node_id: self._address}
+
+    async def _announce_pairing(self, port: int) -> None:
+        if self._discovery is not None:
+            await self._discovery.announce_pairing(port)
+
+    def _begin_anew(self) -> None:
+        """The node is another one, or in another cluster: it ends, and ``node.run`` starts it again."""
+        self.begins_anew = True
+        self.stopping.set()
 
     async def _work(self, tasks: asyncio.TaskGroup, server: grpc.aio.Server, unix_server: grpc.aio.Server) -> None:
         await unix_server.start()

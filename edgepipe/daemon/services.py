@@ -156,19 +156,19 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """The cluster as seen from here."""
-        _admit_command_line(request.hello)
+        admit_command_line(request.hello)
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
-        _admit_command_line(request.hello)
+        admit_command_line(request.hello)
         self._refresh_models()
         async for event in self._serving.serve(request):
             yield event
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all."""
-        _admit_command_line(request.hello)
+        admit_command_line(request.hello)
         return pb.StopModelReply(stopped=await self._serving.stop(request.model))
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
@@ -185,14 +185,14 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let a command call engines until it ends the stream."""
-        _admit_command_line(request.hello)
+        admit_command_line(request.hello)
         with self._guests.admit(request.certificate):
             await self._spread()
             yield pb.GatewayReply()
             await asyncio.Event().wait()  # until the command's end cancels this
 
 
-def _admit_command_line(hello: common_pb2.Hello) -> None:
+def admit_command_line(hello: common_pb2.Hello) -> None:
     """Raise VersionMismatch to a command line that was upgraded, or not, while the node ran."""
     try:
         check_hello(hello, own_name="the running node")

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from edgepipe.wire.v1 import trust_pb2 as edgepipe_dot_wire_dot_v1_dot_trust__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,252 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class TrustAdminStub:
+    """For the command line of the node's own machine, over its Unix socket.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Invite = channel.stream_stream(
+                '/edgepipe.wire.v1.TrustAdmin/Invite',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteCommand.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteEvent.FromString,
+                _registered_method=True)
+        self.Join = channel.unary_stream(
+                '/edgepipe.wire.v1.TrustAdmin/Join',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinEvent.FromString,
+                _registered_method=True)
+        self.ListPeers = channel.unary_unary(
+                '/edgepipe.wire.v1.TrustAdmin/ListPeers',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersReply.FromString,
+                _registered_method=True)
+        self.RemovePeer = channel.unary_unary(
+                '/edgepipe.wire.v1.TrustAdmin/RemovePeer',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerReply.FromString,
+                _registered_method=True)
+        self.PromotePeer = channel.unary_unary(
+                '/edgepipe.wire.v1.TrustAdmin/PromotePeer',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerReply.FromString,
+                _registered_method=True)
+
+
+class TrustAdminServicer:
+    """For the command line of the node's own machine, over its Unix socket.
+    """
+
+    def Invite(self, request_iterator, context):
+        """Open the pairing port; the stream's end closes it. First command: `start`, then an answer to each `asks`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """Join another cluster; the node then starts anew in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPeers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePeer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromotePeer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TrustAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Invite': grpc.stream_stream_rpc_method_handler(
+                    servicer.Invite,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteCommand.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteEvent.SerializeToString,
+            ),
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinEvent.SerializeToString,
+            ),
+            'ListPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPeers,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersReply.SerializeToString,
+            ),
+            'RemovePeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePeer,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerReply.SerializeToString,
+            ),
+            'PromotePeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromotePeer,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'edgepipe.wire.v1.TrustAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('edgepipe.wire.v1.TrustAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TrustAdmin:
+    """For the command line of the node's own machine, over its Unix socket.
+    """
+
+    @staticmethod
+    def Invite(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/edgepipe.wire.v1.TrustAdmin/Invite',
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteCommand.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.InviteEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.TrustAdmin/Join',
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.JoinEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.TrustAdmin/ListPeers',
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.ListPeersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.TrustAdmin/RemovePeer',
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.RemovePeerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromotePeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.TrustAdmin/PromotePeer',
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_trust__pb2.PromotePeerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -4,10 +4,17 @@ isort:skip_file
 Who belongs to a cluster, and how a machine joins it."""
 
 from collections import abc as _abc
+from edgepipe.wire.v1 import trust_pb2 as _trust_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
+import sys
 import typing as _typing
+
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
@@ -18,3 +25,73 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+
+class TrustAdminStub:
+    """For the command line of the node's own machine, over its Unix socket."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TrustAdminAsyncStub: ...
+    Invite: _grpc.StreamStreamMultiCallable[_trust_pb2.InviteCommand, _trust_pb2.InviteEvent]
+    """Open the pairing port; the stream's end closes it. First command: `start`, then an answer to each `asks`."""
+    Join: _grpc.UnaryStreamMultiCallable[_trust_pb2.JoinRequest, _trust_pb2.JoinEvent]
+    """Join another cluster; the node then starts anew in it."""
+    ListPeers: _grpc.UnaryUnaryMultiCallable[_trust_pb2.ListPeersRequest, _trust_pb2.ListPeersReply]
+    RemovePeer: _grpc.UnaryUnaryMultiCallable[_trust_pb2.RemovePeerRequest, _trust_pb2.RemovePeerReply]
+    PromotePeer: _grpc.UnaryUnaryMultiCallable[_trust_pb2.PromotePeerRequest, _trust_pb2.PromotePeerReply]
+
+@_typing.type_check_only
+class TrustAdminAsyncStub(TrustAdminStub):
+    """For the command line of the node's own machine, over its Unix socket."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Invite: _aio.StreamStreamMultiCallable[_trust_pb2.InviteCommand, _trust_pb2.InviteEvent]  # type: ignore[assignment]
+    """Open the pairing port; the stream's end closes it. First command: `start`, then an answer to each `asks`."""
+    Join: _aio.UnaryStreamMultiCallable[_trust_pb2.JoinRequest, _trust_pb2.JoinEvent]  # type: ignore[assignment]
+    """Join another cluster; the node then starts anew in it."""
+    ListPeers: _aio.UnaryUnaryMultiCallable[_trust_pb2.ListPeersRequest, _trust_pb2.ListPeersReply]  # type: ignore[assignment]
+    RemovePeer: _aio.UnaryUnaryMultiCallable[_trust_pb2.RemovePeerRequest, _trust_pb2.RemovePeerReply]  # type: ignore[assignment]
+    PromotePeer: _aio.UnaryUnaryMultiCallable[_trust_pb2.PromotePeerRequest, _trust_pb2.PromotePeerReply]  # type: ignore[assignment]
+
+class TrustAdminServicer(metaclass=_abc_1.ABCMeta):
+    """For the command line of the node's own machine, over its Unix socket."""
+
+    @_abc_1.abstractmethod
+    def Invite(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trust_pb2.InviteCommand],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trust_pb2.InviteEvent], _abc.AsyncIterator[_trust_pb2.InviteEvent]]:
+        """Open the pairing port; the stream's end closes it. First command: `start`, then an answer to each `asks`."""
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request: _trust_pb2.JoinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trust_pb2.JoinEvent], _abc.AsyncIterator[_trust_pb2.JoinEvent]]:
+        """Join another cluster; the node then starts anew in it."""
+
+    @_abc_1.abstractmethod
+    def ListPeers(
+        self,
+        request: _trust_pb2.ListPeersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trust_pb2.ListPeersReply, _abc.Awaitable[_trust_pb2.ListPeersReply]]: ...
+
+    @_abc_1.abstractmethod
+    def RemovePeer(
+        self,
+        request: _trust_pb2.RemovePeerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trust_pb2.RemovePeerReply, _abc.Awaitable[_trust_pb2.RemovePeerReply]]: ...
+
+    @_abc_1.abstractmethod
+    def PromotePeer(
+        self,
+        request: _trust_pb2.PromotePeerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trust_pb2.PromotePeerReply, _abc.Awaitable[_trust_pb2.PromotePeerReply]]: ...
+
+def add_TrustAdminServicer_to_server(servicer: TrustAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,102 @@
+"""``edgepipe node invite``: a pairing code on the screen, and who uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+from edgepipe.cli.admin import connect
+from edgepipe.cli.output import print_json, printable
+from edgepipe.errors import ConfigInvalid
+from edgepipe.wire.v1 import trust_pb2 as pb
+
+_KEY_CHARS = 8  # of a node id: enough to compare by eye
+
+
+async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> None:
+    """Show the code, ask about whoever has it, say who joined. Raises what ends the window without a new peer."""
+    if not (start.accept_all or sys.stdin.isatty()):
+        raise ConfigInvalid(
+            "somebody has to answer whether the other machine may join",
+            fact="there is no terminal here",
+            next_step="edgepipe node invite --yes lets in whoever has the code",
+        )
+    commands: asyncio.Queue[pb.InviteCommand] = asyncio.Queue()
+    commands.put_nowait(pb.InviteCommand(start=start))
+    async with connect(data_dir) as admin:
+        async for event in admin.invite(_each(commands)):
+            if as_json:
+                _print_event(event)
+            else:
+                _show(event, start)
+            if event.HasField("asks"):
+                commands.put_nowait(pb.InviteCommand(accept=await _accepts(event.asks)))
+
+
+async def _each(commands: asyncio.Queue[pb.InviteCommand]) -> AsyncIterator[pb.InviteCommand]:
+    while True:
+        yield await commands.get()
+
+
+def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+    if event.HasField("opened"):
+        _show_code(event.opened, long_string=start.long_string)
+    elif event.HasField("failed"):
+        failed = event.failed
+        who = f"{printable(failed.name) or 'somebody'} ({failed.address})"
+        print(f"  ✗ {who}: {printable(failed.error.what)}", flush=True)
+        if failed.error.code == "pairing_rejected":
+            print(f"    {printable(failed.error.fact)}", flush=True)
+    elif event.HasField("asks"):
+        asks = event.asks
+        name, key = printable(asks.name), asks.node_id[:_KEY_CHARS]
+        print(f"  ◀ '{name}' ({asks.address}) gave the right code. Its key: {key}", flush=True)
+    elif event.HasField("joined"):
+        joined = event.joined
+        role = " as an owner: losing this machine locks nobody out" if joined.role == "owner" else ""
+        print(f"  ✓ '{printable(joined.name)}' joined{role}", flush=True)
+        if joined.silent:
+            print("    but it never said so; if it does not show up: edgepipe peers remove", flush=True)
+
+
+def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:
+    host, _, port = opened.address.rpartition(":")
+    valid = f"{opened.valid_s // 60}:{opened.valid_s % 60:02}"
+    if long_string:
+        print(f"join string, valid {valid}, for one machine:\n\n  edgepipe node join {opened.code}\n", flush=True)
+    else:
+        where = host if opened.usual_port else f"{host}:{port}"
+        print(f"pairing code:  {opened.code}        valid {valid}, for one machine", flush=True)
+        print(f"  on the other machine:   edgepipe node join {opened.code}", flush=True)
+        print(f"  not found there?        edgepipe node join --host {where} {opened.code}", flush=True)
+    print("waiting ...    (^C ends the invitation)", flush=True)
+
+
+async def _accepts(asks: pb.InviteAsks) -> bool:
+    """The person's answer; no answer in time is a no."""
+    print(f"  ? let it join? [Y/n]  ({asks.at_most_s} s) ", end="", flush=True)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+    loop.add_reader(sys.stdin, lambda: answer.done() or answer.set_result(sys.stdin.readline()))
+    try:
+        async with asyncio.timeout(asks.at_most_s):
+            line = await answer
+    except TimeoutError:
+        print("no answer", flush=True)
+        return False
+    finally:
+        loop.remove_reader(sys.stdin)
+    return bool(line) and line.strip().lower() in ("", "y", "yes")
+
+
+def _print_event(event: pb.InviteEvent) -> None:
+    from edgepipe.cli.output import as_dict
+
+    kind = event.WhichOneof("event")
+    if kind is not None:
+        print_json({kind: as_dict(getattr(event, kind))})
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()

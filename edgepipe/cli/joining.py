@@ -1,0 +1,137 @@
+"""``edgepipe node join``: with a code that another machine shows, through the running node or without one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import connect
+from edgepipe.cli.output import printable
+from edgepipe.daemon.data_dir import DataDir, socket_path
+from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
+
+if TYPE_CHECKING:
+    from edgepipe.cluster.discovery import Announcement
+
+_LISTEN_S = 3.0  # nodes answer in milliseconds; a sleeping Wi-Fi card takes a second or two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What came of it."""
+
+    cluster_name: str
+    num_peers: int  # others
+    running: bool  # the node runs and starts anew by itself
+
+
+async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool) -> Joined:
+    """Pair and keep the cluster. Raises NoPeersFound when nobody is seen inviting, and what the pairing raises."""
+    from edgepipe.cluster.codes import read_code
+
+    understood = read_code(code)  # before anything is looked for
+    address, port = _split(host)
+    if not (address or understood.host):
+        address, port = await find_inviting()
+    if socket_path(data_dir).exists():
+        try:
+            return await _through_node(data_dir, code, address, port, new_identity=new_identity)
+        except NodeUnreachable as exc:
+            if not exc.fact.startswith("nobody answers at"):
+                raise
+    return await _alone(data_dir, node_name, code, address, port, new_identity=new_identity)
+
+
+async def find_inviting() -> tuple[str, int]:
+    """Host and pairing port of the one node that invites on this network. Raises NoPeersFound, ConfigInvalid."""
+    from edgepipe.cluster.browsing import browse
+
+    found = await browse(listen_s=_LISTEN_S, until=lambda one: bool(one.pairing_port))
+    inviting = sorted({(one.host, one.pairing_port): one for one in found if one.pairing_port}.values(), key=_address)
+    if len(inviting) == 1:
+        return inviting[0].host, inviting[0].pairing_port
+    if inviting:
+        raise ConfigInvalid(
+            f"{len(inviting)} nodes are inviting",
+            fact=_told(inviting),
+            next_step=f"say which: edgepipe node join --host {inviting[0].host}:{inviting[0].pairing_port} CODE",
+        )
+    if found:
+        raise NoPeersFound(
+            "no node invites anybody now",
+            fact=f"found {_told(sorted(found, key=_address))}",
+            next_step="on one of them: edgepipe node invite",
+        )
+    raise NoPeersFound(
+        fact=f"nobody announced _edgepipe._tcp by mDNS within {_LISTEN_S:.0f} s",
+        next_step="name the inviting machine: edgepipe node join --host HOST CODE    (or: edgepipe doctor)",
+    )
+
+
+def show_joined(joined: Joined) -> None:
+    """What a person reads afterwards."""
+    others = f"{joined.num_peers} other node{'s' * (joined.num_peers != 1)}"
+    print(f"✓ joined '{printable(joined.cluster_name)}', {others}", flush=True)
+    print("  next    edgepipe status" if joined.running else "  next    edgepipe node start", flush=True)
+
+
+async def _through_node(data_dir: Path, code: str, host: str, port: int, *, new_identity: bool) -> Joined:
+    from edgepipe.wire.v1 import trust_pb2 as pb
+
+    request = pb.JoinRequest(code=code, host=host, port=port, new_identity=new_identity)
+    async with connect(data_dir) as admin:
+        async for event in admin.join(request):
+            if event.HasField("waiting"):
+                _say_waiting(event.waiting.host_name)
+            else:
+                return Joined(cluster_name=event.done.cluster_name, num_peers=event.done.num_peers, running=True)
+    raise NodeUnreachable("the node ended before it had joined", next_step="edgepipe logs")
+
+
+async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int, *, new_identity: bool) -> Joined:
+    """Without a running node. The data directory is locked meanwhile, so that none starts."""
+    from edgepipe.cluster.founding import TrustFolders
+    from edgepipe.daemon.joining import join_cluster
+    from edgepipe.daemon.system import SystemClock
+    from edgepipe.telemetry.audit import AuditLog
+
+    opened = await asyncio.to_thread(DataDir, data_dir)
+    try:
+        store = await join_cluster(
+            data_dir,
+            node_name=node_name,
+            code=code,
+            host=host,
+            port=port,
+            new_identity=new_identity,
+            audit=AuditLog(TrustFolders(data_dir).audit, SystemClock().wall_s),
+            on_waiting=_say_waiting,
+        )
+    finally:
+        opened.close()
+    return Joined(cluster_name=store.cluster_name, num_peers=len(store.peers) - 1, running=False)
+
+
+def _say_waiting(host_name: str) -> None:
+    print(f"  code accepted; waiting for somebody at '{printable(host_name)}' to let this machine in ...", flush=True)
+
+
+def _split(host: str) -> tuple[str, int]:
+    """``HOST`` or ``HOST:PORT``; port 0: the usual one. Raises ConfigInvalid."""
+    name, colon, port = host.partition(":")
+    if not colon:
+        return name, 0
+    if not (name and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigInvalid(f"--host cannot be '{host}'", next_step="give HOST, or HOST:PORT as 'node invite' shows it")
+    return name, int(port)
+
+
+def _address(one: Announcement) -> tuple[str, int]:
+    return one.host, one.port
+
+
+def _told(found: Sequence[Announcement]) -> str:
+    return "; ".join(f"'{one.node_name}' at {one.host}, cluster '{one.cluster_name}'" for one in found[:4])

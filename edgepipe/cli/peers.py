@@ -1,0 +1,130 @@
+"""``edgepipe peers``: who belongs to the cluster, and what happened to that."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import as_dict, make_console, make_table, print_json, printable
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import trust_pb2 as pb
+
+app = typer.Typer(help="Who belongs to the cluster.", invoke_without_command=True)
+
+_KEY_CHARS = 8
+_LOG_LINES = 50
+
+
+@app.callback()
+def peers(context: typer.Context, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Who belongs to the cluster; alone: list them."""
+    if context.invoked_subcommand is None:
+        _list(data_dir, as_json)
+
+
+@app.command("list")
+def list_peers(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Show the peers, their roles, and when each was seen."""
+    _list(data_dir, as_json)
+
+
+@app.command()
+def remove(
+    peer: Annotated[str, typer.Argument(help="Its name, or the beginning of its key.", show_default=False)],
+    keep_added: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-added/--drop-added", help="What becomes of those whom it alone let in.", show_default=False
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Remove a peer for ever: its key is never let in again."""
+    from edgepipe.cli.admin import connect, run_async
+
+    others = {None: "", True: "keep", False: "drop"}[keep_added]
+
+    async def work() -> pb.RemovePeerReply:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.remove_peer(peer, others=others)
+
+    removed = run_async(work())
+    print(f"'{printable(removed.name)}' is removed; its connections are cut")
+    if removed.others:
+        print(f"  {'kept' if keep_added else 'removed with it'}: {printable(', '.join(removed.others))}")
+
+
+@app.command()
+def promote(
+    peer: Annotated[str, typer.Argument(help="Its name, or the beginning of its key.", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Make a peer an owner: it may invite, remove and promote too."""
+    from edgepipe.cli.admin import connect, run_async
+
+    async def work() -> str:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.promote_peer(peer)
+
+    print(f"'{printable(run_async(work()))}' is an owner now")
+
+
+@app.command()
+def log(
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10000, help="How many of the newest.")] = _LOG_LINES,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show who was let in, removed or refused, as this machine saw it."""
+    from dataclasses import asdict
+
+    from edgepipe.cluster.founding import TrustFolders
+    from edgepipe.telemetry.audit import read_audit
+
+    entries = read_audit(TrustFolders(data_dir_of(data_dir)).audit, last=lines)
+    if as_json:
+        print_json([asdict(entry) for entry in entries])
+        return
+    if not entries:
+        print("nothing happened yet")
+        return
+    table = make_table("WHEN", "WHAT", "WHO", "")
+    for entry in entries:
+        when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
+        times = f" ({entry.times} times)" if entry.times > 1 else ""
+        table.add_row(when, printable(entry.kind) + times, printable(_short(entry.who)), printable(entry.detail))
+    make_console().print(table)
+
+
+def _list(data_dir: DataDir, as_json: bool) -> None:
+    from edgepipe.cli.admin import connect, run_async
+
+    async def work() -> pb.ListPeersReply:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.peers()
+
+    found = run_async(work())
+    if as_json:
+        print_json(as_dict(found))
+        return
+    table = make_table("PEER", "ROLE", "STATE", "ADDRESS", "KEY", "SINCE", "LET IN BY")
+    for peer in found.peers:
+        since = time.strftime("%Y-%m-%d", time.localtime(peer.added_ms / 1000)) if peer.added_ms else "-"
+        state = "this machine" if peer.self else peer.state
+        by = "-" if peer.added_by == peer.name else printable(peer.added_by)[:20]
+        table.add_row(printable(peer.name), peer.role, state, peer.address or "-", peer.node_id[:_KEY_CHARS], since, by)
+    console = make_console()
+    console.print(f"cluster '{printable(found.cluster_name)}'")
+    console.print(table)
+    if not any(peer.self for peer in found.peers):
+        console.print("this machine was removed from it; to join again: edgepipe node join CODE")
+
+
+def _short(who: str) -> str:
+    """Node ids are long; their beginning tells them apart."""
+    return " ".join(word[:_KEY_CHARS] if len(word) == 52 else word for word in who.split())

@@ -1,0 +1,96 @@
+"""What a person carries from one machine to the other: eight digits, or a long string for machines without a person."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from spake2 import SPAKE2_A, SPAKE2_B  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+from edgepipe.cluster.pairing import Pake
+from edgepipe.errors import ConfigInvalid
+from edgepipe.ids import NodeId
+
+CODE_DIGITS = 8
+SECRET_BYTES = 16
+_PREFIX = "EP1-"
+_CHECK_BYTES = 6  # 60 bytes in all: base32 without a rest
+_NODE_BYTES = 32  # SHA-256 of a public key
+_LENGTH = 4 + 2 + _NODE_BYTES + SECRET_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinCode:
+    """A code as it was typed, understood."""
+
+    secret: bytes  # for SPAKE2
+    host: str = ""  # of long strings: where to go
+    port: int = 0
+    node_id: str = ""  # and who must answer there
+
+
+def show_code(digits: str) -> str:
+    """``4821-9037``"""
+    return f"{digits[: CODE_DIGITS // 2]}-{digits[CODE_DIGITS // 2 :]}"
+
+
+def read_code(text: str) -> JoinCode:
+    """A code or a long string. Raises ConfigInvalid for anything else, a mistyped string included."""
+    bare = re.sub(r"[\s-]", "", text)
+    if bare.isascii() and bare.isdecimal() and len(bare) == CODE_DIGITS:
+        return JoinCode(secret=bare.encode())
+    if text.strip().upper().startswith(_PREFIX):
+        return _read_string(text.strip().upper().removeprefix(_PREFIX))
+    raise ConfigInvalid(
+        f"'{text[:40]}' is no pairing code",
+        fact=f"a code has {CODE_DIGITS} digits, such as 4821-9037; a long string begins with {_PREFIX}",
+        next_step="type it as 'edgepipe node invite' shows it",
+    )
+
+
+def show_string(*, host: str, port: int, node_id: NodeId, secret: bytes) -> str:
+    """A long string: where to go, who must be there, and a secret that nobody guesses."""
+    packed = ipaddress.IPv4Address(host).packed + port.to_bytes(2, "big") + _unpack_id(node_id) + secret
+    return _PREFIX + base64.b32encode(packed + _check(packed)).decode().rstrip("=")
+
+
+def _read_string(text: str) -> JoinCode:
+    try:
+        packed = base64.b32decode(text + "=" * (-len(text) % 8))
+    except ValueError as exc:
+        raise _mistyped() from exc
+    body, check = packed[:_LENGTH], packed[_LENGTH:]
+    if len(body) != _LENGTH or check != _check(body):
+        raise _mistyped()
+    return JoinCode(
+        host=str(ipaddress.IPv4Address(body[:4])),
+        port=int.from_bytes(body[4:6], "big"),
+        node_id=base64.b32encode(body[6 : 6 + _NODE_BYTES]).decode().rstrip("=").lower(),
+        secret=body[6 + _NODE_BYTES :],
+    )
+
+
+def _mistyped() -> ConfigInvalid:
+    return ConfigInvalid("the join string is damaged", fact="its check does not fit", next_step="copy it whole")
+
+
+def _check(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).digest()[:_CHECK_BYTES]
+
+
+def _unpack_id(node_id: str) -> bytes:
+    text = node_id.upper()
+    return base64.b32decode(text + "=" * (-len(text) % 8))
+
+
+def joiner_pake(secret: bytes, joiner: bytes, host: bytes) -> Pake:
+    """The joiner's side of SPAKE2."""
+    return SPAKE2_A(secret, idA=joiner, idB=host)
+
+
+def host_pake(secret: bytes, joiner: bytes, host: bytes) -> Pake:
+    """The host's side of SPAKE2."""
+    return SPAKE2_B(secret, idA=joiner, idB=host)

@@ -1,0 +1,289 @@
+"""Pairing over TCP: framed messages with deadlines, the joiner's call, and the host's port that is open for minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from edgepipe.cluster.pairing import (
+    MAX_MESSAGE_BYTES,
+    MAX_WELCOME_BYTES,
+    Greeting,
+    HostPairing,
+    JoinerPairing,
+    refusal,
+    waiting,
+    wrong_code,
+)
+from edgepipe.cluster.trust import TrustStore
+from edgepipe.errors import (
+    ConnectTimeout,
+    EdgepipeError,
+    PairingRejected,
+    PeerClosed,
+    PortInUse,
+    QueueFull,
+    RemoteProtocolError,
+    SendTimeout,
+)
+
+logger = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 4
+_MESSAGE_S = 10.0  # for the whole exchange until the code is proven; both sides compute for 0.1 s
+_CONNECT_S = 5.0
+_LEAST_ANSWER_S = 0.3  # SPAKE2 here is not constant in time: what it takes is hidden behind this
+_MAX_CONNECTIONS = 8  # one is served, the others are told to wait
+MAX_TRIES = 3
+ACCEPT_S = 60
+
+OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What the host's person sees of one exchange."""
+
+    address: str  # of the other side
+    name: str = ""
+    node_id: str = ""
+    error: EdgepipeError | None = None  # None: it joined
+    tries_left: int = MAX_TRIES
+    silent: bool = False  # it was let in and never said that it had it
+
+
+class PairingWindow:
+    """The host's port: one exchange at a time, three wrong codes, one machine. ``serve`` runs it."""
+
+    def __init__(
+        self,
+        *,
+        make_pairing: Callable[[], HostPairing],
+        ask: Callable[[Greeting, str], Awaitable[bool]],
+        let_in: OnJoined,
+        on_attempt: Callable[[Attempt], None],
+    ) -> None:
+        self.tries_left = MAX_TRIES
+        self._make_pairing = make_pairing
+        self._ask = ask  # greeting, address
+        self._let_in = let_in
+        self._on_attempt = on_attempt
+        self._busy = asyncio.Lock()
+        self._connections = 0
+        self._over = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def open(self, *, host: str, port: int) -> int:
+        """Listen (port 0: any free one); the port. Raises PortInUse."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=2 * MAX_MESSAGE_BYTES)
+        except OSError as exc:
+            raise PortInUse(
+                f"the pairing port {port} on {host} cannot be used",
+                fact=str(exc),
+                next_step="stop the other program, or start the node with another --port",
+            ) from exc
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def until_over(self, *, valid_s: float) -> None:
+        """Return when a machine joined, the tries are used up or the time is; an exchange under way may end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(valid_s):
+                await self._over.wait()
+        self._over.set()
+        async with self._busy:
+            pass
+
+    async def close(self) -> None:
+        """Listen no more."""
+        self._over.set()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._over.is_set() or self._connections > _MAX_CONNECTIONS:
+                return
+            if self._busy.locked():
+                await _send(writer, refusal(_busy()))
+                return
+            async with self._busy:
+                if not self._over.is_set():
+                    await self._exchange(reader, writer)
+        except (OSError, TimeoutError) as exc:
+            logger.debug("pairing connection ended: %s", exc)
+        finally:
+            self._connections -= 1
+            writer.close()
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await writer.wait_closed()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = str(writer.get_extra_info("peername")[0])
+        pairing = self._make_pairing()
+        try:
+            await self._prove(pairing, reader, writer)
+            silent = await self._welcome(pairing, reader, writer, address)
+        except EdgepipeError as error:
+            self._failed(pairing, address, error)
+            with suppress(OSError, TimeoutError):
+                await _send(writer, refusal(error))
+            return
+        self._over.set()
+        self._on_attempt(self._attempt(pairing, address, silent=silent))
+
+    async def _prove(self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_MESSAGE_S):
+                while not pairing.confirmed:
+                    data = await _read(reader, most_bytes=MAX_MESSAGE_BYTES)
+                    began = asyncio.get_running_loop().time()
+                    reply = await asyncio.to_thread(pairing.receive, data)
+                    if pairing.guessed:
+                        await asyncio.sleep(began + _LEAST_ANSWER_S - asyncio.get_running_loop().time())
+                    if reply is not None:
+                        await _send(writer, reply)
+        except TimeoutError as exc:
+            raise SendTimeout("the other machine stopped in the middle", fact=f"waited {_MESSAGE_S:.0f} s") from exc
+
+    async def _welcome(
+        self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
+    ) -> bool:
+        """Ask, let in, send the store; whether the joiner then said nothing."""
+        assert pairing.other is not None, "proven means greeted"
+        await _send(writer, waiting(ACCEPT_S))
+        try:
+            async with asyncio.timeout(ACCEPT_S):
+                accepted = await self._ask(pairing.other, address)
+        except TimeoutError:
+            accepted = False
+        if reader.at_eof():
+            raise PeerClosed("the other machine went away before anybody answered")
+        if not accepted:
+            self._over.set()
+            raise PairingRejected("the person at the host did not let this machine in")
+        store, addresses = await self._let_in(pairing.other)
+        await _send(writer, await asyncio.to_thread(pairing.welcome, store, addresses))
+        try:
+            async with asyncio.timeout(_MESSAGE_S):
+                pairing.receive(await _read(reader, most_bytes=MAX_MESSAGE_BYTES))
+        except (TimeoutError, OSError, EdgepipeError) as exc:
+            logger.warning("%s was let in and did not say that it has joined: %s", pairing.other.name, exc)
+        return not pairing.done
+
+    def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
+        if pairing.guessed and isinstance(error, PairingRejected):
+            self.tries_left -= 1
+            error.fact = f"{error.fact}; tries left: {self.tries_left}"
+        self._on_attempt(self._attempt(pairing, address, error=error))
+        if self.tries_left <= 0:
+            self._over.set()
+
+    def _attempt(
+        self, pairing: HostPairing, address: str, *, error: EdgepipeError | None = None, silent: bool = False
+    ) -> Attempt:
+        other = pairing.other
+        return Attempt(
+            address=address,
+            name=other.name if other else "",
+            node_id=other.node_id if other else "",
+            error=error,
+            tries_left=self.tries_left,
+            silent=silent,
+        )
+
+
+async def join(
+    pairing: JoinerPairing,
+    *,
+    host: str,
+    port: int,
+    keep: Callable[[JoinerPairing], None],
+    on_waiting: Callable[[], None],
+) -> None:
+    """The joiner's side: call the host, prove the code, wait for its person, ``keep`` what it sends (in a thread).
+
+    Raises ConnectTimeout, PeerClosed, SendTimeout, and what ``JoinerPairing.receive`` and ``keep`` raise.
+    """
+    reader, writer = await _connect(host, port)
+    try:
+        await _send(writer, pairing.hello)
+        async with asyncio.timeout(_MESSAGE_S):
+            while not pairing.proven:
+                await _step(pairing, reader, writer)
+        async with asyncio.timeout(_MESSAGE_S):
+            while not pairing.waiting_s and pairing.store is None:
+                await _step(pairing, reader, writer)
+        on_waiting()
+        async with asyncio.timeout(pairing.waiting_s + _MESSAGE_S):
+            while pairing.store is None:
+                await _step(pairing, reader, writer)
+        await asyncio.to_thread(keep, pairing)
+        await _send(writer, pairing.done())
+    except TimeoutError as exc:
+        raise SendTimeout(f"{host}:{port} stopped answering in the middle of the pairing") from exc
+    except OSError as exc:
+        raise PeerClosed(f"{host}:{port} closed the connection in the middle of the pairing", fact=str(exc)) from exc
+    finally:
+        writer.close()
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await writer.wait_closed()
+
+
+async def _step(pairing: JoinerPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    data = await _read(reader, most_bytes=MAX_WELCOME_BYTES if pairing.proven else MAX_MESSAGE_BYTES)
+    try:
+        reply = await asyncio.to_thread(pairing.receive, data)
+    except PairingRejected as error:
+        if error.what == wrong_code().what:
+            with suppress(OSError, TimeoutError):
+                await _send(writer, refusal(error))
+        raise
+    if reply is not None:
+        await _send(writer, reply)
+
+
+async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            return await asyncio.open_connection(host, port, limit=2 * MAX_MESSAGE_BYTES)
+    except TimeoutError as exc:
+        raise ConnectTimeout(
+            f"{host}:{port} does not answer",
+            fact=f"waited {_CONNECT_S:.0f} s; a firewall there may drop what comes",
+            next_step="edgepipe doctor",
+        ) from exc
+    except OSError as exc:
+        raise ConnectTimeout(
+            f"nobody invites at {host}:{port}",
+            fact=exc.strerror or str(exc),
+            next_step="on that machine: edgepipe node invite",
+        ) from exc
+
+
+async def _read(reader: asyncio.StreamReader, *, most_bytes: int) -> bytes:
+    """One message. Raises PeerClosed, RemoteProtocolError, OSError."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        if not 0 < length <= most_bytes:
+            raise RemoteProtocolError("a message of the pairing has an impossible length", fact=f"{length} bytes")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as exc:
+        raise PeerClosed("the other machine ended the pairing") from exc
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    async with asyncio.timeout(_MESSAGE_S):
+        await writer.drain()
+
+
+def _busy() -> QueueFull:
+    return QueueFull("another machine is joining at this moment", next_step="try again in a minute")

@@ -1,0 +1,90 @@
+"""Joining a cluster, from a running node or without one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from edgepipe.cluster.codes import joiner_pake, read_code
+from edgepipe.cluster.founding import TrustFolders, adopt_cluster
+from edgepipe.cluster.identity import load_identity
+from edgepipe.cluster.pairing import NONCE_BYTES, JoinerPairing, Party
+from edgepipe.cluster.pairing_exchange import join
+from edgepipe.cluster.private_files import make_private_folder, write_private
+from edgepipe.cluster.trust import TrustStore
+from edgepipe.cluster.trust_file import TrustFile
+from edgepipe.errors import ConfigInvalid, PairingRejected
+from edgepipe.link.certificates import KeyPair, make_key_pair
+from edgepipe.telemetry.audit import AuditKind, AuditLog
+from edgepipe.wire.common import make_hello
+
+USUAL_PORT = 7117 + 16
+
+
+async def join_cluster(
+    data_dir: Path,
+    *,
+    node_name: str,
+    code: str,
+    host: str,
+    port: int,
+    new_identity: bool,
+    audit: AuditLog,
+    on_waiting: Callable[[str], None],
+) -> TrustStore:
+    """Pair with ``host`` and keep its cluster in ``data_dir``, which nobody else uses meanwhile.
+
+    ``host`` may be empty for a long string. ``on_waiting`` gets the host's name when its person is asked. Raises
+    ConfigInvalid for a bad code or files, PairingRejected, and what keeps the two machines apart.
+    """
+    understood = read_code(code)
+    host, port = host or understood.host, port or understood.port or USUAL_PORT
+    if not host:
+        raise ConfigInvalid("an address is needed", next_step="edgepipe node join --host HOST CODE")
+    folders = TrustFolders(data_dir)
+    make_private_folder(data_dir)
+    key_pair = load_identity(folders.identity)
+    if new_identity or _must_change(folders, key_pair.fingerprint):
+        key_pair = make_key_pair()  # kept with the new cluster, when there is one
+    party = Party(
+        code=understood.secret,
+        key_pair=key_pair,
+        hello=make_hello(role="node", node_id=key_pair.fingerprint, node_name=node_name),
+        nonce=secrets.token_bytes(NONCE_BYTES),
+    )
+    pairing = JoinerPairing(party, joiner_pake, host=understood.node_id)
+    await join(
+        pairing,
+        host=host,
+        port=port,
+        keep=lambda done: _keep(data_dir, done, key_pair),
+        on_waiting=lambda: on_waiting(pairing.other.name if pairing.other else ""),
+    )
+    assert pairing.store is not None, "the exchange ends with a store or an error"
+    audit.record(
+        AuditKind.JOINED, who=f"{node_name} {key_pair.fingerprint}", detail=f"cluster {pairing.store.cluster_name}"
+    )
+    return pairing.store
+
+
+def _must_change(folders: TrustFolders, node_id: str) -> bool:
+    """Whether a new key is needed: this one was removed from its cluster. Raises PairingRejected in a living one."""
+    loaded = TrustFile(folders.trust).load()
+    if loaded is None:
+        return False
+    others = [peer.name for peer in loaded.store.peers.values() if peer.node_id != node_id]
+    if others and node_id in loaded.store.peers:
+        raise PairingRejected(
+            f"this machine is in cluster '{loaded.store.cluster_name}' already",
+            fact=f"with {', '.join(sorted(others))}",
+            next_step="to leave it: edgepipe node join --new-identity CODE",
+        )
+    return node_id in loaded.store.removed
+
+
+def _keep(data_dir: Path, pairing: JoinerPairing, key_pair: KeyPair) -> None:
+    assert pairing.store is not None, "kept when it has come"
+    adopt_cluster(data_dir, pairing.store, key_pair)
+    write_private(data_dir / "addresses.json", json.dumps(pairing.addresses).encode())

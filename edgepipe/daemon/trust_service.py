@@ -1,0 +1,134 @@
+"""What the node's own command line may do about trust: invite, join, list, promote, remove. Unix socket only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgepipe.cluster.membership import Membership
+from edgepipe.cluster.trust import Statement
+from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.daemon.joining import join_cluster
+from edgepipe.daemon.pairing_host import PairingHost
+from edgepipe.daemon.services import admit_command_line
+from edgepipe.errors import RequestInvalid
+from edgepipe.ids import NodeId
+from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.v1 import trust_pb2_grpc
+
+_KEEP = {"keep": True, "drop": False, "": None}
+
+
+class TrustService(trust_pb2_grpc.TrustAdminServicer):
+    """Thin handlers."""
+
+    def __init__(
+        self,
+        *,
+        trust: TrustKeeper,
+        pairing: PairingHost,
+        membership: Membership,
+        addresses: Callable[[], Mapping[str, str]],
+        data_dir: Path,
+        node_name: str,
+        begin_anew: Callable[[], None],
+    ) -> None:
+        self._trust = trust
+        self._pairing = pairing
+        self._membership = membership
+        self._addresses = addresses
+        self._data_dir = data_dir
+        self._node_name = node_name
+        self._begin_anew = begin_anew
+        self._joining = asyncio.Lock()
+
+    async def Invite(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.InviteEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One pairing window."""
+        async for event in self._pairing.invite(aiter(request_iterator)):
+            yield event
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Join another cluster; afterwards the node starts anew in it."""
+        admit_command_line(request.hello)
+        events: asyncio.Queue[pb.JoinEvent | None] = asyncio.Queue()
+        async with self._joining:
+            joining = asyncio.create_task(self._join(request, events), name="joining")
+            try:
+                while (event := await events.get()) is not None:
+                    yield event
+                await joining
+            finally:
+                joining.cancel()
+
+    async def _join(self, request: pb.JoinRequest, events: asyncio.Queue[pb.JoinEvent | None]) -> None:
+        def on_waiting(host_name: str) -> None:
+            events.put_nowait(pb.JoinEvent(waiting=pb.JoinWaiting(host_name=host_name)))
+
+        try:
+            store = await join_cluster(
+                self._data_dir,
+                node_name=self._node_name,
+                code=request.code,
+                host=request.host,
+                port=request.port,
+                new_identity=request.new_identity,
+                audit=self._trust.audit,
+                on_waiting=on_waiting,
+            )
+            done = pb.JoinDone(cluster_name=store.cluster_name, num_peers=len(store.peers) - 1)
+            events.put_nowait(pb.JoinEvent(done=done))
+            self._begin_anew()
+        finally:
+            events.put_nowait(None)
+
+    async def ListPeers(self, request: pb.ListPeersRequest, context: Any) -> pb.ListPeersReply:
+        """Everybody in the cluster, this node first."""
+        admit_command_line(request.hello)
+        store = self._trust.store
+        reply = pb.ListPeersReply(
+            cluster_id=store.cluster_id, cluster_name=store.cluster_name, node_id=self._trust.node_id
+        )
+        added = _added(store.statements.values())
+        addresses = self._addresses()
+        for peer in sorted(store.peers.values(), key=lambda one: (one.node_id != self._trust.node_id, one.name)):
+            own = peer.node_id == self._trust.node_id
+            member = self._membership.member(peer.node_id)
+            by = added[peer.node_id]
+            reply.peers.add(
+                node_id=peer.node_id,
+                name=self._node_name if own else member.node.name if member else peer.name,
+                role=peer.role,
+                state="alive" if own else str(member.status) if member else "unseen",
+                address=addresses.get(peer.node_id, ""),
+                added_ms=by.made_ms,
+                added_by=store.peers[by.signer].name if by.signer in store.peers else by.signer,
+                self=own,
+            )
+        return reply
+
+    async def RemovePeer(self, request: pb.RemovePeerRequest, context: Any) -> pb.RemovePeerReply:
+        """Remove a peer for ever."""
+        admit_command_line(request.hello)
+        if request.others not in _KEEP:
+            raise RequestInvalid(f"'{request.others}' is neither keep nor drop")
+        peer = self._trust.find(request.peer)
+        others = await self._trust.remove(peer, keep_added=_KEEP[request.others])
+        return pb.RemovePeerReply(name=peer.name, others=[one.name for one in others])
+
+    async def PromotePeer(self, request: pb.PromotePeerRequest, context: Any) -> pb.PromotePeerReply:
+        """Make a member an owner."""
+        admit_command_line(request.hello)
+        peer = self._trust.find(request.peer)
+        await self._trust.promote(peer)
+        return pb.PromotePeerReply(name=peer.name)
+
+
+def _added(statements: Iterable[Statement]) -> dict[NodeId, Statement]:
+    """The first add of everybody."""
+    adds: dict[NodeId, Statement] = {}
+    for one in statements:
+        if one.role is not None and (one.about not in adds or one.made_ms < adds[one.about].made_ms):
+            adds[one.about] = one
+    return adds
