@@ -46,17 +46,22 @@ def printable(text: str) -> str:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A protobuf message as plain values: every field by its name in the .proto, numbers as numbers."""
+    """A protobuf message as plain values: every field by its name in the .proto, numbers as numbers, bytes as text."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value: Any = getattr(message, field.name)
         if field.message_type is None:
-            result[field.name] = list(value) if field.is_repeated else value
+            result[field.name] = [_plain(item) for item in value] if field.is_repeated else _plain(value)
         elif field.is_repeated:
             result[field.name] = [as_dict(item) for item in value]
         else:
             result[field.name] = as_dict(value) if message.HasField(field.name) else None
     return result
+
+
+def _plain(value: Any) -> Any:
+    """Bytes in what is shown are certificates, which are text."""
+    return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value
 
 
 def make_console(*, stderr: bool = False) -> Console:
