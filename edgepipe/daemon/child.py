@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -44,6 +45,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     body: Body = importlib.import_module(f"edgepipe.daemon.child_{kind}").run
+    gc.freeze()  # what was imported stays: looking through it would hold up steps
     status = uvloop.run(_live(settings, body))
     sys.stdout.flush()
     os._exit(status)  # libraries' threads and atexit hooks must not keep device memory a moment longer
