@@ -76,7 +76,7 @@ def predict(settings: Settings, workload: Workload | None = None) -> RunReport:
         Run(
             cluster=imagined(settings),
             workload=workload or make_workload_of(settings),
-            policy=make_policy(settings.get("policy", "throttled")),
+            policy=make_policy(settings.get("policy", "throttled"), trim_to_tiles="trim-to-tiles" in settings),
             micro_batches=0 if micro_batches == "auto" else int(micro_batches),
         )
     )
@@ -155,10 +155,19 @@ def throttling_rows(full: bool) -> list[Row]:
         real = [report.steady_tokens_per_s for report in measure(*pair, workload=crowd)]
         rows.append(at_least("saturated by 256 users", real[0], "tok/s", real[1], "sarathi", 0.97))
     rate = 0.8 * most[0] / statistics.mean(request.output_tokens for request in crowd.requests)
-    arrivals = chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=400 if full else 160))
+    many, some = (
+        chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=count)) for count in (400, 200)
+    )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
-    rows += _throttled_rows(f"{name}, simulated", *(predict(one, arrivals) for one in pair))
-    return rows + _throttled_rows(name, *measure(*pair, workload=arrivals))
+    plain, other = (predict(one, many) for one in pair)
+    trimmed = predict({**pair[0], "trim-to-tiles": "yes"}, many)
+    rows += _throttled_rows(f"{name}, simulated", plain, other)
+    for what, new, old in (
+        ("throughput", trimmed.output_tokens_per_s, plain.output_tokens_per_s),
+        ("ITL p99", trimmed.itl_s.p99, plain.itl_s.p99),
+    ):
+        rows.append(Row(f"  experiment, trimmed to tiles: {what}", new, "", old, "throttled", new / old))
+    return rows + _throttled_rows(name, *measure(*pair, workload=many if full else some))
 
 
 def _throttled_rows(name: str, throttled: RunReport, sarathi: RunReport) -> list[Row]:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from edgepipe.clock import Clock
 
-
 _SMOOTHING = 0.1  # weight of the newest wait
 _FIRST_LATE_S = 0.0001  # a wait that a busy host held up by more says nothing of the next one
 
