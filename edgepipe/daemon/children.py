@@ -21,6 +21,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_MAIN = ("-m", "edgepipe.daemon.child")
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
 _LOOK_S = 0.25  # at children that may hang
@@ -156,8 +157,7 @@ class Children:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # what lies in the current folder is no module of ours
-            "-m",
-            "edgepipe.daemon.child",
+            *_MAIN,
             settings.kind,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

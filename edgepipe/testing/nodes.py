@@ -94,6 +94,7 @@ class Nodes:
 
     folder: Path
     cluster: str
+    main: tuple[str, ...] = ("-m", "edgepipe.daemon")  # what is run
     spare: list[Path] = field(default_factory=list[Path])  # data directories with identities in the cluster
     started: list[asyncio.subprocess.Process] = field(default_factory=list["asyncio.subprocess.Process"])
     _drains: list[asyncio.Future[None]] = field(default_factory=list["asyncio.Future[None]"])
@@ -132,7 +133,7 @@ class Nodes:
             self._provide_identity(Path(flags.get("data_dir", self.folder / name)))
         settings = {key: value for key, value in {**defaults, **flags}.items() if value is not None}
         environ = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
-        command = [sys.executable, "-P", "-m", "edgepipe.daemon", json.dumps(settings)]
+        command = [sys.executable, "-P", *self.main, json.dumps(settings)]
         pipe = asyncio.subprocess.PIPE
         env = {**environ, "OMP_NUM_THREADS": "1"}
         if host is not None:

@@ -1,0 +1,296 @@
+"""Failures: how soon they are seen, how long clients wait, what the watching costs, and that nobody is buried alive.
+
+Real nodes on loopback; where root and /dev/net/tun are, also on a LAN of network namespaces. ``--full``: ten minutes of
+load for false deaths, half an hour of faults for leaks. Every streamed token is checked; a wrong one ends the bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+from figures import Row, at_least, below, print_rows
+
+from edgepipe.testing.chaos import ChaosCluster, ChaosRun, chaos_cluster
+from edgepipe.testing.lan import LanLab, lan_available
+from edgepipe.testing.nodes import HELLO, Node, Nodes
+from edgepipe.wire.v1 import node_pb2 as pb
+
+LOOK_S = 0.004
+MODELS = Path(os.environ.get("EP_TEST_MODELS", "~/.cache/edgepipe-tests")).expanduser()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def progress(text: str) -> None:
+    """What runs now; on standard error, so that the table stays alone."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def folder() -> AsyncIterator[Path]:
+    """A new folder, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="edgepipe-faults-") as name:
+        yield Path(name)
+
+
+async def until(node: Node, wanted: Callable[[pb.ClusterStatus], bool], *, limit_s: float) -> float:
+    """Seconds until the node's status is as wanted; the limit if it never is."""
+    began = time.perf_counter()
+    async with node.admin() as admin:
+        while (passed := time.perf_counter() - began) < limit_s:
+            if wanted(await admin.Status(pb.StatusRequest(hello=HELLO), timeout=5)):
+                return passed
+            await asyncio.sleep(LOOK_S)
+    return limit_s
+
+
+def epochs(status: pb.ClusterStatus) -> list[int]:
+    """Counters of what is served."""
+    return [engine.epoch.counter for engine in status.engines]
+
+
+async def stalls_of(cluster: ChaosCluster, fault: str, *, times: int, seed: int, exact: bool = True) -> list[float]:
+    """The longest pause of every stream that the fault met, over so many trials."""
+    run = ChaosRun(cluster, seed=seed, exact=exact, max_tokens=160 if exact else 60)
+    await run.prepare(num_requests=4)
+    stalls: list[float] = []
+    for _ in range(times):
+        stalls += (await run.trial(fault, num_streams=2, most_pause_s=60.0)).stalls_s
+    return stalls
+
+
+async def killed(times: int, rows: list[Row]) -> None:
+    """A stage process is killed: when another node knows, when the client reads on."""
+    async with folder() as place, chaos_cluster(place) as cluster:
+        progress("stage processes killed in mid-answer")
+        stalls = await stalls_of(cluster, "kill stage", times=times, seed=1)
+        rows.append(below("stall, killed stage, p50", statistics.median(stalls), "s", 2.0))
+        rows.append(below("stall, killed stage, p99", percentile(stalls, 0.99), "s", 4.0))
+        progress("stage processes killed, and who knows when")
+        reported, spread = zip(*[await _seen_killed(cluster) for _ in range(times)], strict=True)
+        rows.append(below("reported by its daemon, killed stage, p99", percentile(reported, 0.99), "s", 0.1))
+        rows.append(Row("seen on another node, killed stage, p99", percentile(spread, 0.99), "s"))
+        progress("stage processes stopped")
+        stalls = await stalls_of(cluster, "stop stage", times=2, seed=2)
+        rows.append(below("stall, hung stage (deadline 5 s), worst", max(stalls), "s", 5.0 + 4.0))
+
+
+async def _seen_killed(cluster: ChaosCluster) -> tuple[float, float]:
+    """Seconds from a stage's SIGKILL until its daemon knows, and until another node knows that it is recovered from."""
+    before = epochs(await cluster.until_ready())
+    name, pid = (await cluster.children("stage"))[-1]
+
+    def gone(status: pb.ClusterStatus) -> bool:
+        return all(child.pid != pid for child in status.children)
+
+    def recovering(status: pb.ClusterStatus) -> bool:
+        return epochs(status) != before or any(engine.state == "recovering" for engine in status.engines)
+
+    looking = [
+        asyncio.create_task(until(node, wanted, limit_s=5.0))
+        for node, wanted in ((cluster.running[name], gone), (cluster.first, recovering))
+    ]
+    await asyncio.sleep(0.1)  # the looks have begun
+    head_start_s = 0.1
+    psutil.Process(pid).kill()
+    taken = await asyncio.gather(*looking)
+    return max(0.0, taken[0] - head_start_s), max(0.0, taken[1] - head_start_s)
+
+
+async def killed_engines(times: int, rows: list[Row]) -> None:
+    """The engine's process is killed."""
+    async with folder() as place, chaos_cluster(place) as cluster:
+        progress("engines killed in mid-answer")
+        stalls = await stalls_of(cluster, "kill engine", times=times, seed=3)
+        rows.append(below("stall, killed engine, p99", percentile(stalls, 0.99), "s", 4.0))
+
+
+async def silent(times: int, rows: list[Row]) -> None:
+    """A node's cable is pulled: when the others know, when the client reads on."""
+    async with folder() as place, LanLab(hosts=3) as lab:
+        lab.shape(delay_s=0.0005)
+        async with chaos_cluster(place, lab=lab, plan="b:0-2,c:3-5") as cluster:
+            progress("cables pulled in mid-answer")
+            stalls = await stalls_of(cluster, "cut node", times=times, seed=4)
+            rows.append(below("stall, silent node, p50", statistics.median(stalls), "s", 4.0))
+            rows.append(below("stall, silent node, p99", percentile(stalls, 0.99), "s", 6.0))
+            progress("cables pulled, seen from another node")
+            seen: list[float] = []
+            for _ in range(times):
+                await cluster.until_ready()
+                lab.cut("c")
+                seen.append(await until(cluster.first, lambda status: bool(status.absent), limit_s=10.0))
+                lab.heal("c")
+            rows.append(below("seen, silent node, p99", percentile(seen, 0.99), "s", 2.5))
+
+
+async def smollm(times: int, rows: list[Row]) -> None:
+    """A real model, its shards on every disk."""
+    async with folder() as place:
+        flags = {"backend": "torch", "backend_options": None, "threads": 1, "models_dir": str(MODELS), "link": None}
+        async with chaos_cluster(place, model="demo", plan="b:0-14,c:15-29", **flags) as cluster:
+            progress("SmolLM2, stage processes killed in mid-answer")
+            stalls = await stalls_of(cluster, "kill stage", times=times, seed=5, exact=False)
+            rows.append(below("stall, SmolLM2, killed stage, p99", percentile(stalls, 0.99), "s", 8.0))
+
+
+async def buried_alive(seconds: float, rows: list[Row]) -> None:
+    """Full load, 5 % loss, up to 500 ms of jitter: does anybody take a living node for dead?"""
+    async with folder() as place, LanLab(hosts=3) as lab:
+        nodes = Nodes(folder=place, cluster="faults-load")
+        try:
+            started = await asyncio.gather(
+                *(nodes.start(host.name, host=host, insecure_lan=True, backend="none") for host in lab.hosts)
+            )
+            for node in started:
+                await node.until(lambda status: len(status.members) == 3)
+            busy = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(os.cpu_count() or 1)]
+            for process in busy:
+                process.start()
+            lab.shape(loss=0.05, jitter_s=0.5)
+            progress(f"full load, 5 % loss, 500 ms jitter: 30 s to get to know the links, then {seconds:.0f} s")
+            await asyncio.sleep(30.0)
+            deaths = await _deaths(started, seconds)
+            for process in busy:
+                process.kill()
+            rows.append(below(f"living nodes taken for dead in {seconds:.0f} s of load and bad links", deaths, "", 0))
+        finally:
+            await nodes.end()
+
+
+async def _deaths(nodes: Sequence[Node], seconds: float) -> int:
+    """How often anybody began to miss somebody."""
+    until_s, deaths = time.monotonic() + seconds, 0
+    missed: dict[str, set[str]] = {node.node_id: set() for node in nodes}
+    while time.monotonic() < until_s:
+        for node in nodes:
+            with contextlib.suppress(TimeoutError):
+                now = {one.name for one in (await node.status()).absent}
+                deaths += len(now - missed[node.node_id])
+                missed[node.node_id] = now
+        await asyncio.sleep(0.25)
+    return deaths
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+async def cost(rounds: int, rows: list[Row]) -> None:
+    """Tokens per second as it is, and with heartbeats, progress reports, hang watch and keepalive all but off."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    async with folder() as place:
+        async with (
+            chaos_cluster(place / "safe", names=("a", "b"), plan="a:0-2,b:3-5", link=None) as safe,
+            _without_safety(place / "unsafe") as unsafe,
+        ):
+            for index in range(2 * rounds):
+                progress(f"tokens per second with and without watching, {index + 1} of {2 * rounds}")
+                is_safe = bool(index % 2) ^ bool(index // 2 % 2)
+                rates[is_safe].append(await _tokens_per_s(safe if is_safe else unsafe))
+    rate, without = statistics.median(rates[True]), statistics.median(rates[False])
+    rows.append(at_least("tokens/s with all watching on, emulated, 8 streams", rate, "tok/s", without, "all off", 0.97))
+    for name, values in (("on", rates[True]), ("off", rates[False])):
+        spread = (max(values) - min(values)) / statistics.median(values)
+        rows.append(Row(f"spread of the runs with it {name}", 100 * spread, "%"))
+
+
+@asynccontextmanager
+async def _without_safety(place: Path) -> AsyncIterator[ChaosCluster]:
+    main = (str(Path(__file__).with_name("unwatched.py")),)
+    async with chaos_cluster(place, names=("a", "b"), plan="a:0-2,b:3-5", link=None, main=main) as cluster:
+        yield cluster
+
+
+async def _tokens_per_s(cluster: ChaosCluster, *, streams: int = 8, max_tokens: int = 400) -> float:
+    body = {"model": "tiny", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    url = f"http://127.0.0.1:{cluster.first.http_port}/v1/completions"
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        for size in (10, max_tokens):  # the first is for getting warm
+            began = time.perf_counter()
+            asking = [http.post(url, json={**body, "prompt": [7, n], "max_tokens": size}) for n in range(streams)]
+            for response in await asyncio.gather(*asking):
+                response.raise_for_status()
+    return streams * max_tokens / (time.perf_counter() - began)
+
+
+async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> None:
+    """A fault every 20 s: does anything grow?"""
+    draw = random.Random(6)
+    samples: list[tuple[float, float, int]] = []
+    async with folder() as place, chaos_cluster(place) as cluster:
+        run = ChaosRun(cluster, seed=6)
+        await run.prepare()
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < seconds:
+            fault = draw.choice(("kill stage", "crash stage", "kill two stages", "kill engine", "blink node"))
+            progress(f"soak: {passed:.0f} of {seconds:.0f} s, {fault}")
+            await run.trial(fault)
+            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began - passed)))
+            samples.append((time.monotonic() - began, *_size(cluster)))
+    hours = [sample[0] / 3600 for sample in samples]
+    sizes = [sample[1] for sample in samples]
+    slope = statistics.linear_regression(hours, sizes).slope / statistics.mean(sizes) * 100
+    rows.append(below(f"memory slope of daemons and gateways over {seconds / 60:.0f} min", slope, "%/h", 1.0))
+    rows.append(below("descriptors gained", samples[-1][2] - samples[0][2], "", 8))
+    rows.append(Row("faults in the soak", len(samples), ""))
+
+
+def _size(cluster: ChaosCluster) -> tuple[float, int]:
+    """Bytes and descriptors of what lives on while stages and engines come and go."""
+    processes = [psutil.Process(node.process.pid) for node in cluster.running.values()]
+    return sum(one.memory_info().rss for one in processes), sum(one.num_fds() for one in processes)
+
+
+async def main() -> None:
+    """Every figure, then the table. A part that fails is told in its place, and the others go on."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="ten minutes of load, half an hour of faults")
+    parser.add_argument("--only", default="", help="one part: killed, engines, silent, smollm, load, cost, soak")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    parts: dict[str, Callable[[], Awaitable[None]]] = {
+        "killed": lambda: killed(12, rows),
+        "engines": lambda: killed_engines(6, rows),
+        "silent": lambda: silent(6, rows),
+        "smollm": lambda: smollm(4, rows),
+        "load": lambda: buried_alive(600.0 if options.full else 60.0, rows),
+        "cost": lambda: cost(4, rows),
+        "soak": lambda: soak(1800.0, rows),
+    }
+    lan = lan_available()
+    for name, part in parts.items():
+        if (options.only and name != options.only) or (name == "soak" and not (options.full or options.only)):
+            continue
+        if name in ("silent", "load") and not lan:
+            progress(f"left out: {name}: {lan.reason}")
+            continue
+        try:
+            await part()
+        except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
+            progress(f"{name} failed: {str(error)[:2000]}")
+            rows.append(Row(f"{name}: failed, see above", 1, "", target="0", met=False))
+    print_rows("faults", rows)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
