@@ -1,6 +1,6 @@
 """A node without heartbeats, progress reports, hang watch and keepalive: the baseline of ``bench_faults`` alone.
 
-``python scripts/unwatched.py SETTINGS`` is a daemon as ``python -m edgepipe.daemon`` is; its children come through here.
+``python scripts/unwatched.py SETTINGS`` is such a daemon; its children come through here, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def switch_off() -> None:
     children._LOOK_S = NEVER_S
     for name in ("_COMMON_OPTIONS", "_CHANNEL_OPTIONS", "_SERVER_OPTIONS"):
         options = getattr(channels, name)
-        setattr(channels, name, [one for one in options if "keepalive" not in one[0] and "ping" not in one[0]])
+        setattr(channels, name, [one for one in options if "keepalive" not in one[0]])
     children._MAIN = (os.path.abspath(__file__),)
 
 

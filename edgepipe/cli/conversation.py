@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.output import make_console, print_json
+from edgepipe.cli.output import make_console, print_json, printable
 
 if TYPE_CHECKING:
     from edgepipe.cli.find import Target
     from edgepipe.cli.sse import ChatClient
+
+
+_HEARTBEAT = "still working"
+_RECOVERING = "recovering: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class Answer:
     first_word_s: float
     tokens_per_s: float  # after the first one; 0: too short to tell
     num_nodes: int
+    note: str = ""  # the last thing that the gateway told beside it
 
     def footer(self) -> str:
         """``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``"""
@@ -51,7 +56,9 @@ class Answer:
         if self.tokens_per_s:
             parts.append(f"{self.tokens_per_s:.1f} tok/s")
         parts.append(f"first word {self.first_word_s:.1f} s")
-        if self.num_nodes:
+        if self.note:
+            parts.append(printable(self.note))
+        elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
         return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
 
@@ -67,13 +74,15 @@ async def stream_answer(
     started = time.monotonic()
     first = last = 0.0
     texts: list[str] = []
-    reason, num_tokens, num_prompt = "", 0, 0
+    reason, num_tokens, num_prompt, note = "", 0, 0, ""
     async for piece in client.stream(messages, model=target.model, options=options):
         if piece.text:
             last = time.monotonic()
             first = first or last
             texts.append(piece.text)
             show(piece.text)
+        if piece.note and piece.note != _HEARTBEAT:
+            note = piece.note.removeprefix(_RECOVERING)
         reason = piece.finish_reason or reason
         num_tokens = piece.completion_tokens or num_tokens
         num_prompt = piece.prompt_tokens or num_prompt
@@ -85,6 +94,7 @@ async def stream_answer(
         first_word_s=(first or time.monotonic()) - started,
         tokens_per_s=(num_tokens - 1) / (last - first) if num_tokens > 2 and last > first else 0.0,
         num_nodes=target.num_nodes,
+        note=note,
     )
 
 

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the models that are served, and where."""
     from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.status_view import news_of
     from edgepipe.wire.v1 import node_pb2
 
     async def work() -> node_pb2.ClusterStatus:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.status()
 
-    engines = run_async(work()).engines
+    status = run_async(work())
+    engines = status.engines
     if as_json:
         print_json([as_dict(engine) for engine in engines])
     elif not engines:
@@ -30,6 +32,8 @@ def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
         for engine in engines:
             table.add_row(*_row(engine))
         make_console().print(table)
+        if news := news_of(status):
+            print(printable(news))
 
 
 def _row(engine: engine_pb2.EngineState) -> list[str]:

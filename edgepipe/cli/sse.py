@@ -30,6 +30,7 @@ class Piece:
     finish_reason: str | None = None
     completion_tokens: int | None = None  # in the last event
     prompt_tokens: int | None = None
+    note: str = ""  # a comment: what the gateway tells beside the answer
 
 
 class ChatClient:
@@ -70,6 +71,8 @@ class ChatClient:
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
                         return
+                    if line.startswith(": "):
+                        yield Piece(note=line.removeprefix(": "))
                     if line.startswith("data: "):
                         yield piece_from_event(line.removeprefix("data: "))
         except httpx.TransportError as exc:

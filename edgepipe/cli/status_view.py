@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from edgepipe.cli.output import bar, make_table, printable
 from edgepipe.cli.serve import layers_of
+from edgepipe.cluster.absence import absence_text, continuing_text, joined
 from edgepipe.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
     yield _headline(status)
     yield Text()
     yield render_nodes(status)
+    if news := news_of(status):
+        yield Text(f"\n{printable(news)}", style="yellow")
+    names = {member.node.node_id: member.node.name for member in status.members}
+    for link in status.broken_links:
+        one, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
+        yield Text(f"{one} and {other} do not reach each other, this machine reaches both", style="yellow")
     for engine in status.engines:
         yield Text()
         yield from _engine(engine)
@@ -45,11 +53,18 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield Text(f"  {printable(refused.error.next_step)}", style="yellow")
 
 
+def news_of(status: pb.ClusterStatus) -> str:
+    """``macbook asleep since 21:14; continuing on 2 machines``; empty while everybody is here."""
+    if not status.absent:
+        return ""
+    return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
+
+
 def _headline(status: pb.ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
     devices = [device for member in status.members for device in member.node.devices]
-    healthy = alive == total and all(one.state != "failed" for one in (*status.engines, *devices))
+    healthy = alive == total and not status.absent and all(one.state != "failed" for one in (*status.engines, *devices))
     line = Text()
     line.append(printable(status.cluster_name or status.cluster_id), style="bold")
     line.append(" · ")

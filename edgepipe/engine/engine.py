@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -17,6 +18,7 @@ from edgepipe.engine.epoch import EpochRun, Surroundings
 from edgepipe.engine.hold_down import HoldDown
 from edgepipe.engine.planning import Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Nodes, Preparation
+from edgepipe.engine.pump import StepNews
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
@@ -95,6 +97,8 @@ class Engine:
         self._run: EpochRun | None = None
         self._table: RequestTable | None = None
         self._door: Door | None = None
+        self._recoveries = 0
+        self._stalled_since_s: float | None = None  # requests wait since an epoch failed
         self._stopping = asyncio.Event()
         self._running = False
         self._over = asyncio.Event()
@@ -240,10 +244,14 @@ class Engine:
         while self._run is not None:
             run = self._run
             table.go_on(run.pump)
-            self._tell(state="ready", message="", progress=1.0, error=None)
+            self._tell(state="ready", message="", progress=1.0, error=None, recoveries=self._recoveries)
+            self._recoveries += 1
             error = await run.drive(self._stopping)
             if error is None:
                 return None
+            stats = run.pump.stats()
+            if self._stalled_since_s is None and (stats.running or stats.waiting):
+                self._stalled_since_s = self._around.clock.monotonic_s()
             table.pause()
             table.note_crash(run.crashed(), error)
             run.pump.fail(error)
@@ -253,6 +261,13 @@ class Engine:
             if (error := await self._recover(table, error)) is not None:
                 return error
         return None
+
+    def _note(self, table: RequestTable, news: StepNews) -> None:
+        table.note_step(news)
+        if self._stalled_since_s is not None and news.events:
+            stall_ms = round(1e3 * (self._around.clock.monotonic_s() - self._stalled_since_s))
+            self._stalled_since_s = None
+            self._base = replace(self._base, stall_ms=self._base.stall_ms + stall_ms)
 
     async def _recover(self, table: RequestTable, cause: EdgepipeError) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
@@ -329,7 +344,7 @@ class Engine:
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
         try:
-            await run.open(registration=table.registration, on_news=table.note_step)
+            await run.open(registration=table.registration, on_news=partial(self._note, table))
             self._check_there()
         except BaseException:
             await run.close()

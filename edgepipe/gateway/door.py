@@ -54,6 +54,7 @@ class Door:
                 on_error=lambda error: shape.error(from_error(error)),
                 place=order.ticket,
                 timeouts=self.timeouts,
+                news=lambda: order.entry.news,
                 media_type=shape.media_type,
             )
         with order.ticket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,11 +69,20 @@ class Assets(Protocol):
 AssetLoader = Callable[[Path], Assets]  # blocking; runs in a thread
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """What clients may be told beside their answers."""
+
+    recovering: bool = False
+    text: str = ""  # ``macbook asleep since 21:14; continuing on 2 machines``
+
+
 class ModelEntry:
     """One served model with its link and, once somebody needed them, its assets."""
 
     def __init__(self, served: ServedModel, link: EngineLink, load: AssetLoader) -> None:
         self.served = served
+        self.news = News()
         self.link = link
         self._load = load
         self._assets: Assets | None = None

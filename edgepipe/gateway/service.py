@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from edgepipe import __version__
 from edgepipe.clock import Clock
+from edgepipe.cluster.absence import absence_text, continuing_text, joined
 from edgepipe.errors import EdgepipeError, PortInUse, StageLost
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits
@@ -24,7 +25,7 @@ from edgepipe.gateway.engine_link import EngineLink, LinkLimits
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.messages import served_models
 from edgepipe.gateway.metrics import Metrics
-from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable
+from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.ids import IdSource, PipelineId
@@ -56,6 +57,7 @@ class Gateway:
         connections: ConnectionLimits | None = None,
         timeouts: StreamTimeouts | None = None,
     ) -> None:
+        self._clock = clock
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
         self._security = security
         self._load = load
@@ -141,6 +143,7 @@ class Gateway:
                 self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")
                 tasks.create_task(_preload(entry), name=f"preload:{served.name}")
             self._entries[key].served = served
+            self._entries[key].news = self._news(served)
             self._entries[key].link.move(served)
             if (expiry := self._away.pop(key, None)) is not None:
                 expiry.cancel()
@@ -149,8 +152,17 @@ class Gateway:
                 self._drop(key, over, tasks)
             elif key not in self._away:
                 self._entries[key].link.move(None)
+                self._entries[key].news = News(recovering=True, text=self._absence())
                 self._away[key] = tasks.create_task(self._expire(key, tasks), name=f"away:{key}")
         self._models.replace(list(self._entries.values()), self._view)
+
+    def _news(self, served: ServedModel) -> News:
+        engines = [entry.engine for entry in self._newest.served if entry.engine.pipeline_id == served.pipeline_id]
+        going_on = joined(*map(continuing_text, engines)) if self._newest.absent else ""
+        return News(recovering=served.state == "recovering", text=joined(self._absence(), going_on))
+
+    def _absence(self) -> str:
+        return absence_text(self._newest.absent, now_s=self._clock.wall_s())
 
     def _ready(self) -> dict[PipelineId, ServedModel]:
         """The engine of each pipeline; where two claim it, as after a partition, the one with the higher epoch."""

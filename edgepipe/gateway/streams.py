@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgepipe.errors import EdgepipeError
+from edgepipe.gateway.models import News
 from edgepipe.gateway.problems import HttpProblem
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class StreamTimeouts:
     """What a stream waits for."""
 
     hold_s: float = 1.0  # for the first token: until then what fails has its own status instead of an event
+    recovering_s: float = 2.0  # while a model recovers, people want to know that somebody is at it
     heartbeat_s: float = 15.0  # proxies close what is silent for 30 to 60 s
     send_s: float = 30.0  # a client that takes nothing for so long is gone, or reads too slowly to matter
 
@@ -43,12 +45,14 @@ class EventStream(Response):
         on_error: Callable[[EdgepipeError], bytes],
         place: AbstractContextManager[object],
         timeouts: StreamTimeouts,
+        news: Callable[[], News] = News,
         media_type: str = "text/event-stream",
     ) -> None:
         """
         opening   sent at once if no event comes within ``hold_s``, else right before the first
         on_error  the event that ends a stream whose events raise this
         place     held until the stream has ended
+        news      asked again and again: what comments tell while the model recovers, and once when it goes on
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
@@ -57,6 +61,7 @@ class EventStream(Response):
         self._on_error = on_error
         self._place = place
         self._timeouts = timeouts
+        self._news = news
         self._heartbeat = b": still working\n\n" if media_type == "text/event-stream" else b""
         self._sent = 0
 
@@ -108,14 +113,28 @@ class EventStream(Response):
 
     async def _beat(self, send: Send) -> None:
         """Comments, where nothing else was sent for a while."""
+        sent, silent_s, recovering, every_s = self._sent, 0.0, False, self._timeouts.recovering_s
         while self._heartbeat:
+            await asyncio.sleep(every_s)
+            news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0
+            comment = b""
+            if news.recovering:
+                comment = _comment(f"recovering: {news.text}" if news.text else "recovering")
+            elif recovering and news.text:
+                comment = _comment(news.text)
+            elif silent_s >= self._timeouts.heartbeat_s:
+                comment = self._heartbeat
+            recovering, silent_s = news.recovering, 0.0 if comment else silent_s
+            try:
+                await self._send(send, comment)
+            except _Stalled:
+                return  # who sends parts notices, too
             sent = self._sent
-            await asyncio.sleep(self._timeouts.heartbeat_s)
-            if sent == self._sent:
-                try:
-                    await self._send(send, self._heartbeat)
-                except _Stalled:
-                    return  # who sends parts notices, too
+
+
+def _comment(text: str) -> bytes:
+    """A line that is no event; a name with line breaks must not become one."""
+    return f": {' '.join(text.split())}\n\n".encode()
 
 
 class _Stalled(Exception):

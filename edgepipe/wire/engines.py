@@ -92,6 +92,8 @@ class EngineState:
     preemptions: int = 0  # since the epoch began
     admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
     cached_tokens: int = 0  # of those, found in the prefix cache
+    recoveries: int = 0  # epochs that replaced a failed one
+    stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,8 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         preemptions=state.preemptions,
         admitted_tokens=state.admitted_tokens,
         cached_tokens=state.cached_tokens,
+        recoveries=state.recoveries,
+        stall_ms=state.stall_ms,
     )
 
 
@@ -213,6 +217,8 @@ def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
         preemptions=message.preemptions,
         admitted_tokens=message.admitted_tokens,
         cached_tokens=message.cached_tokens,
+        recoveries=message.recoveries,
+        stall_ms=message.stall_ms,
     )
 
 

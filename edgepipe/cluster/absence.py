@@ -1,0 +1,41 @@
+"""What people read about machines that are away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_WORDS = {"asleep": "asleep", "dead": "gone"}
+_MOST_NAMED = 3
+
+
+def absence_text(absent: Sequence[pb.AbsentNode], *, now_s: float) -> str:
+    """``macbook asleep since 21:14, studio gone since Tue 08:02``; empty while everybody is here. Local time."""
+    newest = sorted(absent, key=lambda node: -node.since_us)
+    named = [
+        f"{node.name} {_WORDS.get(node.state, node.state)} since {_time(node.since_us / 1e6, now_s=now_s)}"
+        for node in newest[:_MOST_NAMED]
+    ]
+    more = len(newest) - len(named)
+    return ", ".join([*named, *([f"{more} more"] if more > 0 else [])])
+
+
+def continuing_text(engine: engine_pb2.EngineState) -> str:
+    """``continuing on 2 machines``, of an engine that works after a recovery; else empty."""
+    if engine.state != "ready" or not engine.recoveries:
+        return ""
+    machines = len({stage.node_id for stage in engine.stages})
+    return f"continuing on {machines} machine{'s' * (machines != 1)}"
+
+
+def joined(*texts: str) -> str:
+    """``macbook asleep since 21:14; continuing on 2 machines``"""
+    return "; ".join(text for text in texts if text)
+
+
+def _time(wall_s: float, *, now_s: float) -> str:
+    form = "%H:%M" if abs(now_s - wall_s) < 20 * 3600 else "%a %H:%M"
+    return datetime.fromtimestamp(wall_s).strftime(form)
