@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 START_S = 90.0
 ANSWER_S = 300.0
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +124,18 @@ def complete(node: Node, prompts: Sequence[list[int]], *, max_tokens: int) -> li
     The door is left out on purpose: HTTP and JSON for every token would take the cores that the stages are measured on.
     """
     (engine,) = node.status()["engines"]
-    return asyncio.run(_complete(engine["address"], prompts, max_tokens))
+    return asyncio.run(complete_at(engine["address"], prompts, max_tokens=max_tokens))
 
 
-async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+async def complete_at(
+    address: str,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    ignore_eos: bool = True,
+) -> list[Answer]:
+    """As ``complete``, at an engine's address; every prompt has a seed of its own."""
     times: list[list[float]] = [[] for _ in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     running = len(prompts)
@@ -135,7 +144,14 @@ async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int)
         await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id="bench")))
         started = time.perf_counter()
         for index, prompt in enumerate(prompts):
-            await call.write(command_to_wire(_submission(f"{started}-{index}", prompt, max_tokens)))
+            request = Submission(
+                request_id=RequestId(f"{started}-{index}"),
+                prompt=tuple(prompt),
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
+                sampling=replace(sampling, seed=sampling.seed + index),
+            )
+            await call.write(command_to_wire(request))
         while running:
             event: Any = await call.read()
             now = time.perf_counter()
@@ -144,7 +160,7 @@ async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int)
                 ids[index].extend(tokens.ids)
                 times[index].extend([now] * len(tokens.ids))
             for ended in event.ended:
-                if ended.reason != "length":
+                if ended.reason not in ("length", "stop"):
                     raise RuntimeError(f"a request ended early: {ended}")
                 running -= 1
         call.cancel()
@@ -152,16 +168,6 @@ async def _complete(address: str, prompts: Sequence[list[int]], max_tokens: int)
         Answer(started_s=started, token_times_s=tuple(when), token_ids=tuple(what))
         for when, what in zip(times, ids, strict=True)
     ]
-
-
-def _submission(name: str, prompt: list[int], max_tokens: int) -> Submission:
-    return Submission(
-        request_id=RequestId(name),
-        prompt=tuple(prompt),
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        sampling=SamplingParams(temperature=0.0, seed=0),
-    )
 
 
 def decode_rate(answers: Sequence[Answer]) -> float:

@@ -31,6 +31,7 @@ class EmulatedCluster:
     config: ModelConfig  # of the table of shapes, where it is called ``model``
     link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
+    vocab_size: int | None = None  # None: as small as it can be, since logits of 150,000 words cost host time
 
 
 @asynccontextmanager
@@ -41,7 +42,7 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
     """
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
     try:
-        _store_model(folder / "models", folder / cluster.model, cluster.config)  # hidden states of the real size
+        _store_model(folder / "models", folder / cluster.model, cluster)  # hidden states of the real size
         async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
             if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
                 raise NoPeersFound(
@@ -53,11 +54,11 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _store_model(models_dir: Path, source: Path, config: ModelConfig) -> None:
+def _store_model(models_dir: Path, source: Path, cluster: EmulatedCluster) -> None:
     from edgepipe.model.emulated_folder import SMALLEST_VOCAB, write_model_folder
     from edgepipe.model.store import ModelStore
 
-    write_model_folder(source, replace(config, vocab_size=SMALLEST_VOCAB))  # logits of 150,000 words cost host time
+    write_model_folder(source, replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB))
     ModelStore(models_dir).pull(str(source))
 
 

@@ -71,6 +71,11 @@ class TokenEdits:
         ids = self.ids
         row[ids] = edited(row[ids], repetition=self.repetition, add=self.add)
 
+    def entry(self, token: int) -> tuple[float, float]:
+        """A token's repetition factor and addition."""
+        place = self._place.get(token)
+        return (1.0, 0.0) if place is None else (float(self._repetition[place]), float(self._add[place]))
+
     def original(self, token: int, changed: float) -> float:
         """The model's logit of a token whose changed one is known."""
         place = self._place.get(token)

@@ -15,6 +15,7 @@ from edgepipe.errors import RequestInvalid, StepFailed
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec, SampleRow, SamplingParams, SequenceSampler, draw, logit_edits, sample
+from edgepipe.sampling.columns import ColumnSampler
 from edgepipe.sampling.device import sample_picked
 from edgepipe.sampling.grammar import GrammarTokenizer, json_grammar
 
@@ -84,6 +85,28 @@ def test_state_kept_from_token_to_token_equals_a_rebuild(
         assert sample(logits_for(len(tokens))[None], [SampleRow(fresh, len(tokens))])[0] == sampled
         assert sampled.token == plain(params, prompt, tokens)
         tokens.append(sampled.token)
+
+
+@settings(max_examples=100)
+@given(
+    params=st.lists(PARAMS, min_size=3, max_size=3),
+    prompt=TOKENS,
+    generated=TOKENS,
+    order=st.lists(st.permutations(range(3)), min_size=4, max_size=4),
+)
+def test_columns_give_what_rows_give_however_batches_change(
+    params: list[SamplingParams], prompt: list[int], generated: list[int], order: list[list[int]]
+) -> None:
+    columns = ColumnSampler(vocab_size=V, batch=3)
+    here, there = (
+        [SequenceSampler(each, prompt=prompt, generated=generated, end_ids=END_IDS) for each in params] for _ in "ab"
+    )
+    for step, chosen in enumerate(order):
+        position = len(generated) + step
+        logits = np.stack([logits_for(position + which) for which in chosen])
+        wanted = sample(logits.copy(), [SampleRow(here[which], position) for which in chosen])
+        got = columns(logits, [SampleRow(there[which], position) for which in chosen])
+        assert [each.token for each in got] == [each.token for each in wanted]
 
 
 @settings(max_examples=200)
