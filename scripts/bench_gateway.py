@@ -1,6 +1,7 @@
-"""The door: what HTTP adds to the engine's own time to first token, and many streams at once.
+"""The door: sampling and grammars, what HTTP adds to the engine's own time to first token, and many streams at once.
 
-Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``http``. Nodes, engine, stages and gateway are real
+Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle
+grammar http``. Nodes, engine, stages and gateway are real
 processes, only the devices' arithmetic is emulated. The client speaks HTTP over bare sockets: it must not be what is
 measured.
 """
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from figures import Row, below, print_rows
+from gateway_sampling import cycle_rows, grammar_rows, sampler_rows
 
 from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench_client import BenchClient, connected
@@ -203,7 +205,12 @@ def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {"http": http_rows}
+PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {
+    "sampler": sampler_rows,
+    "cycle": cycle_rows,
+    "grammar": grammar_rows,
+    "http": http_rows,
+}
 
 
 def main() -> None:

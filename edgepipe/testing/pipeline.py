@@ -22,6 +22,7 @@ from edgepipe.link.shaped import Network
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
+from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.session import Dial
 from edgepipe.stage.stage import Stage
@@ -234,6 +235,7 @@ async def local_stages(
     over: str = "grpc",
     sampler: Sampler = sample,
     network: Network | None = None,
+    open_tokenizer: OpenTokenizer | None = None,
     open_s: float = 30.0,
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
@@ -252,6 +254,7 @@ async def local_stages(
                 sampler=sampler,
                 dial=_memory_dial(by_address, clock) if over == "memory" else None,
                 network=network,
+                open_tokenizer=open_tokenizer,
                 open_s=open_s,
                 name=f"stage {index}",
             )

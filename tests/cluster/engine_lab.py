@@ -21,7 +21,9 @@ from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.shaped import make_network
+from edgepipe.model.emulated_folder import byte_level_tokenizer
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SamplingParams
 from edgepipe.testing.pipeline import LocalStages, local_stages
 from edgepipe.wire.common import error_from_wire, make_hello
@@ -94,6 +96,8 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     ended: engine_pb2.Ended | None = None
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
 
     @property
     def error(self) -> EdgepipeError | None:
@@ -190,6 +194,10 @@ class FakeGateway:
                 assert answer.ended is None, "a token follows the ending"
                 answer.ids[tokens.position :] = tokens.ids
                 assert len(answer.ids) == tokens.position + len(tokens.ids), "a token was left out"
+                answer.logprobs[tokens.position :] = tokens.logprobs
+            for part in event.prompt_scores:
+                answer = self.answer(part.request_id, choice=part.choice, attempt=part.attempt)
+                answer.prompt_logprobs[part.position - 1 :] = part.tokens
             for ended in event.ended:
                 answer = self.answer(ended.request_id, choice=ended.choice, attempt=ended.attempt)
                 assert answer.ended is None, "a choice ended twice"
@@ -302,6 +310,7 @@ async def engine_lab(
                 weights=EmulatedWeights(config),
                 clock=SystemClock(),
                 network=network,
+                open_tokenizer=lambda: Tokenizer(byte_level_tokenizer(config.vocab_size)),
             )
         )
         nodes = [
