@@ -93,12 +93,12 @@ def log(
     if not entries:
         print("nothing happened yet")
         return
-    table = make_table("WHEN", "WHAT", "WHO", "")
-    for entry in entries:
+    console = make_console()
+    for entry in entries:  # lines, not a table: nothing of a log is cut off in a narrow window
         when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
         times = f" ({entry.times} times)" if entry.times > 1 else ""
-        table.add_row(when, printable(entry.kind) + times, printable(_short(entry.who)), printable(entry.detail))
-    make_console().print(table)
+        text = f"{when}  {entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
+        console.print(printable(text), soft_wrap=True, markup=False)
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:

@@ -36,6 +36,7 @@ _LENGTH_BYTES = 4
 _MESSAGE_S = 10.0  # for the whole exchange until the code is proven; both sides compute for 0.1 s
 _CONNECT_S = 5.0
 _LEAST_ANSWER_S = 0.3  # SPAKE2 here is not constant in time: what it takes is hidden behind this
+_GOODBYE_S = 1.0
 _MAX_CONNECTIONS = 8  # one is served, the others are told to wait
 MAX_TRIES = 3
 ACCEPT_S = 60
@@ -65,14 +66,17 @@ class PairingWindow:
         ask: Callable[[Greeting, str], Awaitable[bool]],
         let_in: OnJoined,
         on_attempt: Callable[[Attempt], None],
+        message_s: float = _MESSAGE_S,
     ) -> None:
         self.tries_left = MAX_TRIES
         self._make_pairing = make_pairing
         self._ask = ask  # greeting, address
         self._let_in = let_in
         self._on_attempt = on_attempt
+        self._message_s = message_s  # until the code is proven
         self._busy = asyncio.Lock()
-        self._connections = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
         self._over = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -100,14 +104,21 @@ class PairingWindow:
     async def close(self) -> None:
         """Listen no more."""
         self._over.set()
+        self._closing = True
         if self._server is not None:
             self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        task = asyncio.current_task()
+        assert task is not None, "called in a task of its own"
+        self._tasks.add(task)
         try:
-            if self._over.is_set() or self._connections > _MAX_CONNECTIONS:
+            if self._over.is_set() or len(self._tasks) > _MAX_CONNECTIONS:
                 return
             if self._busy.locked():
                 await _send(writer, refusal(_busy()))
@@ -117,12 +128,12 @@ class PairingWindow:
                     await self._exchange(reader, writer)
         except (OSError, TimeoutError) as exc:
             logger.debug("pairing connection ended: %s", exc)
+        except asyncio.CancelledError:
+            if not self._closing:  # asyncio's server would report a connection that its own close has cancelled
+                raise
         finally:
-            self._connections -= 1
-            writer.close()
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await writer.wait_closed()
+            self._tasks.discard(task)
+            await _end(writer)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = str(writer.get_extra_info("peername")[0])
@@ -140,7 +151,7 @@ class PairingWindow:
 
     async def _prove(self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_MESSAGE_S):
+            async with asyncio.timeout(self._message_s):
                 while not pairing.confirmed:
                     data = await _read(reader, most_bytes=MAX_MESSAGE_BYTES)
                     began = asyncio.get_running_loop().time()
@@ -150,7 +161,9 @@ class PairingWindow:
                     if reply is not None:
                         await _send(writer, reply)
         except TimeoutError as exc:
-            raise SendTimeout("the other machine stopped in the middle", fact=f"waited {_MESSAGE_S:.0f} s") from exc
+            raise SendTimeout(
+                "the other machine stopped in the middle", fact=f"waited {self._message_s:.0f} s"
+            ) from exc
 
     async def _welcome(
         self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
@@ -231,10 +244,7 @@ async def join(
     except OSError as exc:
         raise PeerClosed(f"{host}:{port} closed the connection in the middle of the pairing", fact=str(exc)) from exc
     finally:
-        writer.close()
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await writer.wait_closed()
+        await _end(writer)
 
 
 async def _step(pairing: JoinerPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -283,6 +293,16 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
     async with asyncio.timeout(_MESSAGE_S):
         await writer.drain()
+
+
+async def _end(writer: asyncio.StreamWriter) -> None:
+    """Close, with what was written still going out for a second at most."""
+    writer.close()
+    try:
+        async with asyncio.timeout(_GOODBYE_S):
+            await writer.wait_closed()
+    except (OSError, TimeoutError):
+        writer.transport.abort()
 
 
 def _busy() -> QueueFull:

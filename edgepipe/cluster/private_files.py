@@ -51,8 +51,12 @@ def read_private(path: Path, *, most_bytes: int) -> bytes:
             raise
         reason = "it is a symbolic link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or errno.EIO)
         raise ConfigInvalid(f"{path} cannot be used", fact=reason, next_step="put the file itself there") from exc
+    try:
+        _check(path, os.fstat(file))
+    except ConfigInvalid:
+        os.close(file)
+        raise
     with os.fdopen(file, "rb") as source:
-        _check(path, os.fstat(source.fileno()))
         data = source.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ConfigInvalid(f"{path} is too long", fact=f"at most {most_bytes} bytes are read", next_step="restore it")

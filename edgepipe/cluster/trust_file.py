@@ -57,9 +57,10 @@ class TrustFile:
         with suppress(FileNotFoundError):
             os.link(self.path, self._before)  # the store itself never goes missing between the two steps
         data = store.to_wire().SerializeToString()
-        write_private(self.path, _MAGIC + hashlib.sha256(data).digest() + data)
+        data = _MAGIC + hashlib.sha256(data).digest() + data
         if not self._before.exists():
-            os.link(self.path, self._before)
+            write_private(self._before, data)  # the first time: a copy, so that damage to one file is not both's
+        write_private(self.path, data)
 
     def forget(self) -> None:
         """Remove the store: this node leaves its cluster."""

@@ -40,6 +40,7 @@ class TrustKeeper:
         self._clock = clock
         self._written = loaded.store if not loaded.damage else None
         self._dirty = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._listeners: set[asyncio.Event] = set()
         if loaded.damage:
             logger.error("the trust store was damaged: %s", loaded.damage)
@@ -227,10 +228,11 @@ class TrustKeeper:
             listener.set()
 
     async def _write(self) -> None:
-        store = self._store
-        if store is not self._written and not self.damage:
-            await asyncio.to_thread(self._file.save, store)
-            self._written = store
+        async with self._writing:
+            store = self._store
+            if store is not self._written and not self.damage:
+                await asyncio.to_thread(self._file.save, store)
+                self._written = store
 
     def _note(self, new: tuple[Statement, ...], before: TrustStore) -> None:
         """Audit lines and the log."""

@@ -1,0 +1,103 @@
+"""Pairing as people type it: invite on one machine, join on the other, look who is there, remove."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bad_input import Shell, error_of, finish
+
+NODE = ("--backend", "none", "--port", "0", "--http-port", "0", "--no-discovery")
+
+
+@contextmanager
+def inviting(shell: Shell, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """The running command, the code, and where to join."""
+    process = shell.start("node", "invite", "--yes", *options)
+    try:
+        assert process.stdout is not None
+        text = ""
+        while "waiting ..." not in text:
+            line = process.stdout.readline()
+            assert line, process.stderr.read() if process.stderr else ""
+            text += line
+        if "--long" in options:
+            yield process, text.split("node join ")[1].split()[0], ""
+        else:
+            found = re.search(r"--host (\S+) (\S+)", text)
+            assert found
+            yield process, found[2], found[1]
+    finally:
+        process.terminate()
+        process.wait(20)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def test_two_machines_pair_and_one_is_removed(tmp_path: Path) -> None:
+    host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
+    with host.node(*NODE, "--name", "gamer", "--cluster", "attic"):
+        with inviting(host) as (process, code, where):
+            wrong = ("0" if code[0] != "0" else "1") + code[1:]
+            error_of(other.run("node", "join", "--host", where, wrong), 5, "the code is not right", "tries left: 2")
+            joined = other.run("node", "join", "--host", where, code, "--name", "studio")
+            assert joined.returncode == 0, joined.stderr
+            assert "joined 'attic', 1 other node" in joined.stdout
+            said = finish(process).stdout
+            assert "'studio' joined as an owner" in said
+        with other.node(*NODE, "--name", "studio"):
+            for shell in (host, other):
+                shell.until(lambda status: len(status["members"]) == 2)
+            listed = host.run("peers").stdout
+            assert re.search(r"studio +owner +alive", listed), listed
+            removed = host.run("peers", "remove", "studio")
+            assert removed.returncode == 0, removed.stderr
+            other.until(lambda status: status["removed"] and len(status["members"]) == 1)
+        told = host.run("peers", "log").stdout
+        for kind in ("founded", "pairing failed", "paired", "added", "removed"):
+            assert kind in told
+
+
+@pytest.mark.long
+def test_a_removed_machine_comes_back_with_a_new_key_and_a_long_string(tmp_path: Path) -> None:
+    host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
+    with host.node(*NODE, "--name", "gamer"):
+        for key in (1, 2):
+            with inviting(host, "--long", "--role", "member") as (process, string, _):
+                joined = other.run("node", "join", string, "--name", "studio", *(["--new-identity"] if key > 1 else []))
+                assert joined.returncode == 0, joined.stderr
+                assert "'studio' joined" in finish(process).stdout
+            assert host.run("peers", "remove", "studio").returncode == 0
+    assert host.run("peers", "log").stdout.count("removed") == 2
+
+
+@pytest.mark.long
+def test_a_running_node_joins_and_starts_anew_in_the_other_cluster(tmp_path: Path) -> None:
+    host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
+    with host.node(*NODE, "--name", "gamer", "--cluster", "attic"), other.node(*NODE, "--name", "studio"):
+        with inviting(host) as (_, code, where):
+            joined = other.run("node", "join", "--host", where, code)
+            assert joined.returncode == 0, joined.stderr
+        host.until(lambda status: len(status["members"]) == 2)
+        error_of(other.run("node", "join", "--host", where, code), 5, "is in cluster 'attic' already", "--new-identity")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (("node", "invite"), 2, ("somebody has to answer", "--yes")),
+        (("node", "join", "12345"), 2, ("no pairing code", "4821-9037")),
+        (("node", "join", "--host", "127.0.0.1:1", "1234-5678"), 3, ("nobody invites at 127.0.0.1:1", "node invite")),
+        (("node", "join", "--host", "a:b", "1234-5678"), 2, ("--host cannot be",)),
+        (("peers",), 3, ("no edgepipe node runs",)),
+    ],
+)
+def test_what_cannot_work_is_said_with_the_next_step(
+    tmp_path: Path, words: tuple[str, ...], code: int, parts: tuple[str, ...]
+) -> None:
+    error_of(Shell(tmp_path).run(*words), code, *parts)
