@@ -15,6 +15,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
 BODY_TIMEOUT_S = 30.0
+_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -32,7 +33,9 @@ async def read_body(request: Request) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
     except TimeoutError as exc:
-        raise HttpProblem(status=408, message="the body did not arrive in time", code="request_timeout") from exc
+        raise HttpProblem(
+            status=408, message="the body did not arrive in time", code="request_timeout", headers=_CLOSE
+        ) from exc
     except ClientDisconnect as exc:
         raise bad_request("the body broke off", code="body_incomplete") from exc
     return bytes(body)
@@ -68,7 +71,10 @@ def _check_content_type(value: str) -> None:
 
 def _too_large() -> HttpProblem:
     return HttpProblem(
-        status=413, message=f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large"
+        status=413,
+        message=f"the body is larger than {MAX_BODY_BYTES >> 20} MiB",
+        code="request_too_large",
+        headers=_CLOSE,
     )
 
 

@@ -123,7 +123,10 @@ class LimitedProtocol(H11Protocol):
             return
         if self.idle and self._header_deadline is None:
             self._expect_header()
-        super().data_received(data)
+        size = MAX_HEADER_BYTES if self.idle else len(data)  # h11 measures a header only while it is incomplete
+        for start in range(0, len(data), size):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + size])
 
     def handle_events(self) -> None:
         """Requests that are complete up to their header begin here, later ones of a pipeline too."""
@@ -133,9 +136,11 @@ class LimitedProtocol(H11Protocol):
             self._header_came()
 
     def on_response_complete(self) -> None:
-        """The connection idles from now on."""
+        """The connection idles from now on, or goes on with what the client sent ahead."""
         self.registry.touch(self)
         super().on_response_complete()
+        if self.idle and self.conn.trailing_data[0] and self._header_deadline is None:
+            self._expect_header()
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP, or its header is too large."""

@@ -74,6 +74,7 @@ class EventStream(Response):
                 except _Stalled:
                     logger.info("a client took nothing for %.0f s, its request is cancelled", self._timeouts.send_s)
                     scope["state"]["connection"].abort()
+                    await _disconnected(receive)
 
     async def _send_all(self, send: Send) -> None:
         first = asyncio.ensure_future(anext(self._events, b""))

@@ -50,6 +50,22 @@ class Served:
     address: str  # of the engine
     server: Any  # of the engine
 
+    @property
+    def port(self) -> int:
+        """Of the gateway."""
+        port = self.http.base_url.port
+        assert port is not None
+        return port
+
+    async def raw(self, data: bytes) -> bytes:
+        """What comes back over a bare connection until it is closed."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
     async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
         return await self.http.post("/v1/chat/completions", json={"messages": messages} | fields)
@@ -60,7 +76,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, *, limits: LinkLimits | None = None, names: tuple[str, ...] = ("tiny",)
+    engine: FakeEngine, *, limits: LinkLimits | None = None, names: tuple[str, ...] = ("tiny",), **more: Any
 ) -> AsyncIterator[Served]:
     """A gateway over ``engine``, asked through real HTTP on a free port."""
     server, address = await start_engine(engine)
@@ -73,6 +89,7 @@ async def serving(
         new_seed=lambda: 7,
         load=lambda path: ByteAssets(),
         limits=limits or LinkLimits(resume_window_s=5),
+        **more,
     )
     sock = listen(host="127.0.0.1", port=0)
     base = f"http://127.0.0.1:{sock.getsockname()[1]}"

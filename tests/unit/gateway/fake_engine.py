@@ -153,6 +153,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     async def _answer(
         self, submit: engine_pb2.Submit, have: Sequence[int], outbox: asyncio.Queue[engine_pb2.EngineEvent | None]
     ) -> None:
+        if submit.sampling.prompt_logprobs:
+            outbox.put_nowait(_prompt_scores(submit))
         whole = list(self.answer[: submit.max_tokens])
         finished = len(self.answer) >= submit.max_tokens
         for choice, start in enumerate(have):
@@ -176,7 +178,24 @@ def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int
     tokens = engine_pb2.Tokens(
         request_id=submit.request_id, attempt=submit.attempt, choice=choice, position=position, ids=ids
     )
+    if submit.sampling.logprobs:
+        tokens.logprobs.extend(_scores(submit, ids))
     return engine_pb2.EngineEvent(tokens=[tokens])
+
+
+def _scores(submit: engine_pb2.Submit, ids: Sequence[int]) -> list[common_pb2.TokenLogprobs]:
+    """Of every token -0.5; of the alternatives, the ids from 65 on, -1, -2, ..."""
+    top = range(submit.sampling.top_logprobs)
+    return [
+        common_pb2.TokenLogprobs(logprob=-0.5, top_ids=[65 + i for i in top], top_logprobs=[-1.0 - i for i in top])
+        for _ in ids
+    ]
+
+
+def _prompt_scores(submit: engine_pb2.Submit) -> engine_pb2.EngineEvent:
+    scores = engine_pb2.PromptScores(request_id=submit.request_id, attempt=submit.attempt, position=1)
+    scores.tokens.extend(_scores(submit, submit.prompt[1:]))
+    return engine_pb2.EngineEvent(prompt_scores=[scores])
 
 
 def _ended(

@@ -1,0 +1,149 @@
+"""Who is let in: keys, hosts, and nothing behind a route that forgot to ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from starlette.types import Receive, Scope, Send
+
+from edgepipe.gateway.access import OPEN_PATHS, AccessRules, Guard
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import FakeEngine
+
+KEY, OTHER = "ep-a-long-enough-key", "ep-another-long-key"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def locked() -> AsyncIterator[Served]:
+    rules = AccessRules.of(keys=(KEY, OTHER), key_on_loopback=True)
+    async with serving(FakeEngine(), rules=rules) as value:
+        yield value
+
+
+async def _paths(served: Served) -> list[str]:
+    document = (await served.http.get("/openapi.json", headers=_bearer(KEY))).json()
+    known = [path.replace("{id}", "tiny") for path in document["paths"]]
+    return [*known, "/", "/openapi.json", "/docs", "/v1", "/nothing/here", "//v1/models", "/v1/models/../models"]
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_route_answers_by_any_method_without_a_key(locked: Served) -> None:
+    paths = await _paths(locked)
+    assert len(paths) > 20
+    for path in paths:
+        for method in METHODS:
+            response = await locked.http.request(method, path, json={"model": "tiny"} if method == "POST" else None)
+            if path in OPEN_PATHS:
+                assert response.status_code in (200, 405), (method, path)
+            else:
+                assert response.status_code == 401, (method, path)
+    assert locked.engine.submits == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("key", [KEY, OTHER])
+async def test_each_key_opens(locked: Served, key: str) -> None:
+    assert (await locked.http.get("/v1/models", headers=_bearer(key))).status_code == 200
+    assert (await locked.http.get("/v1/models", headers={"authorization": f"bearer  {key}"})).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"Bearer",
+        b"Bearer wrong",
+        KEY.encode(),
+        b"Basic " + KEY.encode(),
+        f"Bearer {KEY}x".encode(),
+        f"Bearer {KEY[:-1]}".encode(),
+        b"Bearer \xff\xfe",
+        b"Bearer " + b"x" * 12_000,
+    ],
+    ids=lambda value: repr(value[:20]),
+)
+async def test_what_is_no_key_does_not(locked: Served, value: bytes) -> None:
+    response = await locked.http.get("/v1/models", headers=[(b"authorization", value)])
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "authentication_error"
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert KEY not in response.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_keys_at_once_are_none(locked: Served) -> None:
+    headers = [(b"authorization", f"Bearer {KEY}".encode())] * 2
+    assert (await locked.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+class _Behind:
+    """What a guard lets through."""
+
+    def __init__(self) -> None:
+        self.owners: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.owners.append(scope["state"]["owner"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _status(
+    rules: AccessRules, *, client: str, host: str = "localhost", path: str = "/v1/models", **more: str
+) -> int:
+    """The guard's answer to a client that comes from another address."""
+    transport = httpx.ASGITransport(_At(Guard(_Behind(), rules=rules), client), client=(client, 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        return (await http.get(path, headers={"host": host} | more)).status_code
+
+
+class _At:
+    """The server's own address in every scope."""
+
+    def __init__(self, app: Guard, client: str) -> None:
+        self._app = app
+        self._address = "127.0.0.1" if client.startswith("127.") else "192.168.1.20"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app({**scope, "server": (self._address, 8117)}, receive, send)
+
+
+async def test_another_machine_needs_a_key_and_this_one_does_not() -> None:
+    rules = AccessRules.of(keys=(KEY,))
+    assert await _status(rules, client="127.0.0.1") == 200
+    assert await _status(rules, client="::1") == 200
+    lan = {"client": "192.168.1.30", "host": "192.168.1.20:8117"}
+    assert await _status(rules, **lan) == 401
+    assert await _status(rules, **lan, authorization=f"Bearer {KEY}") == 200
+    assert await _status(rules, **lan, path="/health") == 200
+    assert await _status(AccessRules(), **lan) == 401  # no keys at all let nobody in
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("192.168.1.20", 200),
+        ("192.168.1.20:8117", 200),
+        ("studio.local:8117", 200),
+        ("STUDIO.local", 200),
+        ("192.168.1.21", 421),
+        ("192.168.1.20.evil.example", 421),
+        ("evil.example", 421),
+        ("studio.local:80:80", 421),
+        ("192.168.1.20:x", 421),
+    ],
+)
+async def test_hosts_beyond_loopback(host: str, status: int) -> None:
+    rules = AccessRules.of(keys=(KEY,), host_names=("Studio.local",))
+    given = await _status(rules, client="192.168.1.30", host=host, authorization=f"Bearer {KEY}")
+    assert given == status

@@ -1,0 +1,107 @@
+"""Places: so many run per key, so many wait in order, the rest is told when to come back; none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from edgepipe.errors import QueueFull
+from edgepipe.gateway.access import AccessRules
+from edgepipe.gateway.admission import Admission, AdmissionLimits
+from tests.unit.gateway.conftest import events_of, serving
+from tests.unit.gateway.fake_engine import FakeEngine
+
+
+def _admission() -> Admission:
+    return Admission(AdmissionLimits(max_running=2, max_waiting=2))
+
+
+def test_requests_run_in_the_order_in_which_they_came() -> None:
+    admission = _admission()
+    tickets = [admission.enter("") for _ in range(4)]
+    assert [ticket.admitted.is_set() for ticket in tickets] == [True, True, False, False]
+    with pytest.raises(QueueFull):
+        admission.enter("")
+    admission.leave(tickets[1])
+    assert [ticket.admitted.is_set() for ticket in tickets] == [True, True, True, False]
+    admission.leave(tickets[3])  # gave up waiting
+    for ticket in (tickets[0], tickets[2]):
+        admission.leave(ticket)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+def test_a_key_takes_no_place_of_another() -> None:
+    admission = _admission()
+    for _ in range(4):
+        admission.enter("one")
+    assert admission.enter("two").admitted.is_set()
+
+
+def test_a_batch_waits_for_room_for_all_of_it_and_nobody_overtakes_it() -> None:
+    admission = _admission()
+    first = admission.enter("")
+    batch = admission.enter("", num_prompts=64)  # counts as all there is
+    later = admission.enter("")
+    assert not batch.admitted.is_set()
+    assert not later.admitted.is_set()
+    admission.leave(first)
+    assert batch.admitted.is_set()
+    assert not later.admitted.is_set()
+
+
+async def test_of_a_hundred_streams_those_beyond_the_queue_get_429_and_none_is_lost() -> None:
+    engine = FakeEngine(hold_after=3)
+    async with serving(engine, admission=AdmissionLimits(max_running=8, max_waiting=16)) as served:
+        requests = [asyncio.create_task(served.chat(stream=True)) for _ in range(100)]
+        async with asyncio.timeout(15):
+            while sum(task.done() for task in requests) < 76:
+                await asyncio.wait([task for task in requests if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+            refused = [task.result() for task in requests if task.done()]
+            assert {response.status_code for response in refused} == {429}
+            assert {response.headers["retry-after"] for response in refused} == {"1"}
+            while len(engine.submits) < 8:
+                await served.http.get("/health")
+            assert len(engine.submits) == 8
+            held = [task for task in requests if not task.done()]
+            engine.release.set()
+            answered = [await task for task in held]
+        assert len(answered) == 24
+        for response in answered:
+            assert events_of(response.text)[-1] == "[DONE]"
+        assert len(engine.submits) == 24
+
+
+async def test_a_client_that_leaves_while_it_waits_gives_its_place_up() -> None:
+    engine = FakeEngine(hold_after=1)
+    async with serving(engine, admission=AdmissionLimits(max_running=1, max_waiting=1)) as served:
+        first = asyncio.create_task(served.chat())
+        async with asyncio.timeout(10):
+            await engine.submitted.wait()
+            waiting = asyncio.create_task(served.chat())
+            while b"requests_waiting 1.0" not in (await served.http.get("/metrics")).content:
+                pass
+            assert (await served.chat()).status_code == 429
+            waiting.cancel()
+            while b"requests_waiting 1.0" in (await served.http.get("/metrics")).content:
+                pass
+            engine.release.set()
+            assert (await first).status_code == 200
+            assert (await served.chat()).status_code == 200
+        assert len(engine.submits) == 2
+
+
+async def test_keys_have_queues_of_their_own() -> None:
+    engine = FakeEngine(hold_after=1)
+    rules = AccessRules.of(keys=("first-key", "second-key"), key_on_loopback=True)
+    limits = AdmissionLimits(max_running=1, max_waiting=0)
+    async with serving(engine, admission=limits, rules=rules) as served:
+        served.http.headers["authorization"] = "Bearer first-key"
+        running = asyncio.create_task(served.chat())
+        async with asyncio.timeout(10):
+            await engine.submitted.wait()
+            assert (await served.chat()).status_code == 429
+            engine.release.set()
+            served.http.headers["authorization"] = "Bearer second-key"
+            assert (await served.chat()).status_code == 200
+            assert (await running).status_code == 200

@@ -1,0 +1,168 @@
+"""What clients do to a socket: slow, idle, broken, clever. Good ones are served beside all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from edgepipe.gateway import body
+from edgepipe.gateway.connections import ConnectionLimits
+from edgepipe.gateway.streams import StreamTimeouts
+from tests.unit.gateway.conftest import Served, events_of, serving
+from tests.unit.gateway.fake_engine import FakeEngine
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+QUICK = ConnectionLimits(max_connections=8, header_s=0.3, idle_s=30)
+
+
+async def _works(served: Served) -> bool:
+    return (await served.chat(max_tokens=3)).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", GET, GET + b"X: y"])
+async def test_a_header_that_is_never_finished_is_cut_off(sent: bytes) -> None:
+    async with serving(FakeEngine(), connections=QUICK) as served:
+        assert await served.raw(sent) == b""
+        assert await _works(served)
+
+
+async def test_a_later_header_has_its_deadline_too() -> None:
+    async with serving(FakeEngine(), connections=QUICK) as served:
+        answer = await served.raw(GET + b"\r\n" + GET)
+        assert answer.count(b"HTTP/1.1 200") == 1
+
+
+async def test_more_idle_connections_than_there_is_room_for_keep_nobody_out() -> None:
+    limits = ConnectionLimits(max_connections=8, header_s=30)
+    async with serving(FakeEngine(), connections=limits) as served:
+        idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(60)]
+        assert await _works(served)
+        closed = [reader for reader, _ in idle if reader.at_eof() or reader.exception() is not None]
+        assert len(closed) >= 50  # those that came first
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_with_every_connection_at_work_the_next_is_told_so() -> None:
+    engine = FakeEngine(hold_after=1)
+    async with serving(engine, connections=ConnectionLimits(max_connections=3)) as served:
+        running = [asyncio.create_task(served.chat()) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while len(engine.submits) < 3:
+                await asyncio.wait(running, timeout=0.01)
+        answer = await served.raw(GET + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in answer
+        assert b"Retry-After" in answer or b"retry-after" in answer
+        engine.release.set()
+        assert [(await task).status_code for task in running] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (GET + b"X: " + b"y" * (64 << 10) + b"\r\n\r\n", b"431"),
+        (GET + b"".join(b"X-%d: y\r\n" % i for i in range(10_000)) + b"\r\n", b"431"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n", b"400"),
+        (b"hello\r\n\r\n", b"400"),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", b"400"),
+        (GET + b"Host: evil.example\r\n\r\n", b"400"),
+        (b"GET /v1/models HTTP/1.0\r\n\r\n", b"421"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"421"),
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", b"400"),
+        (HEAD + b"Content-Length: -1\r\n\r\n{}", b"400"),
+        (HEAD + b"Content-Length: 9999999999\r\n\r\n{}", b"413"),
+        (HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", b"501"),
+        (GET + b"Bad Name: x\r\n\r\n", b"400"),
+        (GET + b"X: a\0b\r\n\r\n", b"400"),
+    ],
+    ids=lambda value: repr(value[-40:]),
+)
+async def test_what_is_no_good_http_is_refused(served: Served, sent: bytes, status: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(sent)
+    async with asyncio.timeout(10):
+        line = await reader.readline()
+    writer.close()
+    assert line.split()[1] == status
+    assert await _works(served)
+
+
+async def test_an_error_before_there_is_a_request_has_the_usual_shape(served: Served) -> None:
+    head, _, text = (await served.raw(b"hello\r\n\r\n")).partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    assert b'"code": "invalid_http"' in text
+
+
+async def test_http_1_0_and_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    old = await served.raw(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    assert b" 200 OK" in old.splitlines()[0]
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answer = await served.raw(GET + b"\r\n" + GET + b"\r\n" + last)
+    assert answer.count(b"HTTP/1.1 200") == 3
+    assert answer.endswith(b'{"status":"ok"}')
+
+
+async def test_a_body_that_dribbles_in_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.3)
+    answer = await served.raw(HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert await _works(served)
+
+
+async def test_a_body_that_breaks_off_costs_nothing(served: Served) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(HEAD + b"Content-Length: 100\r\n\r\n{")
+    writer.close()
+    assert await _works(served)
+    assert len(served.engine.submits) == 1
+
+
+async def test_a_client_that_does_not_read_is_given_up_and_the_others_go_on() -> None:
+    engine = FakeEngine(answer=b"x" * 4000, group=8)
+    timeouts = StreamTimeouts(send_s=0.5, hold_s=0.01)
+    async with serving(engine, timeouts=timeouts) as served:
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stalled, ("127.0.0.1", served.port))
+        text = b'{"prompt": "x", "max_tokens": 4000, "stream": true, "logprobs": 20}'
+        request = HEAD + b"Content-Length: %d\r\n\r\n" % len(text) + text
+        await loop.sock_sendall(stalled, request)
+        async with asyncio.timeout(20):
+            await engine.submitted.wait()
+            assert await _works(served)
+            while b"gateway_prompts_running 0.0" not in (await served.http.get("/metrics")).content:
+                pass
+        stalled.close()
+
+
+async def test_silence_is_filled_with_comments_that_clients_ignore() -> None:
+    engine = FakeEngine(hold_after=4)
+    async with serving(engine, timeouts=StreamTimeouts(hold_s=0.05, heartbeat_s=0.05)) as served:
+        request = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with served.http.stream("POST", "/v1/chat/completions", json=request) as response:
+            lines: list[str] = []
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if sum(line.startswith(":") for line in lines) == 3:
+                    engine.release.set()
+        assert lines.count(": still working") >= 3
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_the_role_is_sent_while_the_prompt_is_read() -> None:
+    engine = FakeEngine(hold_after=0)
+    async with serving(engine, timeouts=StreamTimeouts(hold_s=0.05)) as served:
+        request = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with served.http.stream("POST", "/v1/chat/completions", json=request) as response:
+            async with asyncio.timeout(10):
+                line = await anext(response.aiter_lines())
+            assert events_of(line)[0]["choices"][0]["delta"]["role"] == "assistant"
+            engine.release.set()
