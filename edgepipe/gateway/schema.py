@@ -89,15 +89,13 @@ Prompt = str | TokenIds
 Text = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Stops = Annotated[
-    list[StopString] | None,
+    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
     BeforeValidator(_stops, json_schema_input_type=StopString | list[StopString] | None),
-    Field(max_length=MAX_STOPS),
 ]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Biases = Annotated[
-    dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
-    | None,
+    Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None,
     BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None),
-    Field(max_length=MAX_BIASED_TOKENS),
 ]
 
 

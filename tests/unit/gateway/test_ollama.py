@@ -1,0 +1,126 @@
+"""Ollama's endpoints, as its clients read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ANSWER = FakeEngine().answer.decode()
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(shared: Served) -> AsyncIterator[Served]:
+    shared.engine.submits.clear()
+    yield shared
+
+
+async def _post(served: Served, path: str, **body: Any) -> Any:
+    return await served.http.post(path, json={"model": "tiny"} | body)
+
+
+def _lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+async def test_a_chat_streams_lines_unless_told_otherwise(served: Served) -> None:
+    response = await _post(served, "/api/chat", messages=USER)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    *parts, last = _lines(response.text)
+    assert "".join(part["message"]["content"] for part in parts) == ANSWER
+    assert not any(part["done"] for part in parts)
+    assert (last["done"], last["done_reason"]) == (True, "stop")
+    assert last["eval_count"] == len(ANSWER) + 1
+    whole = (await _post(served, "/api/chat", messages=USER, stream=False)).json()
+    assert whole["message"] == {"role": "assistant", "content": ANSWER}
+    assert whole["prompt_eval_count"] == len("user: hi\nassistant:")
+
+
+async def test_options_reach_the_engine(served: Served) -> None:
+    options = {"temperature": 0.1, "top_k": 5, "num_predict": 3, "repeat_penalty": 1.5, "seed": 4, "num_ctx": 2048}
+    whole = (await _post(served, "/api/chat", messages=USER, stream=False, options=options)).json()
+    assert whole["done_reason"] == "length"
+    submit = served.engine.submits[0]
+    assert (submit.max_tokens, submit.sampling.top_k, submit.sampling.seed) == (3, 5, 4)
+    assert submit.sampling.repetition_penalty == 1.5
+    await _post(served, "/api/chat", messages=USER, options={"num_predict": -1, "stop": ["x"]})
+    assert served.engine.submits[1].max_tokens > 1000
+    assert served.engine.submits[1].sampling.temperature == pytest.approx(0.8)
+
+
+async def test_generate_goes_through_the_template_unless_raw(served: Served) -> None:
+    whole = (await _post(served, "/api/generate", prompt="ab", system="be brief", stream=False)).json()
+    assert whole["response"] == ANSWER
+    assert bytes(served.engine.submits[0].prompt) == b"system: be brief\nuser: ab\nassistant:"
+    lines = _lines((await _post(served, "/api/generate", prompt="ab", raw=True)).text)
+    assert "".join(line["response"] for line in lines) == ANSWER
+    assert bytes(served.engine.submits[1].prompt) == b"ab"
+
+
+async def test_format_binds_the_answer(served: Served) -> None:
+    await _post(served, "/api/chat", messages=USER, format="json")
+    await _post(served, "/api/chat", messages=USER, format={"type": "object", "properties": {"a": {}}})
+    assert all(submit.sampling.grammar for submit in served.engine.submits)
+    assert (await _post(served, "/api/chat", messages=USER, format="xml")).status_code == 400
+
+
+async def test_no_messages_only_ask_that_the_model_be_there(served: Served) -> None:
+    (line,) = _lines((await _post(served, "/api/chat", messages=[])).text)
+    assert (line["done"], line["done_reason"]) == (True, "load")
+    (line,) = _lines((await _post(served, "/api/generate")).text)
+    assert line["response"] == ""
+    assert served.engine.submits == []
+
+
+async def test_tool_calls_come_whole_with_objects() -> None:
+    call = b'<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with serving(FakeEngine(answer=call, group=5)) as served:
+        for stream in (True, False):
+            response = await _post(served, "/api/chat", messages=USER, tools=[tool], stream=stream)
+            calls = [c for line in _lines(response.text) for c in line["message"].get("tool_calls", ())]
+            assert calls == [{"function": {"name": "look", "arguments": {"at": "x"}}}]
+
+
+async def test_a_tag_behind_the_name_does_no_harm(served: Served) -> None:
+    response = await served.http.post("/api/chat", json={"model": "tiny:latest", "messages": USER, "stream": False})
+    assert response.json()["model"] == "tiny"
+
+
+async def test_lists_and_facts(served: Served) -> None:
+    (tag,) = (await served.http.get("/api/tags")).json()["models"]
+    assert (tag["name"], tag["model"]) == ("tiny", "tiny")
+    (loaded,) = (await served.http.get("/api/ps")).json()["models"]
+    assert loaded["context_length"] == CONTEXT
+    shown = (await _post(served, "/api/show")).json()
+    assert shown["template"] == "lines"
+    assert "tools" in shown["capabilities"]
+    assert (await served.http.get("/api/version")).json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/api/chat", {"model": "nothing", "messages": USER}, 404),
+        ("/api/chat", {"messages": USER}, 400),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "wizard"}]}, 400),
+        ("/api/chat", {"model": "tiny", "messages": USER, "options": {"temperature": -1}}, 400),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400),
+        ("/api/generate", {"model": "tiny", "prompt": 3}, 400),
+        ("/api/show", {"model": "nothing"}, 404),
+    ],
+)
+async def test_errors_are_one_line_of_text(served: Served, path: str, body: dict[str, Any], status: int) -> None:
+    response = await served.http.post(path, json=body)
+    assert response.status_code == status
+    assert set(response.json()) == {"error"}
+    assert isinstance(response.json()["error"], str)

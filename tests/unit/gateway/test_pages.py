@@ -1,0 +1,133 @@
+"""Tokens, versions, metrics, and the API's own document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
+
+from edgepipe.wire.v1 import engine_pb2, node_pb2
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine, view_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(shared: Served) -> AsyncIterator[Served]:
+    yield shared
+
+
+async def _post(served: Served, path: str, body: dict[str, Any]) -> Any:
+    return (await served.http.post(path, json=body)).json()
+
+
+async def test_text_goes_to_tokens_and_back(served: Served) -> None:
+    told = await _post(served, "/tokenize", {"model": "tiny", "prompt": "abc", "return_token_strs": True})
+    assert told == {"count": 3, "max_model_len": CONTEXT, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
+    told = await _post(served, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+    assert bytes(told["tokens"]) == b"user: x\nassistant:"
+    assert await _post(served, "/detokenize", {"tokens": [97, 98]}) == {"prompt": "ab"}
+    info = (await served.http.get("/tokenizer_info", params={"model": "tiny"})).json()
+    assert (info["model"], info["eos_token"]) == ("tiny", "<end>")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}, 400),
+        ("/tokenize", {"prompt": 3}, 400),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+        ("/detokenize", {"tokens": [257]}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": "a"}, 400),
+    ],
+)
+async def test_bad_tokens_are_refused(served: Served, path: str, body: dict[str, Any], status: int) -> None:
+    response = await served.http.post(path, json=body)
+    assert response.status_code == status
+    assert set(response.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+async def test_a_version_is_told(served: Served) -> None:
+    assert set((await served.http.get("/version")).json()) == {"version", "protocol"}
+
+
+async def _samples(served: Served) -> dict[str, float]:
+    """Values by name and labels."""
+    text = (await served.http.get("/metrics")).text
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
+    engine = FakeEngine(group=1)
+    async with serving(engine) as served:
+        await served.chat(max_tokens=5, n=2)
+        await served.chat(model="tiny")
+        view = view_of(served.address)
+        view.served[0].engine.MergeFrom(_busy_engine())
+        view.members.append(node_pb2.MemberState(node=node_pb2.NodeState(name="a"), state="alive", self=True))
+        view.members.append(
+            node_pb2.MemberState(node=node_pb2.NodeState(name="b"), state="alive", rtt_ms=2, gap_ms=260)
+        )
+        served.gateway.update(view)
+        found = await _samples(served)
+    model = ",model=tiny"
+    assert found["edgepipe_generation_tokens_total" + model] == 10 + len(engine.answer) + 1
+    assert found["edgepipe_prompt_tokens_total" + model] == 2 * len("user: hi\nassistant:")
+    assert found[f"edgepipe_request_success_total,finished_reason=length{model}"] == 2
+    assert found["edgepipe_time_to_first_token_seconds_count" + model] == 2
+    assert found["edgepipe_inter_token_latency_seconds_count" + model] > 0
+    assert found["edgepipe_e2e_request_latency_seconds_count" + model] == 2
+    assert found["edgepipe_kv_cache_usage_ratio" + model] == 0.75
+    assert found["edgepipe_micro_batches" + model] == 3
+    assert found["edgepipe_num_requests_waiting" + model] == 7
+    assert found["edgepipe_num_preemptions_total" + model] == 2
+    assert found["edgepipe_prefix_cache_hits_tokens_total" + model] == 40
+    assert found["edgepipe_recoveries_total" + model] == 1
+    assert found[f"edgepipe_stage_busy_ratio{model},node=b,stage=1"] == 0.5
+    assert found[f"edgepipe_hop_upload_seconds,dst=b{model},src=a"] == 0.004
+    assert found["edgepipe_link_rtt_seconds,dst=b,src=a"] == 0.002
+    assert found["edgepipe_heartbeat_gap_p99_seconds,dst=b,src=a"] == 0.26
+    assert found["edgepipe_node_up,node=b"] == 1
+
+
+def _busy_engine() -> engine_pb2.EngineState:
+    engine = engine_pb2.EngineState(
+        micro_batches=3, waiting=7, num_blocks=100, free_blocks=25, preemptions=2, cached_tokens=40, recoveries=1
+    )
+    engine.stages.add(node_name="a", busy=0.25, upload_ms=4)
+    engine.stages.add(node_name="b", busy=0.5)
+    return engine
+
+
+async def test_the_document_knows_every_endpoint_and_refers_to_nothing_that_is_not_there(served: Served) -> None:
+    document = (await served.http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    assert {"/v1/chat/completions", "/v1/models/{id}", "/api/chat", "/metrics", "/health"} <= set(document["paths"])
+    chat = document["components"]["schemas"]["ChatBody"]
+    assert chat["required"] == ["messages"]
+    assert {"max_completion_tokens", "logit_bias", "tools", "min_p", "return_token_ids"} <= set(chat["properties"])
+    text = (await served.http.get("/openapi.json")).text
+    for name in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
+        assert name in document["components"]["schemas"]
+
+
+async def test_the_page_loads_nothing_from_anywhere(served: Served) -> None:
+    response = await served.http.get("/docs")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<script" not in response.text
+    assert re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", response.text)
+    for target in re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", response.text):
+        assert target.startswith(("#", "/")), target
+    assert "@import" not in response.text
+    assert "url(" not in response.text
