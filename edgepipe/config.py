@@ -81,6 +81,8 @@ class Timeouts:
     child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, on a busy machine more
     child_stop_s: float = 5.0  # a child that was told to stop is killed after this
     load_s: float = 60.0  # a stage that loads tells of every tensor: 1 GB at 40 MB/s takes 25 s
+    orphan_s: float = 30.0  # stages whose engine is gone wait for another one so long
+    gather_s: float = 10.0  # after its start, a node that shall serve waits so long for the others it did so with
     hang_s: float = 5.0  # a child that tells nothing for this long hangs, unless it announced more
     transfer_idle_s: float = 20.0  # a transfer without a byte for this long goes on with another peer
 

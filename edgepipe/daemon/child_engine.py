@@ -57,7 +57,8 @@ async def _serve(
         await server.start()
         listening = asyncio.create_task(_listen(link, engine, planner), name="daemon")
         try:
-            await engine.start()
+            if not command.run.resuming:
+                await engine.start()
             await engine.run()
         finally:
             listening.cancel()
@@ -106,5 +107,6 @@ def _engine(
         ids=RandomIds(),
         on_state=tell,
         address=address,
+        epoch_counter=max(1, task.epoch_counter),
         planner=planner,
     )

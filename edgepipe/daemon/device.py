@@ -50,8 +50,11 @@ class DeviceHost:
         memory_limit_bytes: int,
         timeouts: Timeouts,
         tasks: asyncio.TaskGroup,
+        has_engine: Callable[[str], bool],
         on_change: Callable[[], None],
     ) -> None:
+        """``has_engine``: whether a pipeline's engine runs on a node that can be reached."""
+        self._has_engine = has_engine
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -136,6 +139,11 @@ class DeviceHost:
             if not hold.ready:  # also when the engine goes away half-way
                 self._release_soon(request.pipeline_id, hold)
 
+    def epoch_of(self, pipeline_id: str) -> Epoch | None:
+        """The highest epoch of the pipeline that holds something here."""
+        hold = self._holds.get(pipeline_id)
+        return hold.epoch if hold is not None else None
+
     async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
         """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""
         hold = self._holds.get(pipeline_id)
@@ -167,12 +175,19 @@ class DeviceHost:
             else:
                 logger.warning("stage waits pipeline=%s epoch=%s: its engine is at %s", pipeline_id, hold.epoch, epoch)
 
-    def release_of_engines_on(self, node_id: str) -> None:
-        """The node is gone, so nobody drives its pipelines."""
+    def orphaned_by(self, node_id: str) -> None:
+        """The node is gone, and so are its engines. Another may take their stages over as they are; what nobody claims
+        is given back."""
         for pipeline_id, hold in list(self._holds.items()):
             if hold.engine_node == node_id:
-                logger.info("released pipeline=%s: the node of its engine is gone", pipeline_id)
-                self._release_soon(pipeline_id, hold)
+                waiting = self._release_unclaimed(pipeline_id, hold, hold.epoch)
+                self._tasks.create_task(waiting, name=f"orphan:{pipeline_id}")
+
+    async def _release_unclaimed(self, pipeline_id: str, hold: _Hold, epoch: Epoch) -> None:
+        await asyncio.sleep(self._timeouts.orphan_s)
+        if self._holds.get(pipeline_id) is hold and hold.epoch == epoch and not self._has_engine(pipeline_id):
+            logger.info("released pipeline=%s: no engine claims it", pipeline_id)
+            await self._end(pipeline_id, hold)
 
     async def _spare_life(self) -> None:
         """From the start of a spare to the end of its process. Raises what ended it before it was taken."""

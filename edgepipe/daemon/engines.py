@@ -5,28 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.settings import ChildSettings
-from edgepipe.errors import EdgepipeError
-from edgepipe.wire.common import error_to_wire
+from edgepipe.errors import EdgepipeError, StaleEpoch
+from edgepipe.ids import Epoch
+from edgepipe.wire.common import epoch_from_wire, error_to_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # of one engine; then it stays down
+
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One engine from its request to its stop."""
+    """One engine from its request to its stop, over all its processes."""
 
+    request: pb.StartEngineRequest
+    model_config: str
     spec: pb.ServeSpec
     state: engine_pb2.EngineState
     child: Child | None = None
+    restartable: bool = False  # it served, or goes on with what another one served
+    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
 
 
 class EngineHost:
@@ -41,9 +49,14 @@ class EngineHost:
         replanner: Replanner,
         changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
+        own_highest: Callable[[str], int],
         on_change: Callable[[bool], None],
     ) -> None:
-        """``on_change(urgent)``: a state is another; urgent when others should hear at once."""
+        """``on_change(urgent)``: a state is another; urgent when others should hear at once.
+
+        ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
+        """
+        self._own_highest = own_highest
         self._replanner = replanner
         self._changes = changes
         self._children = children
@@ -57,8 +70,15 @@ class EngineHost:
         """What the engines tell of themselves."""
         return [run.state for run in self._runs.values()]
 
-    async def start(self, request: pb.StartEngineRequest, *, model_config: str) -> None:
-        """Start an engine process and give it its task; returns once it has that. Raises what hinders its start."""
+    def ready(self) -> list[tuple[str, pb.ServeSpec]]:
+        """Pipelines that answer, with where their stages are now."""
+        return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
+
+    async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
+        """Start an engine process and give it its task; returns once it has that. Raises what hinders its start.
+
+        ``resuming``: another engine served the model; this one takes its requests at once and looks for its stages.
+        """
         for pipeline_id, run in list(self._runs.items()):
             if run.state.model == request.spec.model and run.state.state == "failed":
                 del self._runs[pipeline_id]
@@ -66,24 +86,13 @@ class EngineHost:
             model=request.spec.model,
             pipeline_id=request.pipeline_id,
             manifest_hash=request.spec.manifest_hash,
-            state="starting",
+            state="recovering" if resuming else "starting",
             message="starting the engine",
         )
-        run = self._runs[request.pipeline_id] = _Run(spec=request.spec, state=state)
+        run = _Run(request=request, model_config=model_config, spec=request.spec, state=state, restartable=resuming)
+        self._runs[request.pipeline_id] = run
         self._on_change(True)
-        try:
-            child = run.child = await self._children.start(self._new_settings(), self._tasks)
-            child.on_report = lambda report: self._take(run, child, report)
-            self._tasks.create_task(self._mourn(run, child), name=f"engine:{request.pipeline_id}")
-            await self._children.wait_started(child)
-        except EdgepipeError as error:
-            self._fail(run, error)
-            raise
-        command = pb.RunEngine(pipeline_id=request.pipeline_id, spec=request.spec, model_config=model_config)
-        command.nodes.extend(request.nodes)
-        child.send(pb.ChildCommand(run=command))
-        telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{request.pipeline_id}")
-        self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{request.pipeline_id}")
+        await self._launch(run, resuming=resuming)
 
     async def stop(self, pipeline_id: str) -> None:
         """End an engine and its stages everywhere, and forget it; fine if there is none."""
@@ -98,19 +107,59 @@ class EngineHost:
         self._runs.pop(pipeline_id, None)
         self._on_change(True)
 
-    async def stop_all(self) -> None:
-        """End every engine, side by side."""
-        await asyncio.gather(*(self.stop(pipeline_id) for pipeline_id in list(self._runs)))
+    def abandon(self, pipeline_id: str) -> None:
+        """End an engine whose pipeline another one drives, or will: at once, telling no gateway that requests end.
+
+        Its stages are left to the other engine.
+        """
+        run = self._runs.pop(pipeline_id, None)
+        if run is not None:
+            logger.warning("engine gives way model=%s pipeline=%s", run.spec.model, pipeline_id)
+            run.state.state = "stopping"
+            if run.child is not None:
+                run.child.kill()
+            self._on_change(True)
+
+    def abandon_all(self) -> None:
+        """End every engine so that other nodes start them again."""
+        for pipeline_id in list(self._runs):
+            self.abandon(pipeline_id)
+
+    async def _launch(self, run: _Run, *, resuming: bool) -> None:
+        pipeline_id = run.request.pipeline_id
+        try:
+            replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
+            child = run.child = await self._children.start(self._new_settings(), self._tasks)
+            child.on_report = lambda report: self._take(run, child, report)
+            self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
+            await self._children.wait_started(child)
+        except EdgepipeError as error:
+            self._fail(run, error)
+            raise
+        known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
+        known += [reply.highest.counter for reply in replies.values()]
+        command = pb.RunEngine(
+            pipeline_id=pipeline_id,
+            spec=run.spec,
+            model_config=run.model_config,
+            epoch_counter=1 + max(known),
+            resuming=resuming,
+        )
+        command.nodes.extend(run.request.nodes)
+        child.send(pb.ChildCommand(run=command))
+        telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
+        self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
 
     def _take(self, run: _Run, child: Child, report: pb.ChildReport) -> None:
         if report.HasField("plan_wanted"):
             self._tasks.create_task(self._plan(run, child, report.plan_wanted), name=f"plan:{run.state.pipeline_id}")
-        if not report.HasField("engine") or run.state.state == "stopping":
+        if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
             return
         before = (run.state.state, run.state.message)
         run.state.CopyFrom(report.engine)
         run.state.pipeline_id = run.state.pipeline_id or report.engine.pipeline_id
         run.state.manifest_hash = run.state.manifest_hash or run.spec.manifest_hash
+        run.restartable = run.restartable or run.state.state == "ready"
         if not run.state.address and child.port:
             run.state.address = f"{child.settings.host}:{child.port}"
         run.state.certificate = child.certificate
@@ -136,12 +185,33 @@ class EngineHost:
                 child.send(pb.ChildCommand(reachable=self._replanner.reachable()))
 
     async def _mourn(self, run: _Run, child: Child) -> None:
-        """Wait for the engine's end; if nobody asked for it, say why and give its stages back."""
+        """Wait for the engine's end. One that crashed is started again; one that gave up has said why."""
         await child.exited.wait()
-        if child.stopping:
+        if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
             return
-        self._fail(run, child.error())
-        await self._release(run)
+        if isinstance(child.fault, StaleEpoch):
+            self.abandon(run.request.pipeline_id)
+        elif child.fault is None and run.restartable and self._may_restart(run):
+            await self._restart(run, child)
+        else:
+            self._fail(run, child.error())
+            await self._release(run)
+
+    def _may_restart(self, run: _Run) -> bool:
+        """Not for ever: an engine that crashes as soon as it runs would keep everybody waiting."""
+        now_s = asyncio.get_running_loop().time()
+        run.crashes.append(now_s)
+        return len(run.crashes) < _MOST_CRASHES or now_s - run.crashes[0] > _CRASHES_WITHIN_S
+
+    async def _restart(self, run: _Run, child: Child) -> None:
+        logger.error("engine crashed model=%s, started again: %s", run.spec.model, child.error())
+        run.state.state, run.state.message, run.state.address = "recovering", "starting the engine again", ""
+        self._on_change(True)
+        try:
+            await self._launch(run, resuming=True)
+        except EdgepipeError as error:
+            logger.error("engine not started again model=%s: %s", run.spec.model, error)
+            await self._release(run)
 
     def _fail(self, run: _Run, error: EdgepipeError) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
@@ -152,12 +222,14 @@ class EngineHost:
         self._on_change(True)
 
     async def _release(self, run: _Run) -> None:
+        """Of this engine's epochs: a newer engine's stages are not its to give back."""
         nodes = {stage.node_id for stage in run.spec.stages}
-        await asyncio.gather(*(self._release_on(node_id, run.state.pipeline_id) for node_id in sorted(nodes)))
+        pipeline_id, epoch = run.request.pipeline_id, epoch_from_wire(run.state.epoch)
+        await asyncio.gather(*(self._release_on(node_id, pipeline_id, epoch) for node_id in sorted(nodes)))
 
-    async def _release_on(self, node_id: str, pipeline_id: str) -> None:
+    async def _release_on(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
         try:
-            await self._peers.release(node_id, pipeline_id)
+            await self._peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
 

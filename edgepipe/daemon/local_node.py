@@ -42,7 +42,7 @@ class LocalNode:
         """Build the state again; if it differs, others hear of it: at once when ``urgent``, else with the next beat."""
         fresh = pb.NodeState()
         fresh.CopyFrom(self.state)
-        for field in ("devices", "engines", "models", "transfers", "gateways", "silent"):
+        for field in ("devices", "engines", "models", "transfers", "gateways", "serves", "silent"):
             fresh.ClearField(field)
         for part in self._parts:
             part(fresh)

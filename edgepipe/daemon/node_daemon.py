@@ -21,6 +21,7 @@ from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.engine_keeper import EngineKeeper
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.guests import Guests
@@ -33,6 +34,7 @@ from edgepipe.daemon.pairing_host import PairingHost
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.remembered import RememberedAddresses
 from edgepipe.daemon.replanning import Replanner
+from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
@@ -185,6 +187,7 @@ class NodeDaemon:
             memory_limit_bytes=config.memory_limit_bytes,
             timeouts=self._timeouts,
             tasks=tasks,
+            has_engine=self._has_engine,
             on_change=self._local.refresh,
         )
         self._engines = EngineHost(
@@ -194,7 +197,19 @@ class NodeDaemon:
             replanner=Replanner(peers=self._peers, models=self._models),
             changes=self._local.changes.watch,
             tasks=tasks,
+            own_highest=self._own_highest,
             on_change=lambda urgent: self._local.refresh(urgent=urgent),
+        )
+        self._book = ServeBook(self._data_dir.path / "served.bin", on_change=self._local.refresh)
+        self._keeper = EngineKeeper(
+            book=self._book,
+            engines=self._engines,
+            models=self._models,
+            peers=self._peers,
+            clock=self._clock,
+            timeouts=self._timeouts,
+            changes=self._local.changes.watch,
+            tasks=tasks,
         )
         self._gateway = GatewayKeeper(
             children=self.children,
@@ -212,6 +227,7 @@ class NodeDaemon:
             changes=self._local.changes.watch,
             gateway_knows=self._gateway.knows,
             refused=self._heartbeats.refusals.values,
+            book=self._book,
             tasks=tasks,
         )
         self._local.add_part(self._fill_state)
@@ -222,8 +238,16 @@ class NodeDaemon:
         state.models.extend(self._models.on_disk())
         state.transfers.extend(self._models.transfers())
         state.gateways.extend([self._gateway.certificate, *self._guests.certificates()])
+        state.serves.extend(self._book.records())
         state.http_port = self._gateway.http_port
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
+
+    def _has_engine(self, pipeline_id: str) -> bool:
+        return any(engine.pipeline_id == pipeline_id for _, engine in self._serving.engines())
+
+    def _own_highest(self, pipeline_id: str) -> int:
+        epoch = self._device.epoch_of(pipeline_id)
+        return epoch.counter if epoch is not None else 0
 
     def _hosts(self) -> bool:
         return any(device.reserved_bytes for device in self._device.state()) or bool(self._engines.states())
@@ -236,6 +260,8 @@ class NodeDaemon:
             device=self._device,
             engines=self._engines,
             models=self._models,
+            peers=self._peers,
+            book=self._book,
         )
         self._logs = LogTail()
         logging.getLogger().addHandler(self._logs)
@@ -301,6 +327,8 @@ class NodeDaemon:
         tasks.create_task(keep_awake(self._hosts, self._local.changes.watch, awake_command()), name="awake")
         tasks.create_task(self.children.watch_hangs(), name="hangs")
         tasks.create_task(self._sleep.run(), name="sleep")
+        tasks.create_task(self._book.run(), name="serve-book")
+        tasks.create_task(self._keeper.run(), name="engine-keeper")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
         for address in self._config.peers:
             self._heartbeats.found(address, manual=True)
@@ -347,7 +375,7 @@ class NodeDaemon:
         self.stopping.set()
         logger.info("node stops node=%s", self._node_id)
         await self._heartbeats.leave()
-        await self._engines.stop_all()
+        self._engines.abandon_all()
         await self._device.release_all()
         await self.children.stop_all("gateway")
         await asyncio.gather(server.stop(grace=0.2), unix_server.stop(grace=0.5))
@@ -364,7 +392,7 @@ class NodeDaemon:
             self._remembered.forget(change.node_id)
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
             logger.warning("node is %s node=%s", change.status, change.node_id)
-            self._device.release_of_engines_on(change.node_id)
+            self._device.orphaned_by(change.node_id)
         self._local.refresh()  # whom it does not hear is part of what it tells
         self._local.changes.notify()
 

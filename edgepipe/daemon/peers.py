@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 
 import grpc.aio
@@ -12,11 +14,13 @@ from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import Epoch
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Security
-from edgepipe.wire.common import epoch_from_wire
+from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1.engine_pb2 import DescribeEngine
 from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
+
+logger = logging.getLogger(__name__)
 
 
 class Peers:
@@ -51,6 +55,19 @@ class Peers:
         name = known.node.name if known else node_id
         raise NodeUnreachable(f"node {name} is not in the cluster now", next_step="see 'edgepipe status'", node=name)
 
+    @property
+    def own_id(self) -> str:
+        """This node's id."""
+        return self._own().node_id
+
+    def knows(self, node_id: str) -> bool:
+        """Whether the node was ever met since this one started."""
+        return self.is_self(node_id) or self._membership.member(node_id) is not None
+
+    def reaches(self, node_id: str) -> bool:
+        """Whether the node is this one or a member that is heard."""
+        return any(node.node_id == node_id for node in self.nodes())
+
     def is_self(self, node_id: str) -> bool:
         """Whether it is this node's id."""
         return node_id == self._own().node_id
@@ -66,9 +83,24 @@ class Peers:
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
 
-    async def release(self, node_id: str, pipeline_id: str) -> None:
-        """``Node.Release`` there. Raises its errors and LinkError."""
-        request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id)
+    async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, pb.VouchReply]:
+        """What each other reachable member says of the pipeline and the node; who does not answer is left out."""
+        others = [node for node in self.nodes() if not self.is_self(node.node_id)]
+        replies = await asyncio.gather(*(self._vouch(other.node_id, pipeline_id, node_id) for other in others))
+        return {other.node_id: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
+
+    async def _vouch(self, asked: str, pipeline_id: str, node_id: str) -> pb.VouchReply | None:
+        request = pb.VouchRequest(hello=self.hello, pipeline_id=pipeline_id, node_id=node_id)
+        try:
+            with translated(self.node(asked).name):
+                return await self._stub(asked).Vouch(request, timeout=self._timeouts.connect_s)
+        except EdgepipeError as error:
+            logger.info("no answer about pipeline=%s from node=%s: %s", pipeline_id, asked, error)
+            return None
+
+    async def release(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
+        """``Node.Release`` of that epoch and those before it there. Raises its errors and LinkError."""
+        request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
         with translated(self.node(node_id).name):
             await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
 

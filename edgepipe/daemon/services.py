@@ -13,9 +13,11 @@ from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
+from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
 from edgepipe.errors import PairingRejected, VersionMismatch
-from edgepipe.wire.common import check_hello, epoch_from_wire
+from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -43,8 +45,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
     """For other daemons and for engines."""
 
     def __init__(
-        self, *, admit: Admit, heartbeats: Heartbeats, device: DeviceHost, engines: EngineHost, models: Models
+        self,
+        *,
+        admit: Admit,
+        heartbeats: Heartbeats,
+        device: DeviceHost,
+        engines: EngineHost,
+        models: Models,
+        peers: Peers,
+        book: ServeBook,
     ) -> None:
+        self._peers = peers
+        self._book = book
         self._admit = admit
         self._heartbeats = heartbeats
         self._device = device
@@ -86,8 +98,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
         """End an engine that runs here."""
         self._admit(request.hello)
+        for record in self._book.served():
+            if record.pipeline_id == request.pipeline_id:  # first, or it would be started again
+                self._book.note_stopped(record.spec.model)
         await self._engines.stop(request.pipeline_id)
         return pb.StopEngineReply()
+
+    async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
+        """Whether this node hears another, and the pipeline's highest epoch here."""
+        self._admit(request.hello)
+        highest = self._device.epoch_of(request.pipeline_id)
+        return pb.VouchReply(
+            hears=self._peers.reaches(request.node_id),
+            highest=epoch_to_wire(highest) if highest is not None else None,
+        )
 
 
 class WeightsService(node_pb2_grpc.WeightsServicer):

@@ -12,6 +12,7 @@ from edgepipe.daemon.memory import modest_kv_bytes
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
+from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.errors import (
     EdgepipeError,
     ModelUnknown,
@@ -47,8 +48,10 @@ class Serving:
         changes: Callable[[], AsyncIterator[None]],
         gateway_knows: Callable[[str], Awaitable[None]],
         refused: Callable[[], Iterable[EdgepipeError]],  # why nodes that were found do not join
+        book: ServeBook,
         tasks: asyncio.TaskGroup,
     ) -> None:
+        self._book = book
         self._peers = peers
         self._models = models
         self._ids = ids
@@ -95,14 +98,18 @@ class Serving:
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
         chosen = [(node, engine) for node, engine in self.engines() if not model or model_matches(model, engine.model)]
-        if model and not chosen:
+        names = {engine.model for _, engine in chosen}
+        wanted = [one.spec.model for one in self._book.served() if not model or model_matches(model, one.spec.model)]
+        if model and not names and not wanted:
             served = ", ".join(sorted({engine.model for _, engine in self.engines()}))
             raise ModelUnknown(
                 f"the model '{model}' is not served", fact=f"served: {served or 'none'}", next_step="see 'edgepipe ps'"
             )
+        for name in {*names, *wanted}:  # first, so that nobody starts it again
+            self._book.note_stopped(name)
         for node, engine in chosen:
             await self._peers.stop_engine(node.node_id, engine.pipeline_id)
-        return [engine.model for _, engine in chosen]
+        return sorted({*names, *wanted})
 
     def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
         for node, engine in self.engines():

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 class Engine:
     """``start``, then ``run`` until it returns (stopped) or raises (it cannot go on). Then nodes have all back.
+
+    An engine that goes on with what another one served is not started, only run: it takes that one's requests at once.
 
     When a stage is lost, requests wait while the next epoch is prepared, and go on where they were: what a request was
     given is never computed differently, since its tokens are the prompt of what follows.
@@ -95,7 +96,7 @@ class Engine:
         self._hold_down = HoldDown()
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
-        self._table: RequestTable | None = None
+        self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
         self._recoveries = 0
         self._stalled_since_s: float | None = None  # requests wait since an epoch failed
@@ -172,9 +173,8 @@ class Engine:
         Raises what the nodes and stages raise; then nodes have got everything back and the state is ``failed``.
         """
         try:
-            self._table = RequestTable(config=self._around.config, limits=self._limits, timeouts=self._timeouts)
             self._tell(state="loading", message="asking nodes for memory")
-            await self._begin_epoch(self._table)
+            await self._begin_epoch()
         except BaseException as exc:
             if isinstance(exc, EdgepipeError):
                 self._tell(state="failed", error=exc, message="")
@@ -183,8 +183,6 @@ class Engine:
 
     async def run(self) -> None:
         """Serve until ``stop`` (returns) or until it cannot go on (raises why, when all requests have been told)."""
-        if self._run is None or self._table is None:
-            raise RuntimeError("start the engine first")
         self._running = True
         error: EdgepipeError | None = None
         try:
@@ -193,8 +191,10 @@ class Engine:
                 reporter = tasks.create_task(self._report(), name="state")
                 try:
                     error = await self._serve(self._table)
-                finally:  # cancelled, too: gateways are told
-                    await self._wind_up(self._table, self._door, error)
+                except asyncio.CancelledError:  # the process ends, the model is still wanted: another engine goes on
+                    await self._door.close(flush_s=self._timeouts.flush_s)
+                    raise
+                await self._wind_up(self._table, self._door, error)
                 reporter.cancel()
         finally:
             self._door = None
@@ -241,7 +241,11 @@ class Engine:
 
     async def _serve(self, table: RequestTable) -> EdgepipeError | None:
         """Epoch after epoch, until stopped (None) or until there cannot be another (why)."""
-        while self._run is not None:
+        while not self._stopping.is_set():
+            if self._run is None:
+                if (error := await self._recover(table, None)) is not None:
+                    return error
+                continue
             run = self._run
             table.go_on(run.pump)
             self._tell(state="ready", message="", progress=1.0, error=None, recoveries=self._recoveries)
@@ -262,14 +266,14 @@ class Engine:
                 return error
         return None
 
-    def _note(self, table: RequestTable, news: StepNews) -> None:
-        table.note_step(news)
+    def _note(self, news: StepNews) -> None:
+        self._table.note_step(news)
         if self._stalled_since_s is not None and news.events:
             stall_ms = round(1e3 * (self._around.clock.monotonic_s() - self._stalled_since_s))
             self._stalled_since_s = None
             self._base = replace(self._base, stall_ms=self._base.stall_ms + stall_ms)
 
-    async def _recover(self, table: RequestTable, cause: EdgepipeError) -> EdgepipeError | None:
+    async def _recover(self, table: RequestTable, cause: EdgepipeError | None) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
         if (gone := self._gone()) is not None:
             self._hold_down.lost(gone, self._around.clock.monotonic_s())
@@ -279,7 +283,7 @@ class Engine:
             try:
                 await self._close_run()
                 await self._unless_stopped(self._plan_again())
-                await self._unless_stopped(self._begin_epoch(table))
+                await self._unless_stopped(self._begin_epoch())
                 return None
             except NoFeasiblePlacement as error:
                 await self._wait_for_room(table, error)
@@ -301,7 +305,7 @@ class Engine:
         plan = await self._planner.plan(self._spec, barred=barred)
         self._spec, self._nodes = plan.spec, plan.nodes
         self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
-        self._tell(epoch=self._epoch)
+        self._base = replace(self._base, epoch=self._epoch)
 
     async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
         """The model does not fit: tell everybody what is missing, until the cluster changes."""
@@ -334,7 +338,7 @@ class Engine:
             await asyncio.wait((working, stopping))
             self._lost = None
 
-    async def _begin_epoch(self, table: RequestTable) -> None:
+    async def _begin_epoch(self) -> None:
         """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
         self._preparation = self._new_preparation()
         self._check_there()
@@ -344,7 +348,7 @@ class Engine:
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
         try:
-            await run.open(registration=table.registration, on_news=partial(self._note, table))
+            await run.open(registration=self._table.registration, on_news=self._note)
             self._check_there()
         except BaseException:
             await run.close()
@@ -388,7 +392,8 @@ class Engine:
         )
         if self._run is not None:
             self._run.pump.fail(reason)
-        table.fail_all(reason)
+        if not isinstance(error, StaleEpoch):  # the engine that took over has the requests, or gets them
+            table.fail_all(reason)
         await door.close(flush_s=self._timeouts.flush_s)
 
     async def _close_run(self) -> None:
@@ -401,8 +406,7 @@ class Engine:
         if self._given_back:
             return
         self._given_back = True
-        if self._table is not None:
-            self._table.close()
+        self._table.close()
         await self._close_run()
         await self._preparation.release(sorted(self._held))
 

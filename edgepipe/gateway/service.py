@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.cluster.absence import absence_text, continuing_text, joined
-from edgepipe.errors import EdgepipeError, PortInUse, StageLost
+from edgepipe.errors import ClusterError, EdgepipeError, PortInUse, StageLost
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits
 from edgepipe.gateway.app import make_app
@@ -177,13 +177,13 @@ class Gateway:
         """Why the pipeline's requests cannot go on, if somebody knows."""
         for served in self._view:
             if served.pipeline_id == key and served.state in ("failed", "waiting", "stopping"):
-                return served.error or _ended()
+                return served.error or _ended(served)
         return None
 
     async def _expire(self, key: PipelineId, tasks: asyncio.TaskGroup) -> None:
         await asyncio.sleep(self._limits.resume_window_s)
         self._away.pop(key, None)
-        self._drop(key, _ended(), tasks)
+        self._drop(key, _ended(self._entries[key].served), tasks)
         self._models.replace(list(self._entries.values()), self._view)
 
     def _drop(self, key: PipelineId, error: EdgepipeError, tasks: asyncio.TaskGroup) -> None:
@@ -195,7 +195,9 @@ class Gateway:
         tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
 
 
-def _ended() -> EdgepipeError:
+def _ended(served: ServedModel) -> EdgepipeError:
+    if served.state == "stopping":
+        return ClusterError(f"'{served.name}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
     return StageLost(
         "the model's engine has ended while the request ran",
         next_step="see 'edgepipe status', then send the request again",

@@ -23,6 +23,7 @@ _ALLOWED: dict[str, frozenset[Kind]] = {
     "Node/Release": frozenset({Kind.ENGINE, Kind.NODE}),
     "Node/StartEngine": frozenset({Kind.NODE}),
     "Node/StopEngine": frozenset({Kind.NODE}),
+    "Node/Vouch": frozenset({Kind.NODE}),
     "Weights/GetManifest": frozenset({Kind.NODE}),
     "Weights/ReadTensor": frozenset({Kind.NODE}),
     "Weights/ReadFile": frozenset({Kind.NODE}),

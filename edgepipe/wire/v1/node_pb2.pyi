@@ -133,6 +133,7 @@ class NodeState(_message.Message):
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    SERVES_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
@@ -160,6 +161,8 @@ class NodeState(_message.Message):
         """certificates of its gateway, and of commands that call engines"""
 
     @_builtins.property
+    def serves(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeRecord]: ...
+    @_builtins.property
     def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids that it knows and does not hear"""
 
@@ -179,11 +182,12 @@ class NodeState(_message.Message):
         http_port: _builtins.int = ...,
         version: _builtins.int = ...,
         gateways: _abc.Iterable[_builtins.bytes] | None = ...,
+        serves: _abc.Iterable[Global___ServeRecord] | None = ...,
         silent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,6 +665,113 @@ class StopEngineReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopEngineReply: _TypeAlias = StopEngineReply  # noqa: Y015
+
+@_typing.final
+class VouchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    pipeline_id: _builtins.str
+    node_id: _builtins.str
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        pipeline_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "node_id", b"node_id", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VouchRequest: _TypeAlias = VouchRequest  # noqa: Y015
+
+@_typing.final
+class VouchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEARS_FIELD_NUMBER: _builtins.int
+    HIGHEST_FIELD_NUMBER: _builtins.int
+    hears: _builtins.bool
+    """the node"""
+    @_builtins.property
+    def highest(self) -> _common_pb2.Epoch:
+        """of the pipeline that it has obeyed; unset: none"""
+
+    def __init__(
+        self,
+        *,
+        hears: _builtins.bool = ...,
+        highest: _common_pb2.Epoch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["highest", b"highest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hears", b"hears", "highest", b"highest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VouchReply: _TypeAlias = VouchReply  # noqa: Y015
+
+@_typing.final
+class ServeRecord(_message.Message):
+    """Of a model that is served, or was until somebody stopped it; kept by every node, the highest version counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_NODE_FIELD_NUMBER: _builtins.int
+    pipeline_id: _builtins.str
+    stopped: _builtins.bool
+    version: _builtins.int
+    engine_node: _builtins.str
+    """node id"""
+    @_builtins.property
+    def spec(self) -> Global___ServeSpec: ...
+    def __init__(
+        self,
+        *,
+        pipeline_id: _builtins.str = ...,
+        spec: Global___ServeSpec | None = ...,
+        stopped: _builtins.bool = ...,
+        version: _builtins.int = ...,
+        engine_node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_node", b"engine_node", "pipeline_id", b"pipeline_id", "spec", b"spec", "stopped", b"stopped", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeRecord: _TypeAlias = ServeRecord  # noqa: Y015
+
+@_typing.final
+class ServeRecords(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeRecord]: ...
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[Global___ServeRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeRecords: _TypeAlias = ServeRecords  # noqa: Y015
 
 @_typing.final
 class ManifestRequest(_message.Message):
@@ -1148,9 +1259,15 @@ class RunEngine(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     MODEL_CONFIG_FIELD_NUMBER: _builtins.int
+    EPOCH_COUNTER_FIELD_NUMBER: _builtins.int
+    RESUMING_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
+    epoch_counter: _builtins.int
+    """1 + the highest of the pipeline that anybody has seen"""
+    resuming: _builtins.bool
+    """another engine served it before: requests wait while stages are placed and prepared"""
     @_builtins.property
     def spec(self) -> Global___ServeSpec: ...
     @_builtins.property
@@ -1162,10 +1279,12 @@ class RunEngine(_message.Message):
         spec: Global___ServeSpec | None = ...,
         nodes: _abc.Iterable[Global___Introduction] | None = ...,
         model_config: _builtins.str = ...,
+        epoch_counter: _builtins.int = ...,
+        resuming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_config", b"model_config", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_counter", b"epoch_counter", "model_config", b"model_config", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "resuming", b"resuming", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

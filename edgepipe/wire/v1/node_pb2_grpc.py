@@ -59,6 +59,11 @@ class NodeStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineReply.FromString,
                 _registered_method=True)
+        self.Vouch = channel.unary_unary(
+                '/edgepipe.wire.v1.Node/Vouch',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -97,6 +102,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Vouch(self, request, context):
+        """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +136,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.StopEngine,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineReply.SerializeToString,
+            ),
+            'Vouch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Vouch,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +278,33 @@ class Node:
             '/edgepipe.wire.v1.Node/StopEngine',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Vouch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/Vouch',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.FromString,
             options,
             channel_credentials,
             insecure,

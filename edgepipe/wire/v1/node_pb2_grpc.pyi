@@ -41,6 +41,8 @@ class NodeStub:
     StartEngine: _grpc.UnaryUnaryMultiCallable[_node_pb2.StartEngineRequest, _node_pb2.StartEngineReply]
     """A daemon asks another to run the engine of a model."""
     StopEngine: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]
+    Vouch: _grpc.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]
+    """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -53,6 +55,8 @@ class NodeAsyncStub(NodeStub):
     StartEngine: _aio.UnaryUnaryMultiCallable[_node_pb2.StartEngineRequest, _node_pb2.StartEngineReply]  # type: ignore[assignment]
     """A daemon asks another to run the engine of a model."""
     StopEngine: _aio.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]  # type: ignore[assignment]
+    Vouch: _aio.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]  # type: ignore[assignment]
+    """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -92,6 +96,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.StopEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.StopEngineReply, _abc.Awaitable[_node_pb2.StopEngineReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Vouch(
+        self,
+        request: _node_pb2.VouchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.VouchReply, _abc.Awaitable[_node_pb2.VouchReply]]:
+        """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -1,0 +1,150 @@
+"""Sees to it that every model that is wanted has an engine: on the node that had it, else on another.
+
+Whose engine's node is gone: after its dead limit every member that can be reached is asked. One that still hears the
+node vetoes; else the smallest node id among them starts the engine. Two sides of a partition may each do so; when they
+meet, the lower epoch stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from edgepipe.clock import Clock
+from edgepipe.config import Timeouts
+from edgepipe.daemon.engines import EngineHost
+from edgepipe.daemon.models import Models
+from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import Epoch
+from edgepipe.wire.common import epoch_from_wire
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 1.0  # while the engine's node is heard by somebody, or another one should start the engine
+
+
+class EngineKeeper:
+    """Compares what shall be served with what is, whenever something changes."""
+
+    def __init__(
+        self,
+        *,
+        book: ServeBook,
+        engines: EngineHost,
+        models: Models,
+        peers: Peers,
+        clock: Clock,
+        timeouts: Timeouts,
+        changes: Callable[[], AsyncIterator[None]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._book = book
+        self._engines = engines
+        self._models = models
+        self._peers = peers
+        self._clock = clock
+        self._timeouts = timeouts
+        self._changes = changes
+        self._tasks = tasks
+        self._starting: dict[str, asyncio.Task[None]] = {}  # by pipeline
+        self._since_s = clock.monotonic_s()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async for _ in self._changes():
+            for node in self._peers.nodes():
+                if not self._peers.is_self(node.node_id):
+                    self._book.merge(node.serves)
+            for pipeline_id, spec in self._engines.ready():
+                self._book.note_served(pipeline_id, spec, engine_node=self._peers.own_id)
+            for record in self._book.served():
+                self._look_at(record)
+            self._yield_to_higher_epochs()
+
+    def _look_at(self, record: pb.ServeRecord) -> None:
+        pipeline_id = record.pipeline_id
+        if pipeline_id not in self._starting and not self._engines_of(pipeline_id):
+            task = self._tasks.create_task(self._see_to(pipeline_id), name=f"engine-for:{pipeline_id}")
+            self._starting[pipeline_id] = task
+            task.add_done_callback(lambda _: self._starting.pop(pipeline_id, None))
+
+    def _engines_of(self, pipeline_id: str) -> list[tuple[str, engine_pb2.EngineState]]:
+        return [
+            (node.node_id, engine)
+            for node in self._peers.nodes()
+            for engine in node.engines
+            if engine.pipeline_id == pipeline_id
+        ]
+
+    def _wanted(self, pipeline_id: str) -> pb.ServeRecord | None:
+        """The record, while nobody that can be reached has its engine."""
+        record = next((one for one in self._book.served() if one.pipeline_id == pipeline_id), None)
+        return record if record is not None and not self._engines_of(pipeline_id) else None
+
+    async def _see_to(self, pipeline_id: str) -> None:
+        """Until somebody has the engine: start it once it is this node's turn."""
+        while (record := self._wanted(pipeline_id)) is not None:
+            if await self._is_ours(record):
+                await self._gather(record)
+                if self._wanted(pipeline_id) is not None:
+                    await self._start(record)
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _is_ours(self, record: pb.ServeRecord) -> bool:
+        """Whether this node starts it: as the one that had it, or by the rule for another's."""
+        head = record.engine_node
+        if self._peers.is_self(head):
+            return True
+        members = [node.node_id for node in self._peers.nodes()]
+        up_s = self._clock.monotonic_s() - self._since_s
+        if head in members or (not self._peers.knows(head) and up_s < self._timeouts.dead_max_s):
+            return False
+        vouchers = await self._peers.vouch_all(record.pipeline_id, head)
+        return not any(reply.hears for reply in vouchers.values()) and self._peers.own_id == min(
+            (self._peers.own_id, *vouchers)
+        )
+
+    async def _gather(self, record: pb.ServeRecord) -> None:
+        """After a power cut the other machines start, too: wait a little for those that the model was on."""
+        wanted = {stage.node_id for stage in record.spec.stages}
+        left_s = self._since_s + self._timeouts.gather_s - self._clock.monotonic_s()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                async for _ in self._changes():
+                    usable = {
+                        node.node_id
+                        for node in self._peers.nodes()
+                        if any(device.state != "starting" for device in node.devices)
+                    }
+                    if wanted <= usable:
+                        return
+        except TimeoutError:
+            return
+
+    async def _start(self, record: pb.ServeRecord) -> None:
+        logger.warning("starting the engine of model=%s pipeline=%s", record.spec.model, record.pipeline_id)
+        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=record.pipeline_id, spec=record.spec)
+        for node in self._peers.nodes():
+            request.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
+        try:
+            model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
+            await self._engines.start(request, model_config=model.config_json, resuming=True)
+        except EdgepipeError as error:
+            logger.error("engine not started model=%s: %s", record.spec.model, error)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _yield_to_higher_epochs(self) -> None:
+        for state in self._engines.states():
+            others = [
+                epoch_from_wire(engine.epoch)
+                for node_id, engine in self._engines_of(state.pipeline_id)
+                if not self._peers.is_self(node_id) and engine.state not in ("failed", "stopping")
+            ]
+            if max(others, default=Epoch(0, epoch_from_wire(state.epoch).engine_id)) > epoch_from_wire(state.epoch):
+                self._engines.abandon(state.pipeline_id)

@@ -1,0 +1,82 @@
+"""Engines and their nodes lost in mid-sentence: others go on with what the gateways have."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from streams import PROMPT, Stream, answers, children, cut_power, kv_is_free, slow_cluster
+
+from edgepipe.testing.nodes import Nodes, idle
+
+
+async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(a)
+    await answers(b)
+    streams = [Stream(PROMPT, 150), Stream((*PROMPT, 7, 7), 120)]
+    async with asyncio.TaskGroup() as tasks:
+        for stream, node in zip(streams, (a, b), strict=True):
+            tasks.create_task(stream.run(node.http_port))
+        for stream in streams:
+            await stream.has(20)
+        children(await a.status(), "engine")[0].kill()
+        late = Stream((1, 2, 3), 20)
+        tasks.create_task(late.run(b.http_port))
+    for stream in (*streams, late):
+        stream.assert_right()
+    await a.until(kv_is_free)
+
+
+async def test_another_node_starts_the_engine_of_one_that_is_gone(nodes: Nodes) -> None:
+    a, b, c = await slow_cluster(nodes, "a", "b", "c")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    for node in (b, c):
+        await answers(node)
+    streams = [Stream(PROMPT, 120), Stream((*PROMPT, 7, 7), 100)]
+    async with asyncio.TaskGroup() as tasks:
+        for stream, node in zip(streams, (b, c), strict=True):
+            tasks.create_task(stream.run(node.http_port))
+        for stream in streams:
+            await stream.has(20)
+        cut_power(a)
+    for stream in streams:
+        stream.assert_right()
+    for node in (b, c):
+        status = await node.until(lambda status: [one.state for one in status.engines] == ["ready"])
+        assert sorted(stage.node_name for stage in status.engines[0].stages) == ["b", "c"]
+
+
+@pytest.mark.long
+async def test_of_two_nodes_the_survivor_serves_alone(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(b)
+    stream = Stream(PROMPT, 120)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(b.http_port))
+        await stream.has(20)
+        cut_power(a)
+    stream.assert_right()
+    status = await b.until(kv_is_free)
+    assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
+
+
+async def test_after_a_power_cut_the_model_is_served_again_until_it_is_stopped(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await b.until(lambda status: any(one.serves for member in status.members for one in [member.node]))
+    for node in (a, b):
+        cut_power(node)
+        await node.process.wait()
+    a, b = await asyncio.gather(*(nodes.start(name, backend_options="time_factor=0") for name in ("a", "b")))
+    await answers(b)
+    stream = Stream(PROMPT, 20)
+    await stream.run(b.http_port)
+    stream.assert_right()
+    assert await b.stop_model("tiny") == ["tiny"]
+    await asyncio.gather(a.stop(), b.stop())
+    a = await nodes.start("a", backend_options="time_factor=0")
+    status = await a.until(lambda status: idle(status, 1))
+    assert not status.engines
