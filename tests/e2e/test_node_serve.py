@@ -114,27 +114,6 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     assert bytes(part.read_tensor(name)) == bytes(stored.read_tensor(name))
 
 
-@pytest.mark.long
-async def test_a_killed_engine_gives_its_stages_back(nodes: Nodes):
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, _ = await two_nodes(nodes)
-    await a.serve("tiny", plan="a:0-2,b:3-5")
-    child(await a.status(), "engine").kill()
-    status = await a.until(lambda status: idle(status, 2) and not reserved(status))
-    assert [engine.state for engine in status.engines] == ["failed"]
-
-
-@pytest.mark.long
-async def test_when_the_engines_node_dies_the_others_are_free_again(nodes: Nodes):
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, b = await two_nodes(nodes)
-    await a.serve("tiny", plan="a:0-2,b:3-5")
-    a.kill()
-    status = await b.until(lambda status: idle(status, 1))
-    assert reserved(status) == 0
-    assert not status.engines
-
-
 async def test_what_cannot_be_served_is_refused(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a = await nodes.start("a", discovery=False)
