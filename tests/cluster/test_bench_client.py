@@ -1,0 +1,38 @@
+"""The bench's client against a real engine: every run asks anew, whoever asked the same before."""
+
+from __future__ import annotations
+
+from engine_lab import EngineLab, engine_lab
+
+from edgepipe.cli.bench_client import Measured, connected
+from edgepipe.planner.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
+from edgepipe.wire.common import make_hello
+
+WORKLOAD = make_workload(
+    WorkloadSpec(
+        arrivals=Arrivals.CLOSED,
+        concurrency=3,
+        num_requests=6,
+        prompt=FixedLengths(tokens=20),
+        output=FixedLengths(tokens=5),
+        prefix_tokens=32,
+    )
+)
+
+
+async def measured(lab: EngineLab) -> Measured:
+    hello = make_hello(role="gateway", node_id="bench", cluster_id="lab")
+    async with connected(lab.address, hello) as client:
+        return await client.run(WORKLOAD, num_stages=2)
+
+
+async def test_the_second_bench_of_an_engine_is_computed_like_the_first() -> None:
+    async with engine_lab(num_stages=2, device="rtx4090") as lab:
+        first = await measured(lab)
+        second = await measured(lab)
+    for run in (first, second):
+        assert [record.output_tokens for record in run.requests] == [5] * 6
+        assert not any(record.error for record in run.requests)
+        assert sum(step.num_tokens for step in run.steps) > 6 * 5
+    assert first.steps[-1].step < second.steps[0].step
+    assert sum(record.cached_tokens for record in second.requests) >= 6 * 32, "prompts are the same, and known now"
