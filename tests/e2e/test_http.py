@@ -1,0 +1,105 @@
+"""HTTP in front of real nodes: keys beyond loopback, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from node_models import pull_emulated
+
+from edgepipe.cli.find import find_target
+from edgepipe.cluster.interfaces import interfaces
+from edgepipe.testing.nodes import Node, Nodes, idle
+from edgepipe.wire.v1 import node_pb2 as pb
+
+KEY = "a-key-of-my-own"
+STREAM = {"model": "tiny", "prompt": [104, 105], "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}")
+    yield made
+    await made.end()
+
+
+def _url(node: Node, host: str = "127.0.0.1") -> str:
+    return f"http://{host}:{node.http_port}"
+
+
+async def _status_of(url: str, key: str = "") -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        return (await client.get(f"{url}/v1/models", headers=headers)).status_code
+
+
+def _lan_address() -> str:
+    found = [one.address for one in interfaces() if not one.address.startswith("127.")]
+    if not found:
+        pytest.skip("this machine has no address but loopback")
+    return found[0]
+
+
+async def test_beyond_this_machine_a_key_is_needed_and_was_made(nodes: Nodes) -> None:
+    address = _lan_address()
+    node = await nodes.start("a", backend="none", discovery=False, http_host=address)
+    file = node.data_dir / "api-key"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    key = file.read_text().strip()
+    assert len(key) > 40
+    assert await _status_of(_url(node, address)) == 401
+    assert await _status_of(_url(node, address), "ep-guess") == 401
+    assert await _status_of(_url(node, address), key) == 200
+    assert await _status_of(_url(node)) == 200  # this machine asks as before
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        assert (await client.get(_url(node, address) + "/health")).status_code == 200
+        foreign = await client.get(_url(node, address) + "/health", headers={"host": "evil.example"})
+        assert foreign.status_code == 421
+
+
+async def test_a_key_by_setting_is_asked_for_here_too_and_the_command_line_knows_it(nodes: Nodes) -> None:
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    node = await nodes.start("a", discovery=False, api_key=KEY)
+    await node.until(lambda status: idle(status, 1))
+    await node.serve("tiny")
+    assert await _status_of(_url(node)) == 401
+    assert await _status_of(_url(node), KEY) == 200
+    target = await find_target(node.data_dir, "tiny")
+    assert target.api_key == KEY
+    assert KEY not in repr(target)
+
+
+async def test_a_client_that_leaves_frees_the_kv_cache_of_all_stages(nodes: Nodes) -> None:
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await asyncio.gather(nodes.start("a"), nodes.start("b"))
+    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    for tokens_read in (0, 1, 40):
+        await _leave_after(a, tokens_read)
+        async with asyncio.timeout(10):
+            await a.until(_nothing_held)
+
+
+async def _leave_after(node: Node, tokens: int) -> None:
+    """Begin a long answer, take a part of it, and go. The engine has the request before the client leaves."""
+    async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
+        async with client.stream("POST", _url(node) + "/v1/completions", json=STREAM | {"max_tokens": 4000}) as answer:
+            assert answer.status_code == 200
+            seen = 0
+            async for line in answer.aiter_lines():
+                if seen >= tokens:
+                    return
+                if line.startswith("data: {"):
+                    seen += len(json.loads(line[6:])["choices"][0]["text"]) > 0
+
+
+def _nothing_held(status: pb.ClusterStatus) -> bool:
+    return all(
+        engine.running == engine.waiting == engine.in_flight == 0 and engine.free_blocks == engine.num_blocks
+        for engine in status.engines
+    )
