@@ -100,7 +100,7 @@ class ChaosCluster:
 
         def ready(status: pb.ClusterStatus) -> bool:
             alive = sum(member.state == "alive" for member in status.members)
-            return alive == wanted and [engine.state for engine in status.engines] == ["ready"]
+            return alive == wanted and not status.absent and [engine.state for engine in status.engines] == ["ready"]
 
         return await self.first.until(ready, timeout_s=_WHOLE_S)
 
@@ -174,7 +174,7 @@ Fault = Callable[["ChaosRun"], Awaitable[None]]
 class ChaosRun:
     """Trials against one cluster, all drawn from one seed."""
 
-    def __init__(self, cluster: ChaosCluster, *, seed: int, max_tokens: int = 160, exact: bool = True) -> None:
+    def __init__(self, cluster: ChaosCluster, *, seed: int, max_tokens: int = 120, exact: bool = True) -> None:
         """``exact``: what is computed does not depend on what is computed beside it. Where it does, as on real models,
         only the number of tokens is known, and that nothing is sent twice."""
         self.cluster = cluster
@@ -190,7 +190,7 @@ class ChaosRun:
         self._moment: Callable[[], Awaitable[None]] = _now
         self._healing: list[Callable[[], Awaitable[None]]] = []
 
-    async def prepare(self, *, num_requests: int = 6) -> None:
+    async def prepare(self, *, num_requests: int = 5) -> None:
         """Draw requests and let each be answered without faults: that answer is the right one ever after."""
         await self.cluster.until_ready()
         for index in range(num_requests):
@@ -219,24 +219,32 @@ class ChaosRun:
         fault: str,
         *,
         num_streams: int = 0,
+        strike_at: float | None = None,
+        one_leaves: bool = False,
         most_pause_s: float = 30.0,
         allowed_errors: Sequence[str] = (),
         whole_again: bool = True,
     ) -> Trial:
-        """Start streams, strike when one of them is at a random token, wait for all to end, heal, check all rules.
+        """Start streams, strike when one of them is at a random token, wait for all to end, check all rules, heal.
 
-        Raises AssertionError with seed and timeline.
+        ``strike_at``: the share of the first stream's tokens at which to strike; None: drawn. ``one_leaves``: a client
+        hangs up right after the fault. Raises AssertionError with seed and timeline.
         """
         self.history = History(seed=self.seed)
         client = RecordingClient(self.history, http_port=self.cluster.first.http_port, clock=self._clock)
         chosen = [self.random.choice(self._expected) for _ in range(num_streams or self.random.randint(1, 4))]
         names = [self._name() for _ in chosen]
-        strike_at = self.random.randint(0, max(1, chosen[0][1].completion_tokens * 2 // 3))
+        share = self.random.uniform(0.0, 0.7) if strike_at is None else strike_at
+        moment = int(share * chosen[0][1].completion_tokens)
         async with asyncio.TaskGroup() as tasks:
-            for name, (body, _) in zip(names, chosen, strict=True):
+            asking = [
                 tasks.create_task(client.ask(name, body, answer_s=_ANSWER_S), name=name)
-            self._moment = partial(client.reached, names[0], strike_at)
+                for name, (body, _) in zip(names, chosen, strict=True)
+            ]
+            self._moment = partial(client.reached, names[0], moment)
             await FAULTS[fault](self)
+            if one_leaves and asking[-1].cancel():
+                client.left(names[-1])
         ended_at_s = self._clock.monotonic_s()
         answers = {name: answer for name, (_, answer) in zip(names, chosen, strict=True)}
         for name, answer in answers.items() if not self._exact else ():
@@ -253,6 +261,7 @@ class ChaosRun:
         await self.heal()
         if whole_again:
             await self.cluster.until_ready()
+            await self.cluster.first.until(kv_is_free)
         struck_at_s = next(event.at_s for event in self.history.events if isinstance(event, Struck))
         stalls = (self.history.stall_s(name, since_s=struck_at_s) for name in names)
         trial = Trial(fault=fault, stalls_s=tuple(stall for stall in stalls if stall is not None))
@@ -300,6 +309,8 @@ class ChaosRun:
         prefix = [ord(char) for char in "what every prompt begins with, over two blocks"] if index % 2 else []
         prompt = [*prefix, *(draw.randrange(256) for _ in range(draw.randint(3, 60)))]
         drawn = index % 3 == 1
+        if index % 6 == 3:
+            return self._structured_body()
         return {
             "model": self.cluster.model,
             "prompt": prompt,
@@ -308,6 +319,19 @@ class ChaosRun:
             "temperature": 0.8 if drawn else 0.0,
             "seed": draw.randrange(1 << 32),
             "ignore_eos": True,
+        }
+
+    def _structured_body(self) -> dict[str, Any]:
+        """An answer that must obey a grammar, whose state is a function of the tokens before."""
+        digits = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}
+        schema = {"name": "numbers", "schema": digits, "strict": True}
+        return {
+            "model": self.cluster.model,
+            "messages": [{"role": "user", "content": f"numbers {self.random.randrange(1000)}"}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0.8,
+            "seed": self.random.randrange(1 << 32),
+            "response_format": {"type": "json_schema", "json_schema": schema},
         }
 
     def _name(self) -> str:
@@ -322,6 +346,14 @@ def _listens_on(pid: int) -> list[int]:
     except psutil.NoSuchProcess:
         return []
     return [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
+
+
+def kv_is_free(status: pb.ClusterStatus) -> bool:
+    """Nothing runs, nothing waits, and no KV block is held: who left or was recovered has given all back."""
+    return all(
+        engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
+        for engine in status.engines
+    )
 
 
 async def _now() -> None:
@@ -344,6 +376,26 @@ async def _crash_stage(run: ChaosRun) -> None:
     name, pid = await run.victim("stage")
     await run.strike(f"SIGSEGV stage {pid} on {name}")
     psutil.Process(pid).send_signal(signal.SIGSEGV)
+
+
+async def _term_stage(run: ChaosRun) -> None:
+    """As an upgrade would: it ends in order, and is lost all the same."""
+    name, pid = await run.victim("stage")
+    await run.strike(f"SIGTERM stage {pid} on {name}")
+    psutil.Process(pid).terminate()
+
+
+async def _kill_stages_again_and_again(run: ChaosRun) -> None:
+    """A storm: five kills, each as soon as something serves again, or sooner."""
+    for turn in range(5):
+        name, pid = await run.victim("stage")
+        if turn == 0:
+            await run.strike(f"SIGKILL stage {pid} on {name}")
+        else:
+            run.note(f"SIGKILL stage {pid} on {name}")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+        await asyncio.sleep(run.random.uniform(0.1, 1.0))
 
 
 async def _kill_two_stages(run: ChaosRun) -> None:
@@ -537,7 +589,9 @@ async def _freeze(run: ChaosRun, what: str, processes: Sequence[psutil.Process],
 FAULTS: dict[str, Fault] = {
     "kill stage": _kill_stage,
     "crash stage": _crash_stage,
+    "term stage": _term_stage,
     "kill two stages": _kill_two_stages,
+    "stage storm": _kill_stages_again_and_again,
     "kill stage twice": _kill_stage_twice,
     "kill engine": _kill_engine,
     "stop stage": _stop_stage,
@@ -554,14 +608,3 @@ FAULTS: dict[str, Fault] = {
     "lossy links": _lossy_links,
     "slow links": _slow_links,
 }
-QUICK = (
-    "kill stage",
-    "crash stage",
-    "kill two stages",
-    "kill stage twice",
-    "kill engine",
-    "blink node",
-    "kill gateway",
-)
-SLOW = ("stop stage", "stop engine", "stop node", "kill node", "kill daemon")
-LINKS = ("cut node", "cut one way", "cut pair", "blink links", "lossy links", "slow links")

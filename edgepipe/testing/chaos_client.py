@@ -22,7 +22,7 @@ class RecordingClient:
     def __init__(self, history: History, *, http_port: int, clock: Clock) -> None:
         self._history = history
         self._clock = clock
-        self._url = f"http://127.0.0.1:{http_port}/v1/completions"
+        self._base = f"http://127.0.0.1:{http_port}/v1"
         self._counts: dict[str, int] = {}
         self._moved = asyncio.Event()
 
@@ -31,10 +31,11 @@ class RecordingClient:
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         self._history.add(Asked(at_s=self._now(), stream=stream, body=body))
         self._counts[stream] = 0
+        url = f"{self._base}/chat/completions" if "messages" in body else f"{self._base}/completions"
         timeout = httpx.Timeout(answer_s, connect=_CONNECT_S)
         try:
             async with asyncio.timeout(answer_s), httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
-                async with http.stream("POST", self._url, json=asked) as response:
+                async with http.stream("POST", url, json=asked) as response:
                     if response.status_code != 200:
                         self._end(stream, "error", _code(await response.aread()))
                         return
@@ -76,7 +77,7 @@ class RecordingClient:
                 stream=stream,
                 choice=part["index"],
                 ids=ids,
-                text=part["text"],
+                text=part["text"] if "text" in part else part["delta"].get("content") or "",
                 finish_reason=part["finish_reason"],
             )
             if ids or event.text or event.finish_reason:

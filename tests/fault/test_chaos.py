@@ -1,0 +1,73 @@
+"""Real nodes on loopback, faults in mid-answer: every stream goes on with the tokens that it would have had anyway.
+
+Requests are drawn: greedy and seeded, one to three choices, stop strings, half characters, a grammar, shared prefixes;
+one to four streams at once. Names are the cases of the fault catalogue. All trials of this file share one cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from edgepipe.testing.chaos import ChaosRun, chaos_cluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+SEED = int(os.environ.get("EP_CHAOS_SEED", "11"))
+LONG_ROUNDS = 18
+
+CASES = {
+    "P1 killed in prefill": ("kill stage", {"strike_at": 0.0}),
+    "P2 P3 P4 killed at any moment": ("kill stage", {}),
+    "P5 crash": ("crash stage", {}),
+    "P6 two at once": ("kill two stages", {}),
+    "P13 killed while recovering": ("kill stage twice", {}),
+    "P15 storm, 8 streams": ("stage storm", {"num_streams": 8}),
+    "P16 stage told to end": ("term stage", {}),
+    "X1 X2 X3 X5 X8 many streams": ("kill stage", {"num_streams": 8}),
+    "X6 a client leaves in the fault": ("kill stage", {"one_leaves": True, "num_streams": 3}),
+    "N10 a node that stutters": ("blink node", {}),
+    "another node's gateway": ("kill gateway", {}),
+}
+TWICE = ("P2 P3 P4 killed at any moment", "P5 crash", "P6 two at once", "P16 stage told to end")
+SLOW_CASES = {
+    "P7 stage hangs, thaws": ("stop stage", {}),
+    "P9 X7 node freezes, thaws": ("stop node", {}),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosRun]:
+    async with chaos_cluster(tmp_path_factory.mktemp("chaos")) as cluster:
+        made = ChaosRun(cluster, seed=SEED)
+        await made.prepare()
+        yield made
+
+
+@pytest.mark.parametrize("case", [*CASES, *TWICE])
+async def test_streams_go_on(run: ChaosRun, case: str):
+    fault, settings = CASES[case]
+    await run.trial(fault, **settings)
+
+
+@pytest.mark.parametrize("case", SLOW_CASES)
+async def test_streams_outlive_what_is_noticed_late(run: ChaosRun, case: str):
+    fault, settings = SLOW_CASES[case]
+    await run.trial(fault, **settings)
+
+
+async def test_most_faults_met_streams_under_way(run: ChaosRun):
+    in_time = [trial for trial in run.trials if trial.in_time]
+    assert len(in_time) >= 0.7 * len(run.trials), [trial.fault for trial in run.trials if not trial.in_time]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(LONG_ROUNDS))
+async def test_streams_go_on_in_many_rounds(run: ChaosRun, part: int):
+    for fault, settings in CASES.values():
+        await run.trial(fault, **settings)
+        await run.trial(fault, **settings)
