@@ -223,7 +223,7 @@ async def _without_safety(place: Path) -> AsyncIterator[ChaosCluster]:
 
 async def _tokens_per_s(cluster: ChaosCluster, *, streams: int = 8, max_tokens: int = 400) -> float:
     body = {"model": "tiny", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    url = f"http://127.0.0.1:{cluster.first.http_port}/v1/completions"
+    url = f"http://127.0.0.1:{cluster.http_port}/v1/completions"
     async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
         for size in (10, max_tokens):  # the first is for getting warm
             began = time.perf_counter()

@@ -36,6 +36,7 @@ from edgepipe.testing.chaos_client import RecordingClient
 from edgepipe.testing.history import Answer, Ended, Given, History, Struck, assert_holds, check
 from edgepipe.testing.lan import LanLab
 from edgepipe.testing.nodes import Node, Nodes, children_of
+from edgepipe.testing.relay import relay
 from edgepipe.wire.v1 import node_pb2 as pb
 
 MODEL = "tiny"
@@ -53,6 +54,7 @@ class ChaosCluster:
     names: tuple[str, ...]
     flags: dict[str, Any]
     model: str = MODEL
+    http_port: int = 0  # where this process reaches the first node's gateway
     lab: LanLab | None = None
     running: dict[str, Node] = field(default_factory=dict[str, Node])
 
@@ -147,12 +149,22 @@ async def chaos_cluster(
                 )
             )
         await cluster.first.serve(model, plan=plan)
-        yield cluster
+        async with _way_to_gateway(cluster) as cluster.http_port:
+            yield cluster
     finally:
         for name in cluster.running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 cluster.signal_node(name, signal.SIGCONT)
         await nodes.end()
+
+
+@asynccontextmanager
+async def _way_to_gateway(cluster: ChaosCluster) -> AsyncGenerator[int]:
+    if cluster.lab is None:
+        yield cluster.first.http_port
+        return
+    async with relay(cluster.lab.host(cluster.names[0]), cluster.first.http_port) as port:
+        yield port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +243,7 @@ class ChaosRun:
         hangs up right after the fault. Raises AssertionError with seed and timeline.
         """
         self.history = History(seed=self.seed)
-        client = RecordingClient(self.history, http_port=self.cluster.first.http_port, clock=self._clock)
+        client = RecordingClient(self.history, http_port=self.cluster.http_port, clock=self._clock)
         chosen = [self.random.choice(self._expected) for _ in range(num_streams or self.random.randint(1, 4))]
         names = [self._name() for _ in chosen]
         share = self.random.uniform(0.0, 0.7) if strike_at is None else strike_at
@@ -292,7 +304,7 @@ class ChaosRun:
 
     async def _answer_of(self, body: Mapping[str, Any]) -> Answer:
         history = History(seed=self.seed)
-        client = RecordingClient(history, http_port=self.cluster.first.http_port, clock=self._clock)
+        client = RecordingClient(history, http_port=self.cluster.http_port, clock=self._clock)
         async with asyncio.timeout(_WHOLE_S):
             while True:
                 name = self._name()
@@ -530,6 +542,20 @@ async def _cut_pair(run: ChaosRun) -> None:
     run.heal_by(cure)
 
 
+async def _flap_node(run: ChaosRun) -> None:
+    """A cable with a loose contact: a second on, a second off."""
+    lab = run.cluster.lab
+    assert lab is not None, "cuts need the LAN lab"
+    name = run.other_node()
+    await run.strike(f"cable of {name} loose")
+    for _ in range(4):
+        lab.cut(name)
+        await asyncio.sleep(1.0)
+        lab.heal(name)
+        await asyncio.sleep(1.0)
+    run.note(f"cable of {name} in")
+
+
 async def _blink_links(run: ChaosRun) -> None:
     """Every link silent for half a second."""
     lab = run.cluster.lab
@@ -604,6 +630,7 @@ FAULTS: dict[str, Fault] = {
     "cut node": _cut_node,
     "cut one way": _cut_one_way,
     "cut pair": _cut_pair,
+    "flap node": _flap_node,
     "blink links": _blink_links,
     "lossy links": _lossy_links,
     "slow links": _slow_links,
