@@ -1,9 +1,8 @@
 """The door: sampling and grammars, what HTTP adds to the engine's own time to first token, and many streams at once.
 
-Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle
-grammar http``. Nodes, engine, stages and gateway are real
-processes, only the devices' arithmetic is emulated. The client speaks HTTP over bare sockets: it must not be what is
-measured.
+Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle grammar http``. Nodes, engine, stages and
+gateway are real processes, only the devices' arithmetic is emulated where no SmolLM2 is named. The client speaks HTTP
+over bare sockets: it must not be what is measured.
 """
 
 from __future__ import annotations

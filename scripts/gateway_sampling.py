@@ -133,7 +133,8 @@ async def cycle_rows(full: bool) -> list[Row]:
     model = "qwen2.5-14b"
     cluster = EmulatedCluster(devices=("rtx4090", "rtx4090"), model=model, config=named_shape(model), vocab_size=V)
     async with emulated_cluster(cluster) as admin:
-        request = node_pb2.ServeRequest(hello=make_hello(role="cli"), model=model, micro_batches=4)
+        options = node_pb2.ServeSpec(model=model, micro_batches=4)
+        request = node_pb2.ServeRequest(hello=make_hello(role="cli"), model=model, num_nodes=2, options=options)
         engine = await serve_model(admin, request)
         prompts = [[(7 * i + 13 * j) % 250 for j in range(32)] for i in range(64)]
         rates = await _alternate(engine.address, prompts, rounds=5 if full else 3, max_tokens=96)
@@ -194,7 +195,7 @@ def _grammar_rows(full: bool) -> list[Row]:
     check_grammar(grammar)
     bound = SamplingParams(temperature=0.8, seed=1, grammar=grammar)
     valid, gaps = 0, {"bound": list[float](), "free": list[float]()}
-    with running_nodes(1, models_dir=model.path.parent, threads=2) as nodes:
+    with running_nodes(1, models_dir=model.path.parent, threads=1) as nodes:
         nodes[0].edgepipe("serve", "demo", "--context", "2048")
         (engine,) = nodes[0].status()["engines"]
         for start in range(0, count, at_once):

@@ -116,9 +116,9 @@ class ColumnSampler:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.subtract(changed, highest, out=scratch)
             scratch /= temperatures
-            within = np.nonzero(scratch >= -_DEPTH)
+            tokens, columns = np.nonzero(scratch >= -_DEPTH)
             np.exp(scratch, out=scratch)
-        return scratch.sum(axis=0), within
+        return scratch.sum(axis=0), (tokens, columns)
 
     def _token(self, changed: Logits, column: int, row: SampleRow, candidates: Candidates) -> int:
         params, uniform = row.sampler.params, row.sampler.uniform(row.position)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from backend_maker import Maker, cut
 
 from edgepipe.backend.protocol import Backend, Ticket
-from edgepipe.backend.types import ActivationType, LoadProgress, StepRow
+from edgepipe.backend.types import ActivationType, LoadProgress, ScoreRows, StepRow
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.testing.steps import make_step, result_of, run_step, step_row, token_ids
@@ -66,6 +67,25 @@ class TestShapes:
         kept = first.copy()
         run(backend, (step_row(0, 6, (1, 1)), OTHER[:6]))
         np.testing.assert_array_equal(first, kept)
+
+
+class TestScores:
+    def test_known_tokens_are_scored_as_their_logits_say(self, maker: Maker) -> None:
+        scores = ScoreRows(rows=np.arange(11, dtype=np.int32), targets=token_ids(PROMPT[1:12]), num_top=3)
+        step = make_step([step_row(0, 12, (0, 1))])
+        step = replace(step, logit_rows=np.array([11], np.int32), scores=scores)
+        backend = maker.loaded(LLAMA)
+        output = backend.collect(backend.submit(backend.prepare(step), token_ids(PROMPT[:12])))
+        logits = whole_prompt(maker, LLAMA, PROMPT[:12])
+        assert output.logits is not None
+        maker.assert_same(output.logits, logits[11:])
+        scored = output.scores
+        assert scored is not None
+        maker.assert_same(scored.logits, np.take_along_axis(logits[:11], scores.targets[:, None].astype(int), 1)[:, 0])
+        exact = logits[:11].astype(np.float64)
+        np.testing.assert_allclose(scored.log_totals, np.log(np.exp(exact).sum(axis=1)), rtol=1e-4)
+        maker.assert_same(scored.top_logits, -np.sort(-logits[:11], axis=1)[:, :3])
+        maker.assert_same(np.take_along_axis(logits[:11], scored.top_ids.astype(int), 1), scored.top_logits)
 
 
 class TestSplits:
