@@ -125,7 +125,11 @@ def _split(host: str) -> tuple[str, int]:
     if not colon:
         return name, 0
     if not (name and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigInvalid(f"--host cannot be '{host}'", next_step="give HOST, or HOST:PORT as 'node invite' shows it")
+        raise ConfigInvalid(
+            f"--host cannot be '{host}'",
+            fact="a port is a number from 1 to 65535",
+            next_step="give HOST, or HOST:PORT as 'node invite' shows it",
+        )
     return name, int(port)
 
 

@@ -24,6 +24,7 @@ _BAR_CELLS = 10
 _STYLES = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim", "ready": "green", "failed": "red"}
 _NAME_CHARS = 16
 _LINE_CHARS = 80
+_NEIGHBOURS = 3  # shown; --json has all
 _STAGE_NUMBERS = ("WEIGHTS", "KV", "STEP", "BUSY", "NEXT HOP")
 _DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -48,9 +49,26 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
     if transfers:
         yield Text()
         yield _downloads(transfers, {member.node.node_id: member.node.name for member in status.members})
+    for text in trust_notes(status):
+        yield Text(printable(text), style="yellow")
     for refused in status.refused:
         yield Text(f"refused {printable(refused.peer)}: {printable(refused.error.what)}", style="yellow")
         yield Text(f"  {printable(refused.error.next_step)}", style="yellow")
+
+
+def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
+    """What stands between this node and others: removal, damage, no multicast, other clusters and versions."""
+    if status.removed:
+        yield f"this machine was removed from '{status.cluster_name}'; to join again: edgepipe node join CODE"
+    if status.trust_damage:
+        yield "the trust store is damaged: nobody is let in until this node has reached a member of its cluster"
+    if status.discovery_problem and len(status.members) == 1:
+        yield f"nodes are not looked for by mDNS: {status.discovery_problem}; remembered addresses and --peer are"
+    for one in list(status.neighbours)[:_NEIGHBOURS]:
+        if one.cluster_id == status.cluster_id:
+            yield f"'{one.name}' at {one.address} is in this cluster by its own word: other version, or not paired"
+        elif len(status.members) == 1:
+            yield f"found '{one.name}' at {one.address}, of cluster '{one.cluster_name}'; not paired with this one"
 
 
 def news_of(status: pb.ClusterStatus) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Generator
 import uvloop
 
 from edgepipe.cluster.founding import begin_anew, open_trust
-from edgepipe.cluster.interfaces import choose_address, interfaces, routed_address
+from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, routed_address
 from edgepipe.config import Config
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.data_dir import DataDir, log_path
@@ -34,23 +34,29 @@ def run(config: Config, on_ready: OnReady | None = None) -> None:
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     choose_backend(config.backend)  # before anything is made: a wrong one leaves nothing behind
-    host = choose_address(
-        interface=config.interface,
-        insecure_lan=config.insecure_lan,
-        available=interfaces(),
-        routed=routed_address(),
-    )
+    _address(config, interfaces())  # nor does one without an address
     data_dir = DataDir(config.data_dir)
     try:
         set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: what comes later is all that needs looking through
-        uvloop.run(_run_until_stopped(config, data_dir, host, on_ready))
+        uvloop.run(_run_until_stopped(config, data_dir, on_ready))
     finally:
         data_dir.close()
 
 
-async def _run_until_stopped(config: Config, data_dir: DataDir, host: str, on_ready: OnReady | None) -> None:
-    """Run nodes until one was stopped; a node whose identity another has makes way for one with a new identity."""
+def _address(config: Config, available: list[Interface]) -> str:
+    """Where to listen. Raises ConfigInvalid."""
+    return choose_address(
+        interface=config.interface,
+        insecure_lan=config.insecure_lan,
+        available=available,
+        routed=routed_address(),
+    )
+
+
+async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None) -> None:
+    """Run nodes until one was stopped. One makes way for the next when its identity is another's too, when it has
+    joined another cluster, and when the machine's address has changed."""
     clock, cluster = SystemClock(), config.cluster
     while True:
         trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
@@ -59,7 +65,8 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, host: str, on_re
             data_dir=data_dir,
             trust=trust,
             incarnation=data_dir.next_incarnation(clock),
-            host=host,
+            host=_address(config, interfaces()),
+            wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
         )
         with _signals(node):

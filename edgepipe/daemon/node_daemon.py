@@ -10,9 +10,10 @@ from pathlib import Path
 
 import grpc.aio
 
+from edgepipe.cluster.address_watch import AddressWatch
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
-from edgepipe.cluster.interfaces import interfaces, is_wireless
+from edgepipe.cluster.interfaces import Interface, interfaces, is_wireless
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Timeouts
@@ -41,6 +42,7 @@ from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.sleep_guard import SleepGuard
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.daemon.trust_service import TrustService
+from edgepipe.errors import ConfigInvalid
 from edgepipe.link.channels import bind, make_server, make_unix_server
 from edgepipe.link.security import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
@@ -49,6 +51,7 @@ from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_ADDRESS_S = 2.0  # between two looks at the machine's addresses
 _CHILD_PORTS = 15  # P+1 .. P+15
 
 
@@ -80,6 +83,7 @@ class NodeDaemon:
         trust: TrustKeeper,
         incarnation: int,
         host: str,
+        wanted_address: Callable[[list[Interface]], str],
         on_ready: OnReady | None,
     ) -> None:
         self.stopping = asyncio.Event()
@@ -92,6 +96,7 @@ class NodeDaemon:
         self._incarnation = incarnation
         self._discovery: Discovery | None = None
         self._host = host
+        self._wanted_address = wanted_address  # of the machine's addresses as they are now
         self._on_ready = on_ready
         self._timeouts = _timeouts_for(host)
         self._http_keys = keys_in_force(config, data_dir.path)
@@ -308,6 +313,21 @@ class NodeDaemon:
         if self._discovery is not None:
             await self._discovery.announce_pairing(port)
 
+    async def _follow_address(self) -> None:
+        """Begin anew where the machine's address is another: systems have no common way to tell of it, so look."""
+        watch = AddressWatch(self._host)
+        while True:
+            await asyncio.sleep(_ADDRESS_S)
+            available = await asyncio.to_thread(interfaces)
+            try:
+                wanted = self._wanted_address(available)
+            except ConfigInvalid:
+                continue  # the named interface is away
+            if watch.moved(wanted=wanted, available={one.address for one in available}):
+                logger.warning("this machine's address is now %s, no longer %s: the node moves", wanted, self._host)
+                self._begin_anew()
+                return
+
     def _begin_anew(self) -> None:
         """The node is another one, or in another cluster: it ends, and ``node.run`` starts it again."""
         self.begins_anew = True
@@ -323,6 +343,7 @@ class NodeDaemon:
         tasks.create_task(self._device.keep_spare(), name="spare")
         tasks.create_task(self._trust.run(), name="trust-file")
         tasks.create_task(self._remembered.run(), name="addresses")
+        tasks.create_task(self._follow_address(), name="own-address")
         tasks.create_task(self._heartbeats.run(), name="heartbeats")
         tasks.create_task(keep_awake(self._hosts, self._local.changes.watch, awake_command()), name="awake")
         tasks.create_task(self.children.watch_hangs(), name="hangs")

@@ -78,3 +78,14 @@ async def test_a_model_is_served_over_two_hosts_and_its_loss_is_told_to_the_thir
     status = await c.until(lambda status: [engine.state for engine in status.engines] == ["failed"])
     assert status.engines[0].error.what
     await b.until(lambda status: [device.state for device in status.members[0].node.devices] == ["idle"])
+
+
+async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLab):
+    a, b, c = await start_all(nodes, lan, backend="none")
+    await all_see([a, b, c], {"a", "b", "c"})
+    moving, new = lan.hosts[2], "10.77.0.77"
+    for change in (f"addr del {moving.address}/24", f"addr add {new}/24", "route replace default"):
+        await moving.run(["ip", *change.split(), "dev", "lan0"])
+    for node in (a, b):
+        await node.until(lambda status: any(m.node.address.startswith(f"{new}:") for m in status.members), timeout_s=30)
+    await all_see([a, b], {"a", "b", "c"})

@@ -299,3 +299,35 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_a_removed_member_is_dropped_at_once_with_all_its_addresses():
+    cluster = membership()
+    cluster.on_address(address_of(OTHER), node_id=OTHER)
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    assert cluster.node_ids() == [OTHER]
+    commands = cluster.on_expelled(OTHER)
+    assert statuses(commands) == [MemberStatus.LEFT]
+    assert HangUp(address_of(OTHER)) in commands
+    assert cluster.reachable() == []
+    assert cluster.node_ids() == []
+
+
+def test_a_flood_of_false_addresses_of_a_node_keeps_the_right_one_in():
+    cluster = membership()
+    for index in range(1000):
+        cluster.on_address(f"10.9.{index // 250}.{index % 250}:7117", node_id=OTHER)
+    commands = cluster.on_address(address_of(OTHER), node_id=OTHER)
+    assert Dial(address_of(OTHER)) in commands
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    for index in range(1000):
+        commands = cluster.on_address(f"10.8.{index // 250}.{index % 250}:7117", node_id=OTHER)
+        assert HangUp(address_of(OTHER)) not in commands
+    assert [member.node.address for member in cluster.reachable()] == [address_of(OTHER)]
+
+
+def test_a_flood_in_one_nodes_name_leaves_room_for_others():
+    cluster = membership()
+    for index in range(1000):
+        cluster.on_address(f"10.9.{index // 250}.{index % 250}:7117", node_id=OTHER)
+    assert cluster.on_address(address_of(THIRD), node_id=THIRD) == [Dial(address_of(THIRD))]
