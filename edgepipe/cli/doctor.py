@@ -39,6 +39,7 @@ from edgepipe.cli.output import make_console, print_json, printable
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
+    from edgepipe.cluster.probes import MulticastProbe
     from edgepipe.config import Config
     from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -124,9 +125,9 @@ def machine_findings(config: Config) -> Iterator[Finding]:
     yield backend_finding()
     folder = next(path for path in (config.models_dir, *config.models_dir.parents) if path.exists())
     yield disk_finding(str(folder), free_bytes=shutil.disk_usage(folder).free)
-    for path in (config.data_dir, config.data_dir / "identity" / "key.pem"):
-        if path.exists():
-            yield rights_finding(str(path), mode=path.stat().st_mode)
+    key = config.data_dir / "identity" / "key.pem"
+    if key.exists():
+        yield rights_finding(str(key), mode=key.stat().st_mode)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (finding := descriptor_finding(soft=soft)) is not None:
         yield finding
@@ -350,13 +351,21 @@ def _trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator
         )
 
 
+async def look_at_multicast(facts: NetworkFacts) -> MulticastProbe:
+    """Whether other machines answer a question to everybody over IPv4."""
+    from edgepipe.cluster.interfaces import interfaces
+    from edgepipe.cluster.probes import probe_multicast
+
+    return await probe_multicast(facts.address, own=[one.address for one in interfaces()], listen_s=_LISTEN_S)
+
+
 async def _multicast(facts: NetworkFacts, known_peers: int) -> list[Finding]:
     from edgepipe.cluster.interfaces import interfaces, link_local6
-    from edgepipe.cluster.probes import probe_multicast, probe_multicast6
+    from edgepipe.cluster.probes import probe_multicast6
 
     own = [one.address for one in interfaces()]
     six = link_local6(facts.interface)
-    probes = [probe_multicast(facts.address, own=own, listen_s=_LISTEN_S)]
+    probes = [look_at_multicast(facts)]
     if six is not None:
         probes.append(probe_multicast6(six.address, six.index, own=[*own, six.address], listen_s=_LISTEN_S))
     results = await asyncio.gather(*probes)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import Admin
-from edgepipe.errors import ClusterError, error_class
+from edgepipe.cli.node_process import node_command, silent_node, told_error
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
@@ -127,8 +126,7 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
         flags["--device"] = node.device
     if plan.link:
         flags["--link"] = plan.link
-    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", "--end-with-stdin"]
-    command += [part for flag in flags.items() for part in flag]
+    command = node_command("--end-with-stdin", *(part for flag in flags.items() for part in flag))
     return command + [part for option in plan.backend_options for part in ("--backend-option", option)]
 
 
@@ -144,11 +142,8 @@ async def _ready(node: NodePlan, process: Process, data_dir: Path) -> LocalNode:
             plan=node, process=process, data_dir=data_dir, address=told["address"], http_port=told["http_port"]
         )
     if "error" in told:
-        what, fact, next_step = told["error"]["lines"]
-        raise error_class(told["error"]["code"])(what, fact=fact, next_step=next_step, node=node.name)
-    lines = data_dir.with_name(f"{node.name}.log").read_text(errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
-    raise ClusterError(f"node '{node.name}' did not start", fact=last[:200], next_step="edgepipe --debug demo")
+        raise told_error(told, node=node.name)
+    raise silent_node(data_dir.with_name(f"{node.name}.log"), node=node.name, next_step="edgepipe --debug demo")
 
 
 async def _first_document(process: Process) -> dict[str, Any]:

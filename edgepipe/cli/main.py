@@ -23,6 +23,7 @@ from edgepipe.cli import (
     ps,
     serve,
     service,
+    setup,
     simulate,
     status,
     stop,
@@ -44,6 +45,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback(invoke_without_command=True)(_start)
+    app.command("setup")(setup.setup)
     app.command("demo")(demo.demo)
     app.add_typer(node.app, name="node")
     app.add_typer(peers.app, name="peers")

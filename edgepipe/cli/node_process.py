@@ -1,0 +1,76 @@
+"""Starting ``edgepipe node start`` as a process, and hearing whether it is ready or why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edgepipe.errors import ClusterError, EdgepipeError, error_class
+
+_START_S = 60.0  # a first import of a backend from a cold disk
+
+
+def node_command(*flags: str) -> list[str]:
+    """The command line of a node that says as JSON what became of it."""
+    return [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", *flags]
+
+
+def told_error(told: dict[str, Any], *, node: str) -> EdgepipeError:
+    """The error of a node that did not start."""
+    what, fact, next_step = told["error"]["lines"]
+    return error_class(told["error"]["code"])(what, fact=fact, next_step=next_step, node=node)
+
+
+def silent_node(log: Path, *, node: str, next_step: str) -> ClusterError:
+    """What to say of a node that ended or hung without a word."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+    return ClusterError(f"node '{node}' did not start", fact=last[:200], next_step=next_step)
+
+
+def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> dict[str, Any]:
+    """Start this machine's node so that it outlives this process; what it says when it is ready, and its ``pid``.
+
+    Raises its own error, or ClusterError with the last thing it wrote.
+    """
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log = data_dir / "start.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            node_command("--data-dir", str(data_dir), *flags),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # ^C is for the wizard
+        )
+    told = _first_document(process)
+    if "error" in told:
+        process.wait(_START_S)
+        raise told_error(told, node=name)
+    if "address" not in told:
+        process.kill()
+        process.wait(_START_S)
+        raise silent_node(log, node=name, next_step="edgepipe node start    (shows why)")
+    return {**told, "pid": process.pid}
+
+
+def _first_document(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The JSON document on its standard output; empty if it ends, or says nothing for too long."""
+    assert process.stdout is not None
+    text = b""
+    watch = threading.Timer(_START_S, process.kill)
+    watch.start()
+    try:
+        for line in process.stdout:
+            text += line
+            if line.rstrip() == b"}":
+                return json.loads(text)
+    finally:
+        watch.cancel()
+        process.stdout.close()
+    return {}

@@ -1,0 +1,55 @@
+"""``edgepipe setup``"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, ModelsDir
+
+
+def setup(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: flags, else defaults.")] = False,
+    name: Annotated[str, typer.Option("--name", help="Of this machine.", show_default=False)] = "",
+    cluster: Annotated[str, typer.Option("--cluster", help="Create one of this name.", show_default=False)] = "",
+    join: Annotated[str, typer.Option("--join", help="Join with this pairing code.", show_default=False)] = "",
+    host: Annotated[str, typer.Option("--host", help="Where to join, if mDNS finds nobody.", show_default=False)] = "",
+    model: Annotated[str, typer.Option("--model", help="Pull this one ('none': no model).", show_default=False)] = "",
+    service: Annotated[
+        bool | None, typer.Option("--service/--no-service", help="Start at boot.", show_default=False)
+    ] = None,
+    invite: Annotated[
+        bool | None, typer.Option("--invite/--no-invite", help="Let another machine in.", show_default=False)
+    ] = None,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Make this machine a node of your cluster, in at most six questions. May be repeated."""
+    from edgepipe.cli.wizard.asking import Defaults, Terminal
+    from edgepipe.cli.wizard.run import run_setup
+    from edgepipe.cli.wizard.state import Given, Setup
+    from edgepipe.config import default_config_file, load_config
+    from edgepipe.errors import ConfigInvalid
+
+    if cluster and join:
+        raise ConfigInvalid("--cluster creates one and --join joins another", next_step="give one of them")
+    given = Given(
+        name=name,
+        cluster=cluster,
+        join=join,
+        host=host,
+        model="" if model == "none" else model,
+        skip_model=model == "none" or (yes and not model),
+        service=False if yes and service is None else service,
+        invite=False if yes and invite is None else invite,
+    )
+    loaded = load_config({"data_dir": data_dir, "models_dir": models_dir, "name": name or None})
+    run_setup(
+        Setup(
+            asking=Defaults() if yes else Terminal(),
+            given=given,
+            config=loaded.values,
+            settings_file=default_config_file(),
+        )
+    )

@@ -1,0 +1,144 @@
+"""Questions to a person: each with a default that Enter accepts, a way back, and a flag that answers it beforehand."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgepipe.cli.output import make_console, printable
+from edgepipe.errors import ConfigInvalid
+
+BACK = "<"
+_BACK_HINT = "(< goes back)"
+
+
+class Back(Exception):
+    """The person wants the step before; never leaves the wizard."""
+
+
+class Quit(Exception):
+    """The person has had enough; never leaves the wizard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer of several."""
+
+    value: str
+    text: str
+
+
+class Asking(Protocol):
+    """Whoever answers. All raise Back and Quit."""
+
+    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        """One of the choices' values."""
+        ...
+
+    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+        """A line; ``check`` says what is wrong with it (empty: nothing)."""
+        ...
+
+    def confirm(self, question: str, *, default: bool) -> bool:
+        """Yes or no."""
+        ...
+
+
+class Terminal:
+    """A person at a terminal."""
+
+    def __init__(self) -> None:
+        """Raises ConfigInvalid where nobody sits."""
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise ConfigInvalid(
+                "the setup asks questions, and there is no terminal here", next_step="edgepipe setup --yes"
+            )
+
+    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        """With the arrow keys."""
+        import questionary
+
+        options = [questionary.Choice(printable(one.text), value=one.value) for one in choices]
+        options.append(questionary.Choice("go back", value=BACK))
+        answer = questionary.select(question, options, default=default, instruction="(arrows, Enter)").ask()
+        return _understood(answer)
+
+    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+        """Typed; ``<`` goes back."""
+        import questionary
+
+        def validate(line: str) -> bool | str:
+            return True if line.strip().endswith(BACK) else check(line.strip()) or True
+
+        answer = questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate).ask()
+        return _understood(answer).strip()
+
+    def confirm(self, question: str, *, default: bool) -> bool:
+        """``y``, ``n``, or ``<``."""
+        letters = "Y/n" if default else "y/N"
+
+        def check(line: str) -> str:
+            return "" if line.lower() in ("", "y", "yes", "n", "no") else "y or n"
+
+        answer = self.text(f"{question} [{letters}]", check=check).lower()
+        return default if not answer else answer.startswith("y")
+
+
+class Defaults:
+    """Nobody: every question gets its default."""
+
+    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        """The default."""
+        return default
+
+    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+        """The default. Raises ConfigInvalid where there is none."""
+        if wrong := check(default):
+            raise ConfigInvalid(f"'{question}' needs an answer: {wrong}", next_step="edgepipe setup --help")
+        return default
+
+    def confirm(self, question: str, *, default: bool) -> bool:
+        """The default."""
+        return default
+
+
+def _understood(answer: str | None) -> str:
+    if answer is None:  # ^C or ^D
+        raise Quit
+    if answer.strip().endswith(BACK):  # typed behind a default, too
+        raise Back
+    return answer
+
+
+def say(text: str = "", *, style: str = "") -> None:
+    """A line of the wizard, wrapped below its own beginning."""
+    console = make_console()
+    indent = " " * (len(text) - len(text.lstrip()))
+    for part in printable(text).split("\n"):
+        console.print(_wrapped(part.strip(), indent, console.width), style=style or None, markup=False)
+
+
+def done(text: str) -> None:
+    """Something that is as it should be."""
+    _marked("✓", "green", text)
+
+
+def warn(text: str, *, remedy: str = "") -> None:
+    """Something that is not, and what to do."""
+    _marked("!", "yellow", text)
+    if remedy:
+        say(f"       {remedy}", style="dim")
+
+
+def _marked(mark: str, style: str, text: str) -> None:
+    console = make_console()
+    body = _wrapped(printable(text), " " * 7, console.width).lstrip()
+    console.print(f"     [{style}]{mark}[/{style}] ", end="")
+    console.print(body, markup=False, soft_wrap=True)
+
+
+def _wrapped(text: str, indent: str, width: int) -> str:
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)

@@ -1,0 +1,99 @@
+"""Which models fit this cluster, and how fast they would be. Estimates from memory and matrix rates alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.daemon.rooms import rooms_of
+from edgepipe.ids import NodeId
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.preview import ModelFit, which_fit
+from edgepipe.planner.profiles import Links, Machine, estimated_speed
+from edgepipe.units import LinkShape, format_bytes
+
+if TYPE_CHECKING:
+    from edgepipe.planner.placement import NodeRoom
+    from edgepipe.wire.v1 import common_pb2
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+CATALOGUE: Mapping[str, str] = {
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "smollm2-135m": "demo",
+}
+"""Well-known models by shape, and what ``models pull`` calls them; the demo model needs no hub."""
+
+_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a cable at home
+_WIFI_MS = 3.0  # round trips above this are radio's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A model that can be chosen."""
+
+    source: str  # for ``models pull``
+    text: str  # one line for people
+
+
+def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
+    """Those that fit, the largest first, and those that do not."""
+    alive = [member.node for member in status.members if member.state == "alive"]
+    rooms = {room.node_id: room for node in alive for room in rooms_of(node, "auto")}
+    links = Links(assumed=_worst_link(status))
+    machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
+    found = which_fit(machines, links)
+    good = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is not None]
+    bad = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is None]
+    return good, bad
+
+
+def _machines(status: pb.ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
+    config = named_shape(model)
+    machines: list[Machine] = []
+    for member in status.members:
+        room = rooms.get(NodeId(member.node.node_id))
+        if room is None or not member.node.devices:
+            continue
+        profile = _profile(member.node.devices[0].profile)
+        speed = estimated_speed(profile, config, bytes_per_weight=room.bytes_per_weight)
+        machines.append(Machine(room=room, device=profile.name or profile.device, speed=speed))
+    return machines
+
+
+def _profile(wire: common_pb2.DeviceProfile) -> DeviceProfile:
+    return DeviceProfile(
+        backend=wire.backend,
+        device=wire.device,
+        name=wire.name,
+        compute_dtype=wire.compute_dtype,
+        memory_total_bytes=wire.memory_total_bytes,
+        memory_free_bytes=wire.memory_free_bytes,
+        bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s,
+        flops=wire.flops,
+    )
+
+
+def _worst_link(status: pb.ClusterStatus) -> LinkShape:
+    """By round trips: rates are not measured yet."""
+    worst_ms = max((member.rtt_ms for member in status.members if not member.self), default=0.0)
+    if not worst_ms:
+        return _UNMEASURED
+    rate = 180e6 / 8 if worst_ms > _WIFI_MS else _UNMEASURED.bytes_per_s
+    return LinkShape(bytes_per_s=rate, one_way_s=worst_ms / 2e3)
+
+
+def _text(one: ModelFit) -> str:
+    size = format_bytes(one.weight_bytes)
+    name = CATALOGUE[one.model]
+    if one.plan is None:
+        return f"{name:<36} {size:>9}  does not fit"
+    stages = one.plan.stages
+    where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
+    return f"{name:<36} {size:>9}  {where:<10} ~{one.plan.one.tokens_per_s:.0f} tok/s"

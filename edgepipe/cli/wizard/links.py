@@ -1,0 +1,36 @@
+"""What a link means for a pipeline, in words. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
+_TOKEN_MS = 40.0  # of such a model over two good machines
+_FINE, _NOTICEABLE = 0.1, 0.3  # of a token's time
+_PROMPT_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """For people."""
+
+    text: str
+    good: bool
+
+
+def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
+    """Judged by one chat with a 32B model over two stages; ``bytes_per_s`` 0: not measured."""
+    if rtt_ms <= 0:
+        return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
+    rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
+    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there, and the token back
+    share = added_ms / _TOKEN_MS
+    if share <= _FINE:
+        verdict = "fine for 2 stages of a 32B model"
+    else:
+        longer = f"each token of a 32B model over 2 stages takes {added_ms:.0f} ms longer"
+        verdict = f"{longer}; a cable helps" if share <= _NOTICEABLE else f"slow: {longer}; use a cable"
+    prompt = ""
+    if bytes_per_s and (upload_s := _PROMPT_TOKENS * _HOP_BYTES / bytes_per_s) > 0.5:
+        prompt = f"; a prompt of {_PROMPT_TOKENS} tokens {upload_s:.1f} s"
+    return Meaning(text=f"{rtt_ms:.1f} ms{rate}: {verdict}{prompt}", good=share <= _FINE)

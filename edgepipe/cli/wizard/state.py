@@ -1,0 +1,46 @@
+"""What the wizard was told by flags and has found out so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.wizard.asking import Asking
+
+if TYPE_CHECKING:
+    from edgepipe.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Flags; None or empty: ask."""
+
+    name: str = ""
+    cluster: str = ""
+    join: str = ""  # a pairing code
+    host: str = ""
+    model: str = ""
+    skip_model: bool = False
+    service: bool | None = None
+    invite: bool | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """One run of the wizard."""
+
+    asking: Asking
+    given: Given
+    config: Config
+    settings_file: Path
+    name: str = ""
+    joined: bool = False  # in this run
+    model: str = ""
+    commands: list[str] = field(default_factory=list[str])  # that would have done the same
+    node_pid: int = 0  # of the node that the wizard started; 0: it ran already, or the service runs it
+
+    @property
+    def data_dir(self) -> Path:
+        """Of this machine's node."""
+        return self.config.data_dir

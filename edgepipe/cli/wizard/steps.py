@@ -1,0 +1,454 @@
+"""The six steps. Each looks first, asks at most what cannot be measured, and does nothing that is done already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import connect, run_async
+from edgepipe.cli.doctor import machine_findings, network_facts
+from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, network_findings
+from edgepipe.cli.node_process import start_in_background
+from edgepipe.cli.settings_file import write_settings
+from edgepipe.cli.wizard.asking import Choice, done, say, warn
+from edgepipe.cli.wizard.fits import fitting_models
+from edgepipe.cli.wizard.links import link_meaning
+from edgepipe.cli.wizard.state import Setup
+from edgepipe.errors import (
+    ConfigInvalid,
+    EdgepipeError,
+    NodeUnreachable,
+    NoPeersFound,
+    PairingRejected,
+)
+from edgepipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgepipe.cluster.discovery import Announcement
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+Step = Callable[[Setup], None]
+
+_LISTEN_S = 4.0
+_CODE_TRIES = 3
+_ROUND_TRIPS = 10
+_PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
+_DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
+_NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
+
+
+def machine(setup: Setup) -> None:
+    """What this machine is and has; its name."""
+    say("1/6  This machine", style="bold")
+    for finding in machine_findings(setup.config):
+        _show(finding)
+    for finding in network_findings(network_facts(setup.config), _ports(setup)):
+        _show(finding)
+    status = _status(setup)
+    if status is not None:
+        setup.name = next(member.node.name for member in status.members if member.self)
+        done(f"its node runs already, as '{setup.name}'")
+        return
+    default = setup.name or setup.config.name
+    setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
+    write_settings(setup.settings_file, {"name": setup.name})
+
+
+def cluster(setup: Setup) -> None:
+    """Join a cluster that is there, or create one. The node runs afterwards."""
+    say("\n2/6  Cluster", style="bold")
+    status = _status(setup)
+    if status is not None and len(status.members) > 1 and not setup.given.join:
+        done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
+        return
+    if setup.given.join:
+        _join(setup, setup.given.join, setup.given.host)
+    elif setup.given.cluster:
+        _create(setup, setup.given.cluster, status)
+    else:
+        _choose_cluster(setup, status)
+
+
+def others(setup: Setup) -> None:
+    """Let other machines in."""
+    say("\n3/6  Your other machines", style="bold")
+    if setup.given.invite is False:
+        say("     later: edgepipe node invite", style="dim")
+        return
+    wanted = setup.given.invite or setup.asking.confirm("Add another machine now?", default=False)
+    while wanted:
+        _invite(setup)
+        wanted = setup.given.invite is None and setup.asking.confirm("Add one more?", default=False)
+    say("     any time: edgepipe node invite here, edgepipe setup there", style="dim")
+
+
+def links(setup: Setup) -> None:
+    """How far the others are, and what that means."""
+    say("\n4/6  Links", style="bold")
+    status = _status_with_peers(setup)
+    peers = [member for member in status.members if not member.self] if status is not None else []
+    if not peers:
+        say("     nothing to measure: this machine is alone", style="dim")
+    best_ms = _best_round_trips(setup) if peers else {}
+    for member in peers:
+        name = f"{setup.name} - {member.node.name}"
+        rtt_ms = best_ms.get(member.node.node_id, member.rtt_ms)
+        meaning = link_meaning(rtt_ms=rtt_ms, bytes_per_s=0.0)
+        (done if meaning.good else warn)(f"{name}: {meaning.text}")
+
+
+def model(setup: Setup) -> None:
+    """Which models fit, and one of them on this disk."""
+    say("\n5/6  Model", style="bold")
+    if setup.given.skip_model:
+        say("     later: edgepipe models pull MODEL", style="dim")
+        return
+    name = setup.given.model or _choose_model(setup)
+    if name == _SKIP:
+        say("     later: edgepipe models pull MODEL", style="dim")
+        return
+    from edgepipe.cli.models import pull_model
+
+    result = pull_model(setup.config.models_dir, name)
+    setup.model = result.model_id
+    setup.commands.append(f"edgepipe models pull {name}")
+    done(f"{result.model_id} is {'already ' * result.already_here}on this disk")
+
+
+def service(setup: Setup) -> None:
+    """Start at boot?"""
+    say("\n6/6  At boot", style="bold")
+    from edgepipe.cli.service import install_service, read_state, run_command, service_plan
+
+    plan = service_plan(setup.data_dir, system=False)
+    if read_state(plan, run_command)["state"] == "active":
+        done(f"the service runs: {plan.path}")
+        return
+    wanted = setup.given.service
+    if wanted is None:
+        wanted = setup.asking.confirm(f"Start edgepipe at boot? ({plan.manager.value})", default=False)
+    if not wanted:
+        say("     later: edgepipe service install", style="dim")
+        return
+    _stop_own(setup)
+    try:
+        install_service(plan)
+    except EdgepipeError as error:
+        warn(error.what, remedy=error.fact)
+        _start(setup)
+        return
+    setup.commands.append("edgepipe service install")
+    done(f"{plan.path}")
+
+
+STEPS: Sequence[Step] = (machine, cluster, others, links, model, service)
+
+
+def show_end(setup: Setup) -> None:
+    """What to type next, and what would have done the same."""
+    say("\nReady.", style="bold")
+    status = _status(setup)
+    own = next((member.node for member in status.members if member.self), None) if status is not None else None
+    say(f"   chat       edgepipe chat{f' --model {setup.model}' if setup.model else ''}")
+    if own is not None:
+        say(f"   API        http://127.0.0.1:{own.http_port}/v1")
+    say("   look       edgepipe status            something wrong?  edgepipe doctor")
+    if setup.node_pid:
+        say("   the node runs until this machine is switched off, or: edgepipe node stop")
+    if setup.commands:
+        say("\nThe same without questions:", style="dim")
+        for command in setup.commands:
+            say(f"   {command}", style="dim")
+
+
+def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
+    own = status.node_id if status is not None else ""
+    while True:
+        say(f"     listening for other nodes, {_LISTEN_S:.0f} s ...", style="dim")
+        found = [one for one in _browse() if one.node_id != own]
+        if not found:
+            _tell_silence(setup)
+        choices = [
+            Choice(value=one.address, text=f"join '{one.cluster_name}', found on {one.node_name} ({one.host})")
+            for one in _one_per_cluster(found)
+        ]
+        inviting = [one for one in found if one.pairing_port]
+        keep = (
+            f"keep '{status.cluster_name}' of this machine" if status else "this is my first machine: create a cluster"
+        )
+        default = choices[0].value if inviting or (choices and not status) else _NEW
+        choices += [
+            Choice(value=_NEW, text=keep),
+            Choice(value=_ADDRESS, text="join by address"),
+            Choice(value=_AGAIN, text="look again"),
+            Choice(value=_DOCTOR, text="find out what is in the way"),
+            Choice(value=_QUIT, text="quit"),
+        ]
+        answer = setup.asking.choose("Which cluster?", choices, default=default)
+        if answer == _QUIT:
+            raise NoPeersFound(fact="the setup was ended there", next_step="edgepipe setup    (goes on where it was)")
+        if answer == _DOCTOR:
+            _diagnose(setup)
+        elif answer == _NEW:
+            if status is None:
+                name = setup.asking.text("Name of the cluster:", default=setup.config.cluster or "home", check=_name)
+                _create(setup, name, status)
+            return
+        elif answer == _ADDRESS:
+            host = setup.asking.text("Address of a machine that runs edgepipe:", check=_filled)
+            if _reachable(setup, host) and _join_asking(setup, host):
+                return
+        elif answer != _AGAIN and _join_asking(setup, _pairing_place(found, answer)):
+            return
+
+
+def _join_asking(setup: Setup, host: str) -> bool:
+    """Ask for the code, at most as often as the other side allows. False: back to the choice."""
+    say("     on that machine: edgepipe node invite    (it shows a code)", style="dim")
+    for tries in range(_CODE_TRIES, 0, -1):
+        code = setup.asking.text("Code shown there:", check=_code)
+        try:
+            _join(setup, code, host)
+        except PairingRejected as error:
+            warn(error.what, remedy=error.fact or error.next_step)
+            if tries == 1:
+                raise
+        except NodeUnreachable as error:
+            warn(error.what, remedy=error.fact)
+            return False
+        except EdgepipeError as error:
+            warn(error.what, remedy=error.next_step)
+            return False
+        else:
+            return True
+    return False
+
+
+def _join(setup: Setup, code: str, host: str) -> None:
+    from edgepipe.cli.joining import join
+
+    joined = run_async(join(setup.data_dir, node_name=setup.name, code=code, host=host, new_identity=False))
+    setup.joined = True
+    setup.commands.append(f"edgepipe node join {f'--host {host} ' if host else ''}CODE")
+    done(f"joined '{joined.cluster_name}' with {joined.num_peers} more")
+    _start(setup)
+
+
+def _create(setup: Setup, name: str, status: pb.ClusterStatus | None) -> None:
+    if status is None:
+        _start(setup, "--cluster", name)
+        setup.commands.append(f"edgepipe node start --cluster {name}")
+        done(f"created '{name}'")
+    elif status.cluster_name != name:
+        warn(f"this node has a cluster of its own already: '{status.cluster_name}'", remedy="it keeps that name")
+    else:
+        done(f"this node has its cluster: '{name}'")
+
+
+def _start(setup: Setup, *flags: str) -> None:
+    """Start this machine's node unless it runs."""
+    if _status(setup) is not None:
+        return
+    told = start_in_background(setup.data_dir, flags, name=setup.name)
+    setup.node_pid = told["pid"]
+    done(f"the node runs at {told['address']}")
+
+
+def _stop_own(setup: Setup) -> None:
+    """End the node that the wizard started: the service starts it again."""
+    if _status(setup) is not None:
+        from edgepipe.cli.node import stop
+
+        stop(setup.data_dir)
+    setup.node_pid = 0
+
+
+def _invite(setup: Setup) -> None:
+    from edgepipe.cli.inviting import invite
+    from edgepipe.wire.v1 import trust_pb2
+
+    try:
+        run_async(invite(setup.data_dir, trust_pb2.InviteStart(), as_json=False))
+    except KeyboardInterrupt:
+        say("\n     the invitation is over", style="dim")
+    except EdgepipeError as error:
+        warn(error.what, remedy=error.fact)
+
+
+def _choose_model(setup: Setup) -> str:
+    status = _status_with_devices(setup)
+    good, bad = fitting_models(status) if status is not None else ([], [])
+    free = sum(device.free_bytes for member in status.members for device in member.node.devices) if status else 0
+    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
+    for one in bad:
+        say(f"       {one.text}", style="dim")
+    choices = [Choice(value=one.source, text=one.text) for one in good]
+    choices += [
+        Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
+        Choice(value=_SKIP, text="none now"),
+    ]
+    default = choices[0].value if good else _SKIP
+    answer = setup.asking.choose("Which model?", choices, default=default)
+    return setup.asking.text("Model:", check=_filled) if answer == _OTHER else answer
+
+
+def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
+    """The status once every device has been measured, or has failed."""
+    from edgepipe.cli.local_cluster import wait_until_joined
+
+    async def ask() -> pb.ClusterStatus | None:
+        async with connect(setup.data_dir) as admin:
+            count = len((await admin.status()).members)
+            return await wait_until_joined(admin, num_nodes=count, timeout_s=_DEVICE_S) or await admin.status()
+
+    say("     measuring devices ...", style="dim")
+    with suppress(EdgepipeError):
+        return run_async(ask())
+    return None
+
+
+def _tell_silence(setup: Setup) -> None:
+    """Nobody was heard: what could be checked from here."""
+    from edgepipe.cli.doctor import look_at_multicast
+
+    facts = network_facts(setup.config)
+    warn(f"nobody announced itself within {_LISTEN_S:.0f} s")
+    if facts.address:
+        probe = run_async(look_at_multicast(facts))
+        _show(multicast_findings(probe, facts, known_peers=0, family="IPv4"))
+    say(
+        f"       the others must be in the same network; this machine is at {facts.address or 'no address'}",
+        style="dim",
+    )
+
+
+def _reachable(setup: Setup, host: str) -> bool:
+    """Try the address before a code is asked for, and say what is in the way."""
+    from edgepipe.cli.findings import reach_finding
+    from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_tcp
+
+    name, _, port = host.partition(":")
+    ports = _ports(setup)
+    probe = run_async(probe_tcp(name, ports.last if not port else int(port), timeout_s=3.0))
+    if probe.reach is Reach.OPEN:
+        return True
+    if probe.reach is Reach.REFUSED:
+        warn(f"{name} answers, but it invites nobody now", remedy="on that machine: edgepipe node invite")
+        return False
+    finding = reach_finding(probe, name, network_facts(setup.config), ports, neighbour_known=neighbour_is_known(name))
+    _show(finding)
+    return False
+
+
+def _diagnose(setup: Setup) -> None:
+    from edgepipe.cli.doctor import examine
+
+    asyncio.run(examine(setup.config, [], say=_show))
+
+
+def _browse() -> list[Announcement]:
+    from edgepipe.cluster.browsing import browse
+
+    return run_async(browse(listen_s=_LISTEN_S, until=lambda one: bool(one.pairing_port)))
+
+
+def _one_per_cluster(found: Sequence[Announcement]) -> list[Announcement]:
+    """A node of each, an inviting one where there is one."""
+    ranked = sorted(found, key=lambda one: (not one.pairing_port, one.cluster_name, one.node_name))
+    return list({one.cluster_id: one for one in reversed(ranked)}.values())[::-1]
+
+
+def _pairing_place(found: Sequence[Announcement], address: str) -> str:
+    """HOST or HOST:PORT where that cluster can be joined."""
+    chosen = next(one for one in found if one.address == address)
+    inviting = next((one for one in found if one.cluster_id == chosen.cluster_id and one.pairing_port), None)
+    return f"{inviting.host}:{inviting.pairing_port}" if inviting else chosen.host
+
+
+def _status(setup: Setup) -> pb.ClusterStatus | None:
+    """Of the running node; None while none runs."""
+
+    async def ask() -> pb.ClusterStatus:
+        async with connect(setup.data_dir) as admin:
+            return await admin.status()
+
+    with suppress(EdgepipeError):
+        return run_async(ask())
+    return None
+
+
+def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
+    """The status once every paired node is seen with a round trip, or after a while without those that are off."""
+
+    async def ask() -> pb.ClusterStatus:
+        async with connect(setup.data_dir) as admin:
+            paired = len((await admin.peers()).peers)
+            if paired > 1:
+                say(f"     waiting for the others, {_PEERS_S:.0f} s at the most ...", style="dim")
+            status = await admin.status()
+            for _ in range(round(_PEERS_S / _LOOK_S)):
+                if sum(member.self or member.rtt_ms > 0 for member in status.members) >= paired:
+                    break
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+                status = await admin.status()
+            return status
+
+    with suppress(EdgepipeError):
+        return run_async(ask())
+    return None
+
+
+def _best_round_trips(setup: Setup) -> dict[str, float]:
+    """The shortest of several, by node: the others tell of the machines' load, not of the link."""
+    best_ms: dict[str, float] = {}
+
+    async def ask() -> None:
+        async with connect(setup.data_dir) as admin:
+            for _ in range(_ROUND_TRIPS):
+                for member in (await admin.status()).members:
+                    if member.rtt_ms > 0:
+                        node_id = member.node.node_id
+                        best_ms[node_id] = min(best_ms.get(node_id, member.rtt_ms), member.rtt_ms)
+                await asyncio.sleep(_LOOK_S)
+
+    with suppress(EdgepipeError):
+        run_async(ask())
+    return best_ms
+
+
+def _ports(setup: Setup) -> Ports:
+    return Ports(node=setup.config.port or 7117, http=setup.config.http_port or 8117)
+
+
+def _show(finding: Finding) -> None:
+    text = finding.what + (f" ({finding.fact})" if finding.fact else "")
+    if finding.level in (Level.OK, Level.NOTE):
+        done(text)
+    else:
+        warn(text, remedy=finding.remedy)
+
+
+def _name(text: str) -> str:
+    from edgepipe.config import load_config
+
+    try:
+        load_config({"name": text}, environ={})
+    except ConfigInvalid as error:
+        return error.next_step
+    return ""
+
+
+def _code(text: str) -> str:
+    from edgepipe.cluster.codes import read_code
+
+    try:
+        read_code(text)
+    except ConfigInvalid as error:
+        return error.fact
+    return ""
+
+
+def _filled(text: str) -> str:
+    return "" if text else "type something"

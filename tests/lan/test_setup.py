@@ -1,0 +1,178 @@
+"""``edgepipe setup`` on real terminals of two machines: the good way, and the bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from edgepipe.testing.lan import LanHost, LanLab
+from tests.terminal import Terminal
+
+pytestmark = pytest.mark.lan
+
+DOWN, CLEAR_LINE = "\x1b[B", "\x15"
+
+
+@pytest.fixture
+async def lan() -> AsyncIterator[LanLab]:
+    async with LanLab(hosts=["gamer", "studio"]) as lab:
+        yield lab
+
+
+def environment(host: LanHost) -> dict[str, str]:
+    """A home of its own, an emulated device, a system without systemd."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
+    home = str(host.folder)
+    own = {
+        "HOME": home,
+        "XDG_CONFIG_HOME": home,
+        "XDG_DATA_HOME": home,
+        "COLUMNS": "80",
+        "EDGEPIPE_BACKEND": "emulated",
+    }
+    return kept | own | {"EDGEPIPE_INSECURE_LAN": "1"}
+
+
+def edgepipe(host: LanHost, *args: str) -> list[str]:
+    """The command line on that machine."""
+    return host.command([sys.executable, "-P", "-m", "edgepipe.cli", *args])
+
+
+def setup(host: LanHost, *args: str) -> Terminal:
+    """The wizard on that machine's terminal."""
+    return Terminal(edgepipe(host, "setup", *args), environment=environment(host), lines=60)
+
+
+def run(host: LanHost, *args: str) -> subprocess.CompletedProcess[str]:
+    """A command without a terminal."""
+    return subprocess.run(
+        edgepipe(host, *args), env=environment(host), capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+def members(host: LanHost) -> list[str]:
+    """Names of the nodes that a machine sees."""
+    status = json.loads(run(host, "status", "--json").stdout)
+    return sorted(member["node"]["name"] for member in status["members"] if member["state"] == "alive")
+
+
+def pairing_code(terminal: Terminal) -> str:
+    """As the inviting side shows it."""
+    terminal.until("pairing code:")
+    found = re.search(r"pairing code:\s+(\S+)", terminal.text())
+    assert found is not None
+    return found.group(1)
+
+
+def test_two_machines_become_a_cluster(lan: LanLab) -> None:
+    gamer, studio = lan.host("gamer"), lan.host("studio")
+    with setup(gamer) as first, setup(studio) as second:
+        first.until("Name of this machine:")
+        first.send(f"{CLEAR_LINE}gamer\r")
+        first.until("Which cluster?")
+        first.until("create a cluster")
+        first.send("\r")
+        first.until("Name of the cluster:")
+        first.send("<\r")  # back to the first step
+        first.until("Name of this machine:", count=2)
+        first.send("\r")
+        first.until("Which cluster?", count=2)
+        first.send("\r")
+        first.until("Name of the cluster:", count=2)
+        first.send(f"{CLEAR_LINE}kitchen\r")
+        first.until("Add another machine now?")
+        first.send("y\r")
+        code = pairing_code(first)
+        second.until("Name of this machine:")
+        second.send(f"{CLEAR_LINE}studio\r")
+        second.until("join 'kitchen', found on gamer (10.77.0.1)")
+        second.send("\r")
+        second.until("Code shown there:")
+        second.send(f"{'1111-2222' if code != '1111-2222' else '3333-4444'}\r")
+        second.until("Code shown there:", count=2)
+        second.send(f"{code}\r")
+        first.until("let it join?")
+        first.send("y\r")
+        first.until("'studio' joined")
+        second.until("joined 'kitchen' with 1 more")
+        second.until("Add another machine now?")
+        first.until("Add one more?")
+        for terminal in (first, second):
+            terminal.send("\r")
+            terminal.until("of a 32B model")
+            terminal.until("Which model?")
+            terminal.until("Qwen/Qwen3-8B")
+            terminal.until("none now")
+            terminal.send("\x1b[A" * 2 + "\r")  # from the first choice up and round: "go back", "none now"
+            terminal.until("Start edgepipe at boot?")
+            terminal.send("n\r")
+            assert terminal.exit_code() == 0
+            assert "edgepipe chat" in terminal.text()
+            assert max(map(len, terminal.text().splitlines())) <= 80
+    assert members(gamer) == members(studio) == ["gamer", "studio"]
+    again = run(studio, "setup", "--yes")
+    assert again.returncode == 0
+    assert "already in 'kitchen' with 1 more" in again.stdout
+
+
+def test_nobody_is_there(lan: LanLab) -> None:
+    with setup(lan.host("gamer")) as terminal:
+        terminal.until("Name of this machine:")
+        terminal.send("\r")
+        terminal.until("nobody announced itself")
+        terminal.until("nobody answered mDNS over IPv4")
+        terminal.until("this machine is at 10.77.0.1")
+        terminal.until("Which cluster?")
+        terminal.send(DOWN + "\r")  # join by address
+        terminal.until("Address of a machine")
+        terminal.send("10.77.0.2\r")
+        terminal.until("10.77.0.2 answers, but it invites nobody now")
+        terminal.until("Which cluster?", count=2)
+        terminal.send(DOWN * 4 + "\r")  # quit
+        assert terminal.exit_code() == 4
+
+
+def test_flags_answer_everything(lan: LanLab) -> None:
+    gamer, studio = lan.host("gamer"), lan.host("studio")
+    done = run(gamer, "setup", "--yes", "--name", "gamer", "--cluster", "attic")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "created 'attic'" in done.stdout
+    inviting = subprocess.Popen(
+        edgepipe(gamer, "node", "invite", "--yes", "--json"),
+        env=environment(gamer),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert inviting.stdout is not None
+    text = ""
+    while '"code"' not in text:
+        text += inviting.stdout.readline()
+    code = re.search(r'"code": "([^"]+)"', text)
+    assert code is not None
+    joined = run(studio, "setup", "--yes", "--name", "studio", "--join", code.group(1))
+    assert (joined.returncode, joined.stderr) == (0, "")
+    assert "joined 'attic' with 1 more" in joined.stdout
+    inviting.communicate(timeout=30)
+    assert "studio" in members(studio)
+    wrong = run(studio, "setup", "--yes", "--join", "1111-2222")
+    assert wrong.returncode in (4, 5)
+
+
+def test_without_a_terminal_it_says_how(lan: LanLab) -> None:
+    done = run(lan.host("gamer"), "setup")
+    assert done.returncode == 2
+    assert "edgepipe setup --yes" in done.stderr
+
+
+def test_it_can_be_stopped(lan: LanLab) -> None:
+    with setup(lan.host("gamer")) as terminal:
+        terminal.until("Name of this machine:")
+        terminal.send("\x03")
+        assert terminal.exit_code() == 130
+        assert "goes on where it was" in terminal.text()
