@@ -9,7 +9,7 @@ from local_nodes import Answer, Node, complete, decode_rate, running_nodes
 
 from edgepipe.model.store import StoredModel
 
-_ROUNDS = 3
+_ROUNDS = 2
 _HALVES = "n0:0-14,n1:15-29"
 _PREFIX_TOKENS = 1000
 _USERS = 16
@@ -46,14 +46,14 @@ def _serve(node: Node, *flags: str) -> None:
 
 
 def _rate(node: Node) -> float:
-    return statistics.median(decode_rate(complete(node, _PROMPTS, max_tokens=48)) for _ in range(_ROUNDS))
+    return statistics.median(decode_rate(complete(node, _PROMPTS, max_tokens=32)) for _ in range(_ROUNDS))
 
 
 def _step_ms(node: Node) -> list[float]:
     """Each stage's own time for half of the users, with nothing beside it."""
     found: list[list[float]] = []
     for _ in range(_ROUNDS):
-        complete(node, _PROMPTS[: _USERS // 2], max_tokens=32)
+        complete(node, _PROMPTS[: _USERS // 2], max_tokens=16)
         (engine,) = node.status()["engines"]
         found.append([float(stage["step_ms"]) for stage in engine["stages"]])
     return [statistics.median(times) for times in zip(*found, strict=True)]
