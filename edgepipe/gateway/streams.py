@@ -114,7 +114,8 @@ class EventStream(Response):
 
     async def _beat(self, send: Send) -> None:
         """Comments, where nothing else was sent for a while."""
-        sent, silent_s, recovering, every_s = self._sent, 0.0, False, self._timeouts.recovering_s
+        sent, silent_s, recovering = self._sent, 0.0, False
+        every_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s)
         while self._heartbeat:
             await asyncio.sleep(every_s)
             news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0

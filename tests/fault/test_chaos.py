@@ -17,7 +17,22 @@ from edgepipe.testing.chaos import ChaosRun, chaos_cluster
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 SEED = int(os.environ.get("EP_CHAOS_SEED", "11"))
-LONG_ROUNDS = 18
+LONG_ROUNDS = 14
+NOT_HERE = {
+    "P11 X4": "the machine that holds the client is lost: its streams end",
+    "P12": "a stage that never loads: a minute; tests/unit/daemon holds the watch to it",
+    "P14 P17 T5": "planned moves are not tried with faults",
+    "R1": "no backend has a way to make an allocation fail",
+    "R2": "a full KV cache: tests/unit/scheduler and the simulator's small pools",
+    "R3": "no budget is cut after two kills by the system: not built",
+    "R4 R5 R8": "full and read-only disks: not tried in mid-answer",
+    "R6": "few descriptors: not tried",
+    "R7": "full load: scripts/bench faults --only load",
+    "R9": "floods of log lines: one line each, by telemetry.log.Once",
+    "R10": "half an hour of faults: scripts/bench faults --full",
+    "T1 T2 T4": "by injected clocks: tests/unit/cluster/test_sleep.py",
+    "T3": "certificates hold from 2020 to 2049: tests/unit/link/test_certificates.py",
+}
 
 CASES = {
     "P1 killed in prefill": ("kill stage", {"strike_at": 0.0}),
@@ -34,7 +49,10 @@ CASES = {
 }
 TWICE = ("P2 P3 P4 killed at any moment", "P5 crash", "P6 two at once", "P16 stage told to end")
 SLOW_CASES = {
-    "P7 stage hangs, thaws": ("stop stage", {}),
+    "P7 P8 stage hangs, thaws": ("stop stage", {}),
+    "P10 engine killed": ("kill engine", {}),
+    "P18 P19 daemon killed alone": ("kill daemon", {}),
+    "a power cut": ("kill node", {}),
     "P9 X7 node freezes, thaws": ("stop node", {}),
 }
 
@@ -64,10 +82,14 @@ async def test_most_faults_met_streams_under_way(run: ChaosRun):
     assert len(in_time) >= 0.7 * len(run.trials), [trial.fault for trial in run.trials if not trial.in_time]
 
 
+@pytest.mark.parametrize("case", NOT_HERE)
+async def test_what_is_not_tried_here(case: str):
+    pytest.skip(f"{case}: {NOT_HERE[case]}")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(LONG_ROUNDS))
 async def test_streams_go_on_in_many_rounds(run: ChaosRun, part: int):
-    for fault, settings in CASES.values():
-        await run.trial(fault, **settings)
+    for fault, settings in (*CASES.values(), *CASES.values(), *SLOW_CASES.values()):
         await run.trial(fault, **settings)
