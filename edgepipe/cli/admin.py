@@ -19,6 +19,7 @@ from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
 
 _PEER = "this machine's node"
 _RPC_S = 5.0
+_SURVEY_S = 120.0  # a layer on every device, every link
 _SERVE_S = 3600.0  # a first load may fetch a model over the network
 _INVITE_S = 25 * 3600.0  # a long string is valid for a day at most
 _JOIN_S = 240.0  # the host's person has a minute
@@ -46,6 +47,12 @@ class Admin:
         with translated(_PEER):
             async for event in self._stub.Serve(request, timeout=_SERVE_S):
                 yield event
+
+    async def survey(self, model: str, *, dtype: str) -> pb.SurveyReply:
+        """What a plan for a model is made of; measures what is not known yet. Raises ModelUnknown, LinkNotMeasured."""
+        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype)
+        with translated(_PEER):
+            return await self._stub.Survey(request, timeout=_SURVEY_S)
 
     async def stop_model(self, model: str) -> list[str]:
         """Stop a model (empty: all); the names of those stopped. Raises ModelUnknown."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, Json
+from edgepipe.cli.options import DataDir, Exclude, First, Json, ObjectiveName, data_dir_of
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 _CONVERSATION_TOKENS = 4096  # a long chat, when nobody says
 _READ_TOKENS = 1024  # that a token attends to on average, when nobody says
-
-ObjectiveName = Annotated[str, typer.Option("--objective", help="latency: one chat's speed; throughput: of all.")]
-Exclude = Annotated[str, typer.Option("--exclude", help="Nodes to leave out: a,b.", show_default=False)]
-First = Annotated[str, typer.Option("--first", help="The node that holds the first layers.", show_default=False)]
 
 
 def plan(
@@ -100,7 +96,16 @@ def _imagined(model: str, devices: str, link: str) -> Cluster:
 
 
 def _surveyed(model: str, dtype: str, data_dir: Path | None) -> Cluster:
-    raise ConfigInvalid("only --emulate")
+    """The cluster of this machine's node, with what is not known measured first."""
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.wire.profiles import cluster_from_wire
+
+    async def work(folder: Path) -> Cluster:
+        async with connect(folder) as admin:
+            return cluster_from_wire(await admin.survey(model, dtype=dtype))
+
+    with make_console(stderr=True).status("measuring devices and links"):
+        return run_async(work(data_dir_of(data_dir)))
 
 
 def _all_memory(cluster: Cluster) -> Cluster:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, complete_model, data_dir_of
+from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, complete_model, data_dir_of
 from edgepipe.cli.output import make_console, printable
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
@@ -23,8 +23,12 @@ def serve(
             help="A model of 'edgepipe models list' on any node of the cluster.", autocompletion=complete_model
         ),
     ],
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as few as hold it.")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as is best.")] = 0,
     plan: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
+    exclude: Exclude = "",
+    first: First = "",
+    objective: ObjectiveName = "",
+    concurrency: Annotated[int, typer.Option("--concurrency", min=0, help="Chats side by side; 0: some.")] = 0,
     micro_batches: Annotated[str, typer.Option("--micro-batches", help="Micro-batches in flight: auto or K.")] = "auto",
     policy: Annotated[str, typer.Option("--policy", help="Of the scheduler: throttled or sarathi.")] = "throttled",
     context: Annotated[int, typer.Option("--context", min=0, help="Tokens per conversation; 0: the model's.")] = 0,
@@ -38,6 +42,10 @@ def serve(
 
     if nodes and plan:
         raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
+    if first and plan:
+        raise ConfigInvalid("--first and --plan contradict each other", next_step="give one of them")
+    if objective not in ("", "latency", "throughput"):
+        raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
     request = serve_request(
         model,
         nodes=nodes,
@@ -49,6 +57,9 @@ def serve(
         dtype=dtype,
         activations=activations,
     )
+    request.exclude.extend(name.strip() for name in exclude.split(",") if name.strip())
+    request.first, request.throughput = first, objective == "throughput"
+    request.concurrency, request.must_keep_context = concurrency, bool(context)
 
     async def work(folder: Path) -> engine_pb2.EngineState:
         async with connect(folder) as admin:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from functools import partial
 from pathlib import Path
 
 from edgepipe.backend.loader import create_backend
+from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
 from edgepipe.daemon.child_link import DaemonLink
@@ -14,15 +17,21 @@ from edgepipe.daemon.child_progress import report_progress
 from edgepipe.daemon.child_server import bind_one_of
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import SystemClock
+from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
+from edgepipe.model.config_json import config_from_json
 from edgepipe.model.store import StoredModel
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import open_weights
 from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
 from edgepipe.wire.common import activation_type_from_wire, make_hello, profile_to_wire, slices_from_wire
+from edgepipe.wire.profiles import layer_profile_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 _IMPORT_S = 60.0  # a spare that makes its backend anew may hold the interpreter for long
 _LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
@@ -45,6 +54,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         async for command in link.commands():
             if command.HasField("pause") and stage is not None:
                 stage.pause(paused=command.pause.paused)
+            if command.HasField("profile") and stage is None:
+                await _profile(compute, backend, link, command.profile, profile, clock)
             if not command.HasField("load") or stage is not None:
                 continue
             if (wanted := _options(settings, command.load)) != options:
@@ -76,6 +87,26 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             await stage.close()
         if network is not None:
             network.close()
+
+
+async def _profile(
+    compute: ComputeThread,
+    backend: Backend,
+    link: DaemonLink,
+    wanted: pb.ProfileLayerRequest,
+    device: DeviceProfile,
+    clock: Clock,
+) -> None:
+    """Time a layer of a shape; a shape that this device cannot hold is told as having no times."""
+    config = config_from_json(json.loads(wanted.model_config))
+    size = 4 if device.compute_dtype == "float32" else 2
+    try:
+        found = await compute.call(partial(probe_layer, backend, config, clock, value_bytes=size))
+    except EdgepipeError as error:
+        logger.warning("a probe layer cannot run: %s", error)
+        link.report(pb.ChildReport(profiled=pb.LayerProfile()))
+    else:
+        link.report(pb.ChildReport(profiled=layer_profile_to_wire(found)))
 
 
 async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: DeviceProfile, clock: Clock) -> None:

@@ -43,6 +43,7 @@ class Child:
         self.on_progress: Callable[[pb.ChildProgress], None] = lambda _progress: None
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
+        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _told: None
         self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     @property
@@ -109,6 +110,8 @@ class Child:
             self.progress = report.progress
             self.on_progress(report.progress)
             return
+        if report.HasField("profiled"):
+            self.on_profiled(report.profiled)
         self.on_report(report)
 
     def kill(self) -> None:

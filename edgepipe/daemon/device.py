@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from edgepipe.config import Timeouts
 from edgepipe.daemon.backends import NONE
 from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.layer_profiles import LayerProfiles, profile_key
 from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
@@ -21,6 +22,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
 
 
@@ -52,9 +54,13 @@ class DeviceHost:
         tasks: asyncio.TaskGroup,
         has_engine: Callable[[str], bool],
         on_change: Callable[[], None],
+        layers: LayerProfiles,
     ) -> None:
         """``has_engine``: whether a pipeline's engine runs on a node that can be reached."""
         self._has_engine = has_engine
+
+        self._layers = layers
+        self._profiling = asyncio.Lock()  # one shape at a time
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -143,6 +149,61 @@ class DeviceHost:
         """The highest epoch of the pipeline that holds something here."""
         hold = self._holds.get(pipeline_id)
         return hold.epoch if hold is not None else None
+
+    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """What a layer of a shape takes here: as kept from an earlier time, else measured by the spare.
+
+        Raises BackendUnavailable while no spare is there, and where the shape cannot be measured.
+        """
+        key = self._profile_key(request)
+        if key and (known := self._layers.get(key)) is not None:
+            return known
+        async with self._profiling:
+            spare = self._spare
+            if spare is None or not key:
+                raise BackendUnavailable(
+                    f"node {self._node_name} cannot measure now", fact=f"its device is {self._word()}"
+                )
+            answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
+            spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
+            spare.send(pb.ChildCommand(profile=request))
+            found = await self._profiled(answer, spare)
+        if not found.decode:
+            raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
+        self._layers.keep(key, found)
+        return found
+
+    async def _profiled(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
+        """The spare's answer. Raises what ended the spare, SendTimeout if it is silent."""
+        gone = asyncio.ensure_future(spare.exited.wait())
+        try:
+            await asyncio.wait({answer, gone}, timeout=_PROFILE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            spare.on_profiled = lambda _told: None
+        if answer.done():
+            return answer.result()
+        if spare.exited.is_set():
+            raise self._named(spare.error())
+        raise SendTimeout(
+            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+        )
+
+    def _profile_key(self, request: pb.ProfileLayerRequest) -> str:
+        """What a layer's times depend on; empty while the device is not known."""
+        told = self._profile
+        if told is None or request.dtype not in ("", told.compute_dtype):
+            return ""
+        settings = self._new_settings()
+        return profile_key(
+            told.backend,
+            told.device,
+            told.name,
+            request.dtype or told.compute_dtype,
+            settings.threads,
+            settings.backend_options,
+            model_config=request.model_config,
+        )
 
     async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
         """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""

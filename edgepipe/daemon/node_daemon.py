@@ -27,6 +27,8 @@ from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.http_keys import key_file, keys_in_force
+from edgepipe.daemon.layer_profiles import LayerProfiles
+from edgepipe.daemon.link_probes import LinkProbes, ProbesService
 from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
@@ -40,11 +42,13 @@ from edgepipe.daemon.services import AdminService, ChildrenService, NodeService,
 from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.sleep_guard import SleepGuard
+from edgepipe.daemon.survey import Surveyor
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.daemon.trust_service import TrustService
 from edgepipe.errors import ConfigInvalid
 from edgepipe.link.channels import bind, make_server, make_unix_server
 from edgepipe.link.security import Plaintext
+from edgepipe.link.shaped import make_network
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
@@ -181,6 +185,9 @@ class NodeDaemon:
     def _build_parts(self, tasks: asyncio.TaskGroup) -> None:
         config = self._config
         self._guests = Guests(self._local.refresh)
+        self._layers = LayerProfiles(self._data_dir.path / "layers.json")
+        self._network = make_network(config.link, self._clock)
+        self._links = LinkProbes(peers=self._peers, clock=self._clock, timeouts=self._timeouts, network=self._network)
         self._models = Models(
             models_dir=config.models_dir, peers=self._peers, timeouts=self._timeouts, on_change=self._local.refresh
         )
@@ -194,6 +201,7 @@ class NodeDaemon:
             tasks=tasks,
             has_engine=self._has_engine,
             on_change=self._local.refresh,
+            layers=self._layers,
         )
         self._engines = EngineHost(
             children=self.children,
@@ -233,6 +241,7 @@ class NodeDaemon:
             gateway_knows=self._gateway.knows,
             refused=self._heartbeats.refusals.values,
             book=self._book,
+            surveyor=Surveyor(self._peers),
             tasks=tasks,
         )
         self._local.add_part(self._fill_state)
@@ -267,6 +276,7 @@ class NodeDaemon:
             models=self._models,
             peers=self._peers,
             book=self._book,
+            links=self._links,
         )
         self._logs = LogTail()
         logging.getLogger().addHandler(self._logs)
@@ -280,6 +290,7 @@ class NodeDaemon:
             spread=self._heartbeats.spread,
         )
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
+        node_pb2_grpc.add_ProbesServicer_to_server(ProbesService(self._network), server)
         node_pb2_grpc.add_WeightsServicer_to_server(WeightsService(admit=admit, models=self._models), server)
         node_pb2_grpc.add_ChildrenServicer_to_server(ChildrenService(self.children), unix_server)
         node_pb2_grpc.add_AdminServicer_to_server(admin, unix_server)
@@ -344,6 +355,7 @@ class NodeDaemon:
         tasks.create_task(self._trust.run(), name="trust-file")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._follow_address(), name="own-address")
+        tasks.create_task(self._layers.run(), name="layer-profiles")
         tasks.create_task(self._heartbeats.run(), name="heartbeats")
         tasks.create_task(keep_awake(self._hosts, self._local.changes.watch, awake_command()), name="awake")
         tasks.create_task(self.children.watch_hangs(), name="hangs")
@@ -401,6 +413,8 @@ class NodeDaemon:
         await self.children.stop_all("gateway")
         await asyncio.gather(server.stop(grace=0.2), unix_server.stop(grace=0.5))
         await self._peers.close()
+        if self._network is not None:
+            self._network.close()
         if self._discovery is not None:
             await self._discovery.stop()
         logging.getLogger().removeHandler(self._logs)

@@ -22,6 +22,8 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
 
+_PROFILE_S = 60.0  # several shapes may wait for one device
+
 
 class Peers:
     """Addresses and channels of the cluster's nodes."""
@@ -103,6 +105,16 @@ class Peers:
         request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
         with translated(self.node(node_id).name):
             await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """``Node.ProfileLayer`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            return await self._stub(node_id).ProfileLayer(request, timeout=_PROFILE_S)
+
+    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
+        """``Node.ProfileLinks`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            return list((await self._stub(node_id).ProfileLinks(request, timeout=_PROFILE_S)).links)
 
     async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
         """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""

@@ -11,6 +11,7 @@ from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.guests import Guests
+from edgepipe.daemon.link_probes import LinkProbes
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.peers import Peers
@@ -54,10 +55,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         models: Models,
         peers: Peers,
         book: ServeBook,
+        links: LinkProbes,
     ) -> None:
         self._peers = peers
         self._book = book
         self._admit = admit
+        self._links = links
         self._heartbeats = heartbeats
         self._device = device
         self._engines = engines
@@ -112,6 +115,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
             hears=self._peers.reaches(request.node_id),
             highest=epoch_to_wire(highest) if highest is not None else None,
         )
+
+    async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
+        """What a layer of a shape takes on this node's device."""
+        self._admit(request.hello)
+        return await self._device.profile_layer(request)
+
+    async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
+        """What the way from here to others is like."""
+        self._admit(request.hello)
+        return pb.ProfileLinksReply(links=await self._links.measure(list(request.node_ids)))
 
 
 class WeightsService(node_pb2_grpc.WeightsServicer):
@@ -189,6 +202,12 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self._refresh_models()
         async for event in self._serving.serve(request):
             yield event
+
+    async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
+        """What a plan for a model is made of."""
+        admit_command_line(request.hello)
+        self._refresh_models()
+        return await self._serving.survey(request.model, request.dtype)
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all."""

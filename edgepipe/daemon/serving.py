@@ -13,6 +13,7 @@ from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
 from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import (
     EdgepipeError,
     ModelUnknown,
@@ -23,8 +24,11 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import IdSource
 from edgepipe.model.facts import ModelConfig
-from edgepipe.planner.placement import NodeRoom, Placed, place, place_by_plan
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
+from edgepipe.planner.plan import Plan, Wishes, plan
 from edgepipe.wire.common import activation_type_to_wire, error_from_wire
+from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -32,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
 _DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
+_READ_TOKENS = 1024  # that a token attends to on average, as far as a plan is concerned
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
 
@@ -49,6 +54,7 @@ class Serving:
         gateway_knows: Callable[[str], Awaitable[None]],
         refused: Callable[[], Iterable[EdgepipeError]],  # why nodes that were found do not join
         book: ServeBook,
+        surveyor: Surveyor,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._book = book
@@ -58,6 +64,7 @@ class Serving:
         self._changes = changes
         self._gateway_knows = gateway_knows
         self._refused = refused
+        self._surveyor = surveyor
         self._tasks = tasks
 
     def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
@@ -84,8 +91,9 @@ class Serving:
         pipeline_id, engine_node = self._ids.new("pipeline"), ""
         ready = False
         try:
-            spec = self._spec(request, model)
-            engine_node = spec.stages[0].node_id
+            if not request.plan:
+                yield pb.ServeEvent(message="measuring devices and links")
+            spec, engine_node = await self._spec(request, model)
             yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}")
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec))
             async for event in self._follow(engine_node, pipeline_id):
@@ -94,6 +102,13 @@ class Serving:
         finally:
             if engine_node and not ready and not self._has_failed(pipeline_id):
                 self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+
+    async def survey(self, name: str, dtype: str) -> pb.SurveyReply:
+        """What a plan for a model is made of. Raises ModelUnknown, LinkNotMeasured."""
+        model = await self._models.resolve(name)
+        if self._starting():
+            await self._devices_started()
+        return await self._surveyor.survey(model, dtype)
 
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
@@ -141,17 +156,19 @@ class Serving:
                     if not self._starting():
                         return
 
-    def _spec(self, request: pb.ServeRequest, model: LocalModel) -> pb.ServeSpec:
+    async def _spec(self, request: pb.ServeRequest, model: LocalModel) -> tuple[pb.ServeSpec, str]:
+        """What is to be served, and the node of its engine."""
         options = request.options
         context = min(options.context_length or model.config.context_length, model.config.context_length)
-        need = placement_need(model.config, context)
         nodes = self._peers.nodes()
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
         try:
             if request.plan:
-                placed = place_by_plan(need, rooms, request.plan)
+                placed = place_by_plan(placement_need(model.config, context), rooms, request.plan)
+                engine_node = placed[0].node_id
             else:
-                placed = place(need, rooms, num_nodes=request.num_nodes)
+                found = await self._planned(request, model, context)
+                placed, engine_node = found.placed, found.engine
         except NoFeasiblePlacement as error:
             mismatch = next((one for one in self._refused() if isinstance(one, VersionMismatch)), None)
             if mismatch is not None and request.num_nodes > len(rooms):
@@ -166,7 +183,22 @@ class Serving:
             spec.activation_type = activation_type_to_wire(ActivationType.BF16)
         del spec.stages[:]
         spec.stages.extend(stages_of(placed))
-        return spec
+        return spec, engine_node
+
+    async def _planned(self, request: pb.ServeRequest, model: LocalModel, context: int) -> Plan:
+        """The best placement that the request allows. Raises as ``plan``."""
+        cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
+        conversation = min(context, _DEFAULT_SEQUENCE_TOKENS)
+        demand = Demand(
+            config=model.config,
+            objective=Objective.THROUGHPUT if request.throughput else Objective.LATENCY,
+            concurrency=request.concurrency or _DEFAULT_SEQUENCES,
+            context_tokens=conversation,
+            must_keep_tokens=context if request.must_keep_context else 0,
+            read_tokens=min(_READ_TOKENS, conversation),
+        )
+        wishes = Wishes(num_nodes=request.num_nodes, exclude=tuple(request.exclude), first=request.first)
+        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes)
 
     def _describe(self, spec: pb.ServeSpec) -> str:
         """``layers 0-14 on gamer, 15-29 on mac``."""

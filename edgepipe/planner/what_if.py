@@ -105,7 +105,7 @@ def _one_more(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     fastest = max(base.stages, key=lambda stage: len(stage.part.layers) / max(stage.alone_s, 1e-9)).machine
     name = f"another {fastest.name}"
     twin = replace(fastest, room=replace(fastest.room, node_id=_free_name(cluster), name=name))
-    yield f"one more machine like {fastest.name} ({fastest.device})", cluster.with_machine(twin)
+    yield f"one more machine like {fastest.name}", cluster.with_machine(twin)
 
 
 def _try(what: str, demand: Demand, cluster: Cluster, wishes: Wishes) -> Alternative:

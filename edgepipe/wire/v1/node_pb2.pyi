@@ -915,6 +915,7 @@ class ChildReport(_message.Message):
     PLAN_WANTED_FIELD_NUMBER: _builtins.int
     DENIED_FIELD_NUMBER: _builtins.int
     INTRODUCED_FIELD_NUMBER: _builtins.int
+    PROFILED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     introduced: _builtins.int
     """version of the peers that hold now"""
@@ -938,6 +939,8 @@ class ChildReport(_message.Message):
     def plan_wanted(self) -> Global___PlanWanted: ...
     @_builtins.property
     def denied(self) -> Global___DeniedCall: ...
+    @_builtins.property
+    def profiled(self) -> Global___LayerProfile: ...
     def __init__(
         self,
         *,
@@ -950,13 +953,14 @@ class ChildReport(_message.Message):
         plan_wanted: Global___PlanWanted | None = ...,
         denied: Global___DeniedCall | None = ...,
         introduced: _builtins.int = ...,
+        profiled: Global___LayerProfile | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -1159,6 +1163,7 @@ class ChildCommand(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     INTRODUCE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
         """stages"""
@@ -1189,6 +1194,10 @@ class ChildCommand(_message.Message):
     def introduce(self) -> Global___IntroducedPeers:
         """all kinds: before anything else, and on every change"""
 
+    @_builtins.property
+    def profile(self) -> Global___ProfileLayerRequest:
+        """stages that hold nothing"""
+
     def __init__(
         self,
         *,
@@ -1200,12 +1209,13 @@ class ChildCommand(_message.Message):
         reachable: Global___Reachable | None = ...,
         pause: Global___PauseStage | None = ...,
         introduce: Global___IntroducedPeers | None = ...,
+        profile: Global___ProfileLayerRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce", "profile"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1784,16 +1794,33 @@ class ServeRequest(_message.Message):
     NUM_NODES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    MUST_KEEP_CONTEXT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     num_nodes: _builtins.int
     """0: as few as hold it"""
     plan: _builtins.str
     """"a:0-14,b:15-29"; empty: by free memory"""
+    first: _builtins.str
+    """the node that holds the first layers"""
+    throughput: _builtins.bool
+    """best for many chats instead of one"""
+    concurrency: _builtins.int
+    """how many; 0: some"""
+    must_keep_context: _builtins.bool
+    """one whole context must fit"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
     def options(self) -> Global___ServeSpec:
         """stages left empty"""
+
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names or ids of nodes to leave out"""
 
     def __init__(
         self,
@@ -1803,14 +1830,322 @@ class ServeRequest(_message.Message):
         num_nodes: _builtins.int = ...,
         plan: _builtins.str = ...,
         options: Global___ServeSpec | None = ...,
+        exclude: _abc.Iterable[_builtins.str] | None = ...,
+        first: _builtins.str = ...,
+        throughput: _builtins.bool = ...,
+        concurrency: _builtins.int = ...,
+        must_keep_context: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "model", b"model", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
+
+@_typing.final
+class ProfileLayerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    MODEL_CONFIG_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    model_config: _builtins.str
+    """JSON of edgepipe.model.facts.ModelConfig"""
+    dtype: _builtins.str
+    """empty: the node's own"""
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        model_config: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "model_config", b"model_config"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileLayerRequest: _TypeAlias = ProfileLayerRequest  # noqa: Y015
+
+@_typing.final
+class ProfilePoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    size: _builtins.float
+    """rows, or tokens"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        size: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfilePoint: _TypeAlias = ProfilePoint  # noqa: Y015
+
+@_typing.final
+class LayerProfile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_S_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    KV_TOKEN_S_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
+    base_s: _builtins.float
+    """per step, whatever the layers"""
+    kv_token_s: _builtins.float
+    """one layer, per token of context"""
+    decode_context: _builtins.int
+    """tokens that each row of `decode` attended to"""
+    @_builtins.property
+    def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
+        """one layer, by rows"""
+
+    @_builtins.property
+    def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
+        """one layer, by tokens of one row"""
+
+    @_builtins.property
+    def head(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
+        """by rows"""
+
+    def __init__(
+        self,
+        *,
+        base_s: _builtins.float = ...,
+        decode: _abc.Iterable[Global___ProfilePoint] | None = ...,
+        prefill: _abc.Iterable[Global___ProfilePoint] | None = ...,
+        head: _abc.Iterable[Global___ProfilePoint] | None = ...,
+        kv_token_s: _builtins.float = ...,
+        decode_context: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "decode", b"decode", "decode_context", b"decode_context", "head", b"head", "kv_token_s", b"kv_token_s", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerProfile: _TypeAlias = LayerProfile  # noqa: Y015
+
+@_typing.final
+class ProfileLinksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """to whom"""
+
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "node_ids", b"node_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileLinksRequest: _TypeAlias = ProfileLinksRequest  # noqa: Y015
+
+@_typing.final
+class LinkProfile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    ONE_WAY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    receiver: _builtins.str
+    one_way_s: _builtins.float
+    bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        sender: _builtins.str = ...,
+        receiver: _builtins.str = ...,
+        one_way_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "one_way_s", b"one_way_s", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkProfile: _TypeAlias = LinkProfile  # noqa: Y015
+
+@_typing.final
+class ProfileLinksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProfile]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___LinkProfile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileLinksReply: _TypeAlias = ProfileLinksReply  # noqa: Y015
+
+@_typing.final
+class EchoFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    reply: _builtins.bool
+    """answer this one, without its data"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        reply: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EchoFrame: _TypeAlias = EchoFrame  # noqa: Y015
+
+@_typing.final
+class SurveyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        model: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveyRequest: _TypeAlias = SurveyRequest  # noqa: Y015
+
+@_typing.final
+class SurveyedMachine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
+    VALUE_BYTES_FIELD_NUMBER: _builtins.int
+    SHARES_HOST_MEMORY_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    name: _builtins.str
+    free_bytes: _builtins.int
+    """for weights and KV"""
+    taken_bytes: _builtins.int
+    """by other programs"""
+    value_bytes: _builtins.int
+    """of a weight, a key, a value"""
+    shares_host_memory: _builtins.bool
+    @_builtins.property
+    def device(self) -> _common_pb2.DeviceProfile: ...
+    @_builtins.property
+    def layer(self) -> Global___LayerProfile:
+        """absent: not measured"""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        device: _common_pb2.DeviceProfile | None = ...,
+        free_bytes: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
+        value_bytes: _builtins.int = ...,
+        shares_host_memory: _builtins.bool = ...,
+        layer: Global___LayerProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveyedMachine: _TypeAlias = SurveyedMachine  # noqa: Y015
+
+@_typing.final
+class SurveyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_CONFIG_FIELD_NUMBER: _builtins.int
+    MACHINES_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    UNUSABLE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    model_config: _builtins.str
+    @_builtins.property
+    def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveyedMachine]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProfile]: ...
+    @_builtins.property
+    def unusable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """nodes that cannot compute, each with the reason"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_config: _builtins.str = ...,
+        machines: _abc.Iterable[Global___SurveyedMachine] | None = ...,
+        links: _abc.Iterable[Global___LinkProfile] | None = ...,
+        unusable: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "unusable", b"unusable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveyReply: _TypeAlias = SurveyReply  # noqa: Y015
 
 @_typing.final
 class ServeEvent(_message.Message):

@@ -64,6 +64,16 @@ class NodeStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.FromString,
                 _registered_method=True)
+        self.ProfileLayer = channel.unary_unary(
+                '/edgepipe.wire.v1.Node/ProfileLayer',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLayerRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LayerProfile.FromString,
+                _registered_method=True)
+        self.ProfileLinks = channel.unary_unary(
+                '/edgepipe.wire.v1.Node/ProfileLinks',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -109,6 +119,20 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileLayer(self, request, context):
+        """What a layer of a model's shape takes on the node's device, measured once and kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProfileLinks(self, request, context):
+        """What the way from this node to others is like, measured when it is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +165,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Vouch,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.SerializeToString,
+            ),
+            'ProfileLayer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileLayer,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLayerRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LayerProfile.SerializeToString,
+            ),
+            'ProfileLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileLinks,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +339,135 @@ class Node:
             '/edgepipe.wire.v1.Node/Vouch',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileLayer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/ProfileLayer',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLayerRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.LayerProfile.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/ProfileLinks',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ProbesStub:
+    """Frames that measure a link, on a channel of their own: they fill it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Echo = channel.stream_stream(
+                '/edgepipe.wire.v1.Probes/Echo',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.FromString,
+                _registered_method=True)
+
+
+class ProbesServicer:
+    """Frames that measure a link, on a channel of their own: they fill it.
+    """
+
+    def Echo(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ProbesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Echo': grpc.stream_stream_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'edgepipe.wire.v1.Probes', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('edgepipe.wire.v1.Probes', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Probes:
+    """Frames that measure a link, on a channel of their own: they fill it.
+    """
+
+    @staticmethod
+    def Echo(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/edgepipe.wire.v1.Probes/Echo',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.EchoFrame.FromString,
             options,
             channel_credentials,
             insecure,
@@ -569,6 +732,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeEvent.FromString,
                 _registered_method=True)
+        self.Survey = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/Survey',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.FromString,
+                _registered_method=True)
         self.StopModel = channel.unary_unary(
                 '/edgepipe.wire.v1.Admin/StopModel',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelRequest.SerializeToString,
@@ -602,6 +770,13 @@ class AdminServicer:
 
     def Serve(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Survey(self, request, context):
+        """Everything that a plan for a model is made of; measures what is not known yet.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -643,6 +818,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Serve,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeEvent.SerializeToString,
+            ),
+            'Survey': grpc.unary_unary_rpc_method_handler(
+                    servicer.Survey,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.SerializeToString,
             ),
             'StopModel': grpc.unary_unary_rpc_method_handler(
                     servicer.StopModel,
@@ -719,6 +899,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/Serve',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ServeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Survey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/Survey',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.FromString,
             options,
             channel_credentials,
             insecure,

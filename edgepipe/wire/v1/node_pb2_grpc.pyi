@@ -43,6 +43,10 @@ class NodeStub:
     StopEngine: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]
     Vouch: _grpc.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]
     """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
+    ProfileLayer: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProfileLayerRequest, _node_pb2.LayerProfile]
+    """What a layer of a model's shape takes on the node's device, measured once and kept."""
+    ProfileLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]
+    """What the way from this node to others is like, measured when it is not known."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -57,6 +61,10 @@ class NodeAsyncStub(NodeStub):
     StopEngine: _aio.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]  # type: ignore[assignment]
     Vouch: _aio.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]  # type: ignore[assignment]
     """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
+    ProfileLayer: _aio.UnaryUnaryMultiCallable[_node_pb2.ProfileLayerRequest, _node_pb2.LayerProfile]  # type: ignore[assignment]
+    """What a layer of a model's shape takes on the node's device, measured once and kept."""
+    ProfileLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
+    """What the way from this node to others is like, measured when it is not known."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -105,7 +113,51 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_pb2.VouchReply, _abc.Awaitable[_node_pb2.VouchReply]]:
         """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
 
+    @_abc_1.abstractmethod
+    def ProfileLayer(
+        self,
+        request: _node_pb2.ProfileLayerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.LayerProfile, _abc.Awaitable[_node_pb2.LayerProfile]]:
+        """What a layer of a model's shape takes on the node's device, measured once and kept."""
+
+    @_abc_1.abstractmethod
+    def ProfileLinks(
+        self,
+        request: _node_pb2.ProfileLinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ProfileLinksReply, _abc.Awaitable[_node_pb2.ProfileLinksReply]]:
+        """What the way from this node to others is like, measured when it is not known."""
+
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ProbesStub:
+    """Frames that measure a link, on a channel of their own: they fill it."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ProbesAsyncStub: ...
+    Echo: _grpc.StreamStreamMultiCallable[_node_pb2.EchoFrame, _node_pb2.EchoFrame]
+
+@_typing.type_check_only
+class ProbesAsyncStub(ProbesStub):
+    """Frames that measure a link, on a channel of their own: they fill it."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Echo: _aio.StreamStreamMultiCallable[_node_pb2.EchoFrame, _node_pb2.EchoFrame]  # type: ignore[assignment]
+
+class ProbesServicer(metaclass=_abc_1.ABCMeta):
+    """Frames that measure a link, on a channel of their own: they fill it."""
+
+    @_abc_1.abstractmethod
+    def Echo(
+        self,
+        request_iterator: _MaybeAsyncIterator[_node_pb2.EchoFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.EchoFrame], _abc.AsyncIterator[_node_pb2.EchoFrame]]: ...
+
+def add_ProbesServicer_to_server(servicer: ProbesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightsStub:
     """Tensors and files of models, for peers that lack them. Its own channel: bulk never delays activations."""
@@ -185,6 +237,8 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.ClusterStatus]
     Serve: _grpc.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]
+    Survey: _grpc.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]
+    """Everything that a plan for a model is made of; measures what is not known yet."""
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
@@ -196,6 +250,8 @@ class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.ClusterStatus]  # type: ignore[assignment]
     Serve: _aio.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]  # type: ignore[assignment]
+    Survey: _aio.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]  # type: ignore[assignment]
+    """Everything that a plan for a model is made of; measures what is not known yet."""
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]  # type: ignore[assignment]
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
@@ -216,6 +272,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.ServeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.ServeEvent], _abc.AsyncIterator[_node_pb2.ServeEvent]]: ...
+
+    @_abc_1.abstractmethod
+    def Survey(
+        self,
+        request: _node_pb2.SurveyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.SurveyReply, _abc.Awaitable[_node_pb2.SurveyReply]]:
+        """Everything that a plan for a model is made of; measures what is not known yet."""
 
     @_abc_1.abstractmethod
     def StopModel(

@@ -17,7 +17,7 @@ def test_a_run_says_which_devices_serve_what_over_which_network() -> None:
     assert made.cluster.devices == ("rtx4090", "rtx4090", "m4max")
     assert (made.cluster.link, made.cluster.settings) == ("100mbit,5ms", {"jitter": "0.05"})
     assert made.cluster.config.num_layers == 28
-    assert [part[:2] for part in made.serve.plan.split(",")] == ["a:", "b:", "c:"]
+    assert sorted(part[:2] for part in made.serve.plan.split(",")) == ["a:", "b:", "c:"]
     assert (made.serve.options.policy, made.serve.options.micro_batches) == ("sarathi", 5)
     assert made.run.label == "slow"
     assert made.run.settings["devices"] == "2x rtx4090, m4max"

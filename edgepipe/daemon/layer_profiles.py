@@ -1,0 +1,80 @@
+"""Layers' times that this node has measured, kept on disk: a device is measured once per shape."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from edgepipe import __version__
+from edgepipe.cluster.private_files import read_private, write_private
+from edgepipe.errors import ConfigInvalid
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 20
+_MOST_SHAPES = 128
+
+
+def profile_key(*facts: object, model_config: str) -> str:
+    """A name for what a layer's times depend on: the device, how it computes, the layer's shape, our kernels."""
+    shape: dict[str, Any] = json.loads(model_config)
+    for name in ("eos_token_ids", "bos_token_id", "context_length", "rope"):
+        shape.pop(name, None)
+    text = json.dumps([__version__, [_plain(one) for one in facts], shape], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _plain(value: object) -> object:
+    return sorted(value.items()) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType, reportUnknownVariableType]
+
+
+class LayerProfiles:
+    """Read at the start; ``run`` writes what was added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = _read(path)
+        self._changed = asyncio.Event()
+
+    def get(self, key: str) -> pb.LayerProfile | None:
+        """What was measured, ever."""
+        return self._known.get(key)
+
+    def keep(self, key: str, profile: pb.LayerProfile) -> None:
+        """Remember a measurement; the oldest go when there are many."""
+        self._known.pop(key, None)
+        self._known[key] = profile
+        while len(self._known) > _MOST_SHAPES:
+            self._known.pop(next(iter(self._known)))
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Write every change down, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            document = {key: json_format.MessageToDict(value) for key, value in self._known.items()}
+            try:
+                await asyncio.to_thread(write_private, self._path, json.dumps(document).encode())
+            except OSError as exc:
+                logger.warning("measured layers cannot be written: %s", exc)
+
+
+def _read(path: Path) -> dict[str, pb.LayerProfile]:
+    """What was written; whatever cannot be used is measured again."""
+    try:
+        document: Any = json.loads(read_private(path, most_bytes=_MOST_BYTES))
+        return {str(key): json_format.ParseDict(value, pb.LayerProfile()) for key, value in document.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, ConfigInvalid, json_format.ParseError) as exc:
+        logger.warning("measured layers are forgotten: %s cannot be used: %s", path, exc)
+        return {}

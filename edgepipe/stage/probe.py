@@ -1,0 +1,170 @@
+"""How long a layer of a shape takes on this device: made-up weights through the real backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from edgepipe.backend.protocol import Backend
+from edgepipe.backend.types import BlockRun, Step, StepRow
+from edgepipe.clock import Clock
+from edgepipe.ids import SequenceId, StepId
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.model.layout import layer_tensors, model_tensors, slice_tensors
+from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.planner.profiles import LayerProfile, Point
+
+_BLOCK = 16  # tokens
+_ROWS = (1, 2, 4, 8, 16, 32)
+_PROMPTS = (32, 128, 512)
+_HEAD_ROWS = (1, 8, 32)
+_CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
+_WEIGHTS_BYTES = 256 << 20  # more than any cache holds: a stage streams its weights from memory
+_MOST_LAYERS = 16
+_POINT_S = 0.03  # spent on a point after its first run
+_TOO_SLOW_S = 0.4  # of one run: larger sizes follow from the slope
+_LEAST_RUNS, _MOST_RUNS = 5, 20
+_QUARTILE = 0.25  # of a point's runs: whatever else the machine does only makes runs longer
+
+
+def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_bytes: int) -> LayerProfile:
+    """Measure on the compute thread, with nothing loaded; leaves nothing loaded. Takes about a second.
+
+    Raises what loading raises, DeviceOutOfMemory foremost.
+    """
+    layer_bytes = config.layer_parameters() * value_bytes
+    many = min(_MOST_LAYERS, max(2, math.ceil(_WEIGHTS_BYTES / layer_bytes)))
+    few = max(1, many // 2)
+    probe = _Probe(backend, replace(config, num_layers=max(config.num_layers, many + 2), sliding_windows=()), clock)
+    try:
+        probe.load(few, head=False)
+        few_s = probe.decode_s(1, _CONTEXT)
+        probe.load(few, head=True)
+        headed = probe.sweep(_HEAD_ROWS, lambda rows: probe.decode_s(rows, _CONTEXT))
+        probe.load(many, head=False)
+        decode = probe.sweep(_ROWS, lambda rows: probe.decode_s(rows, _CONTEXT))
+        prefill = probe.sweep(_PROMPTS, probe.prefill_s)
+        short_s, long_s = (probe.decode_s(_LONG_ROWS, context) for context in (_CONTEXT, _LONG_CONTEXT))
+    finally:
+        backend.close()
+    slope_s = max(0.0, decode[0].seconds - few_s) / (many - few) if many > few else decode[0].seconds / many
+    base_s = max(0.0, decode[0].seconds - many * slope_s)
+    layers = tuple(Point(one.size, max(0.0, one.seconds - base_s) / many) for one in decode)
+    head = [Point(one.size, max(0.0, one.seconds - base_s - few * _at(layers, one.size))) for one in headed]
+    return LayerProfile(
+        base_s=base_s,
+        decode=layers,
+        prefill=tuple(Point(one.size, max(0.0, one.seconds - base_s) / many) for one in prefill),
+        head=tuple(_rising(head)),
+        kv_token_s=max(0.0, long_s - short_s) / (many * _LONG_ROWS * (_LONG_CONTEXT - _CONTEXT)),
+        decode_context=_CONTEXT,
+    )
+
+
+def _rising(points: Sequence[Point]) -> list[Point]:
+    """More never takes less: a point above a later one was disturbed."""
+    lowest = np.minimum.accumulate([one.seconds for one in reversed(points)])[::-1]
+    return [Point(one.size, float(seconds)) for one, seconds in zip(points, lowest, strict=True)]
+
+
+def _at(points: Sequence[Point], size: float) -> float:
+    return float(np.interp(size, [one.size for one in points], [one.seconds for one in points]))
+
+
+class _Probe:
+    """A few layers with made-up weights, and steps over them."""
+
+    def __init__(self, backend: Backend, config: ModelConfig, clock: Clock) -> None:
+        self._backend = backend
+        self._config = replace(config, context_length=max(config.context_length, 2 * _LONG_CONTEXT))
+        self._clock = clock
+        self._steps = 0
+        self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
+
+    def load(self, num_layers: int, *, head: bool) -> None:
+        """Replace what is loaded."""
+        self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
+        self._backend.load([self._part], _MadeUpWeights(self._config), lambda _: None)
+        tokens = max(_ROWS[-1] * (_CONTEXT + _BLOCK), _LONG_ROWS * (_LONG_CONTEXT + _BLOCK), _PROMPTS[-1])
+        self._backend.allocate_kv(num_blocks=tokens // _BLOCK + _ROWS[-1] + 1, block_size=_BLOCK)
+
+    def sweep(self, sizes: Sequence[int], measure: Callable[[int], float]) -> list[Point]:
+        """Points by size, up to the first that takes too long; never fewer than one."""
+        points: list[Point] = []
+        for size in sizes:
+            points.append(Point(size, measure(size)))
+            if points[-1].seconds > _TOO_SLOW_S:
+                break
+        return _rising(points)
+
+    def decode_s(self, rows: int, context: int) -> float:
+        """A step of so many sequences with one token each, which attends to ``context``."""
+        return self._time_s([(context - 1, 1)] * rows)
+
+    def prefill_s(self, tokens: int) -> float:
+        """A step of one prompt."""
+        return self._time_s([(0, tokens)])
+
+    def _time_s(self, rows: Sequence[tuple[int, int]]) -> float:
+        runs = [self._run_s(rows)]
+        if runs[0] > _TOO_SLOW_S:
+            return runs[0]
+        runs.clear()  # the first one warmed up
+        while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
+            runs.append(self._run_s(rows))
+        return float(np.quantile(runs, _QUARTILE))
+
+    def _run_s(self, rows: Sequence[tuple[int, int]]) -> float:
+        step_rows: list[StepRow] = []
+        block = 0
+        for index, (position, count) in enumerate(rows):
+            blocks = -(-(position + count) // _BLOCK)
+            run = BlockRun(block, blocks)
+            step_rows.append(StepRow(sequence=SequenceId(index + 1), position=position, num_tokens=count, runs=(run,)))
+            block += blocks
+        tokens = sum(count for _, count in rows)
+        self._steps += 1
+        step = Step(
+            step=StepId(self._steps),
+            slice_index=1,
+            rows=tuple(step_rows),
+            logit_rows=np.arange(len(rows) if self._part.head else 0, dtype=np.int32),
+        )
+        inputs = np.full((tokens, self._config.hidden_size), 0x3D00, dtype=np.uint16)  # a small number in bf16
+        prepared = self._backend.prepare(step)
+        started_s = self._clock.monotonic_s()
+        self._backend.collect(self._backend.submit(prepared, inputs))
+        return self._clock.monotonic_s() - started_s
+
+
+class _MadeUpWeights:
+    """Small random numbers in every tensor that a slice wants; a ``WeightSource``."""
+
+    bytes_read = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        shapes = model_tensors(replace(config, num_layers=1))
+        self._shapes = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")}
+        self._pattern = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32).view(np.uint32) >> 16
+
+    def tensors(self, part: Slice) -> Sequence[TensorInfo]:
+        """See ``WeightSource.tensors``."""
+        shapes = dict(self._shapes)
+        for layer in part.layers:
+            shapes |= layer_tensors(self.config, layer)
+        self._shapes = shapes
+        return [self._info(name) for name in slice_tensors(self.config, part)]
+
+    def read(self, name: str) -> RawTensor:
+        """See ``WeightSource.read``."""
+        info = self._info(name)
+        data = np.resize(self._pattern.astype(np.uint16), info.num_bytes // 2)
+        return RawTensor(info=info, data=data.view(np.uint8))
+
+    def _info(self, name: str) -> TensorInfo:
+        shape = self._shapes[name]
+        return TensorInfo(name=name, shape=shape, scheme="BF16", num_bytes=2 * math.prod(shape))

@@ -1,0 +1,52 @@
+"""Measured layers outlive the node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from edgepipe.cluster.private_files import write_private
+from edgepipe.daemon import layer_profiles
+from edgepipe.daemon.layer_profiles import LayerProfiles, profile_key
+from edgepipe.model.config_json import config_to_json
+from edgepipe.testing.tiny_model import tiny_config
+from edgepipe.wire.v1 import node_pb2 as pb
+
+PROFILE = pb.LayerProfile(base_s=0.5, decode=[pb.ProfilePoint(size=1, seconds=2)], decode_context=64)
+
+
+def key(backend: str = "torch", **changes: int) -> str:
+    return profile_key(backend, {"a": "b"}, model_config=json.dumps(config_to_json(tiny_config(**changes))))
+
+
+async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, written = tmp_path / "layers.json", threading.Event()
+
+    def write(path: Path, data: bytes) -> None:
+        write_private(path, data)
+        written.set()
+
+    monkeypatch.setattr(layer_profiles, "write_private", write)
+    profiles = LayerProfiles(path)
+    profiles.keep("x", PROFILE)
+    writer = asyncio.create_task(profiles.run())
+    assert await asyncio.to_thread(written.wait, 5)
+    writer.cancel()
+    assert LayerProfiles(path).get("x") == PROFILE
+    assert LayerProfiles(path).get("y") is None
+
+
+async def test_a_damaged_file_is_measured_anew(tmp_path: Path):
+    path = tmp_path / "layers.json"
+    path.write_text('{"x": 3}')
+    path.chmod(0o600)
+    assert LayerProfiles(path).get("x") is None
+
+
+def test_keys_tell_devices_and_shapes_apart_and_nothing_else():
+    assert key() == key(context_length=512)
+    assert len({key(), key("mlx"), key(hidden_size=128)}) == 3

@@ -1,0 +1,95 @@
+"""A probe layer's times are taken apart rightly, and nothing stays loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from edgepipe_torch import TorchBackend
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, Step, StepOutput
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.tensors import WeightSource
+from edgepipe.planner.profiles import MeasuredSpeed
+from edgepipe.stage.probe import probe_layer
+from edgepipe.testing.clock import FakeClock
+from edgepipe.testing.tiny_model import tiny_config
+from edgepipe.wire.profiles import layer_profile_from_wire, layer_profile_to_wire
+
+
+class TimedBackend:
+    """1 ms a step, 2 ms a layer, 0.1 ms a layer and token, 5 ms the head, 1 us a layer and token of context."""
+
+    max_submitted = 1
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.closed = False
+        self._clock = clock
+        self._layers, self._head = 0, False
+
+    def profile(self) -> DeviceProfile:
+        raise NotImplementedError
+
+    def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
+        for part in slices:
+            for info in weights.tensors(part):
+                assert weights.read(info.name).data.nbytes == info.num_bytes
+        self._layers, self._head = len(slices[0].layers), slices[0].head
+
+    def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
+        return 1
+
+    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+        self._blocks = num_blocks
+
+    def prepare(self, step: Step) -> Step:
+        assert all(run.start + run.count <= self._blocks for row in step.rows for run in row.runs)
+        return step
+
+    def submit(self, prepared: Step, inputs: object) -> Step:
+        return prepared
+
+    def collect(self, ticket: Step) -> StepOutput:
+        context = sum(row.position + row.num_tokens for row in ticket.rows if row.num_tokens == 1)
+        seconds = 1e-3 + self._layers * (2e-3 + 1e-4 * ticket.num_tokens + 1e-6 * context)
+        self._clock.advance(seconds + (5e-3 if self._head else 0.0))
+        return StepOutput(logits=np.zeros((1, 1), dtype=np.float32))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_base_layer_head_and_context_are_told_apart():
+    clock = FakeClock()
+    backend = TimedBackend(clock)
+    profile = probe_layer(backend, tiny_config(num_layers=4), clock, value_bytes=4)
+    assert backend.closed
+    assert profile.base_s == pytest.approx(1e-3)
+    assert [one.size for one in profile.decode] == [1, 2, 4, 8, 16, 32]
+    assert profile.decode[3].seconds == pytest.approx(2e-3 + 8e-4 + 8 * 64e-6)
+    assert profile.kv_token_s == pytest.approx(1e-6)
+    assert [one.seconds for one in profile.head] == pytest.approx([5e-3] * 3)
+    speed = MeasuredSpeed(layer_profile_from_wire(layer_profile_to_wire(profile)))
+    parts = speed.parts(StepWork.of_rows([999] * 8, [1] * 8, logit_rows=8))
+    assert parts.layer_s == pytest.approx(2e-3 + 8e-4 + 8e-3)
+    assert parts.head_s == pytest.approx(5e-3)
+    alone = speed.parts(StepWork.of_rows([0], [128], logit_rows=0))
+    assert alone.layer_s == pytest.approx(2e-3 + 128e-4, rel=0.02)
+
+
+def test_a_real_backend_runs_made_up_layers():
+    backend = TorchBackend(BackendOptions(device="cpu", threads=1))
+    clock = SteppingClock()
+    profile = probe_layer(backend, tiny_config(num_layers=2, qkv_bias=True, tied_embeddings=True), clock, value_bytes=4)
+    assert len(profile.decode) == 6
+    assert len(profile.prefill) == 3
+
+
+class SteppingClock(FakeClock):
+    """Time passes between two looks, so that every point has the fewest runs."""
+
+    def monotonic_s(self) -> float:
+        self.advance(0.01)
+        return super().monotonic_s()
