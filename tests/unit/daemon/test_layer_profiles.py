@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 PROFILE = pb.LayerProfile(base_s=0.5, decode=[pb.ProfilePoint(size=1, seconds=2)], decode_context=64)
 
 
-def key(backend: str = "torch", **changes: int) -> str:
+def key(backend: str = "torch", **changes: Any) -> str:
     return profile_key(backend, {"a": "b"}, model_config=json.dumps(config_to_json(tiny_config(**changes))))
 
 
