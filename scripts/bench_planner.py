@@ -1,0 +1,381 @@
+"""The planner: how good, how fast, how right. ``scripts/bench planner [--full] [PART ...]``
+
+Parts: ``search`` (exact against trying everything, and its time), ``splits`` (against RAM- and FLOPS-proportional splits
+of 20 mixed clusters, in the simulator and on emulated nodes), ``right`` (predicted against measured, on emulated clusters
+and on a real model over unequal stages), ``schedules`` (the published table). Without ``--full`` the runtime confirms a
+few of the clusters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from figures import Row, at_least, below, print_rows
+from local_nodes import complete, decode_rate, running_nodes
+
+from edgepipe.backend.devices import named_device, parse_devices
+from edgepipe.cli.bench import emulated_run
+from edgepipe.cli.bench_run import bench_emulated
+from edgepipe.cli.workload_options import make_workload_of
+from edgepipe.config import prepare_environment
+from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.imagined import ImaginedCluster, imagine
+from edgepipe.planner.partition import ExactSearch, Instance, brute_force
+from edgepipe.planner.placement import Need, Placed, stage_bytes
+from edgepipe.planner.plan import Plan, describe, plan
+from edgepipe.planner.preview import plan_text
+from edgepipe.planner.profiles import Machine
+from edgepipe.planner.schedules import published, run_schedule
+from edgepipe.planner.simulator import Run, simulate
+from edgepipe.scheduler import make_policy
+from edgepipe.units import parse_link
+
+_CHATS = 8  # of the real model
+SEQUENCES, PROMPT, OUTPUT = 24, 48, 96
+MODEL = "qwen2.5-14b"
+LINK = "1gbit,0.5ms"
+MIXED = (
+    "rtx4090, m4max",
+    "rtx4090, m4pro",
+    "2x rtx4090, m2max",
+    "rtx3090, m4max, m4pro",
+    "rtx5090, m1max",
+    "rtx4090, rtx3090, m1max",
+    "a100-40g, m4max",
+    "h100, rtx4090",
+    "rtx5090, rtx3090, m4pro",
+    "2x rtx3090, m3pro",
+    "m4max, m4pro, m1pro",
+    "m2max, m3max",
+    "rtx4090, m1max, m2pro",
+    "rtx5090, m4max, m4pro",
+    "rtx3090, 2x m4pro",
+    "a100-40g, rtx4090, m2max",
+    "m4max, m1max, m2pro",
+    "rtx4090, 2x m2pro, m4pro",
+    "2x rtx4090, 2x m1max",
+    "rtx5090, rtx4090, rtx3090, m4max",
+)
+RUNTIME = (1, 3, 10, 18)  # of the mixed ones, unless --full
+
+
+def search_rows(full: bool) -> list[Row]:
+    """Exactness on small instances, time on large ones."""
+    generator = np.random.default_rng(0)
+    agree = 0
+    for _ in range(500):
+        devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
+        instance = _random_instance(generator, devices, layers)
+        best, found = brute_force(instance), ExactSearch(devices).best(instance)
+        agree += (best is None) == (found is None) and (
+            best is None or found is None or math.isclose(best.cycle_s, found.cycle_s, rel_tol=1e-9)
+        )
+    rows = [at_least("searches that find what trying everything finds", agree, "of 500", 500, "all", 1.0)]
+    rows += [
+        below("plan for 8 different devices and 80 layers", _plan_s(8, "llama-3.3-70b"), "s", 0.1),
+        below("plan for 16 different devices and 126 layers", _plan_s(16, "llama-3.1-405b"), "s", 2.0),
+    ]
+    return rows
+
+
+def _random_instance(generator: np.random.Generator, devices: int, layers: int) -> Instance:
+    most = generator.integers(0, layers + 1, (devices, 1)) + np.array([2, 1, 1, 0])
+    if generator.random() < 0.3:
+        most[:] = layers
+    return Instance(
+        num_layers=layers,
+        micro_batches=int(generator.integers(1, 7)),
+        base_s=generator.uniform(0, 1, devices),
+        layer_s=generator.uniform(0.1, 2, devices),
+        head_s=generator.uniform(0, 3, devices),
+        most_layers=np.clip(most, 0, layers),
+        upload_s=generator.uniform(0, 3, (devices, devices)),
+        latency_s=generator.uniform(0, 4, (devices, devices)),
+        closing_s=generator.uniform(0, 2, (devices, devices)),
+    )
+
+
+def _plan_s(count: int, model: str) -> float:
+    """The best of five, every device another: throughput for 16 chats."""
+    config = _shape(model)
+    keys = ("h100", "a100-80g", "m3ultra", "m2ultra", "rtx5090", "m4max", "a100-40g", "m1ultra", "rtx4090", "m3max")
+    devices = [*keys, "m1max", "m2max", "rtx3090", "m4pro", "m3pro", "m2pro"][:count]
+    cluster = known_cluster(devices, config, link=parse_link(LINK))
+    demand = Demand(config=config, objective=Objective.THROUGHPUT)
+    times: list[float] = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        plan(demand, cluster.machines, cluster.links)
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def _shape(model: str) -> ModelConfig:
+    if model != "llama-3.1-405b":
+        return named_shape(model)
+    big = named_shape("llama-3.3-70b")  # 126 layers in half the width, so that sixteen machines hold them
+    return replace(big, num_layers=126, intermediate_size=28672)
+
+
+class Split(NamedTuple):
+    """One way to share out the layers of one cluster."""
+
+    devices: str
+    name: str
+    text: str  # as --plan takes it
+
+
+def _settings(devices: str, text: str, link: str = LINK) -> Mapping[str, str]:
+    return {
+        "emulate": devices,
+        "devices": devices,
+        "as-model": MODEL,
+        "link": link,
+        "jitter": "0.03",
+        "plan": text,
+        "workload": "fixed",
+        "requests": str(SEQUENCES),
+        "prompt-tokens": str(PROMPT),
+        "output-tokens": str(OUTPUT),
+        "micro-batches": "auto",
+        "context": "1024",
+    }
+
+
+def _demand(config: ModelConfig) -> Demand:
+    return Demand(
+        config=config,
+        objective=Objective.THROUGHPUT,
+        concurrency=SEQUENCES,
+        context_tokens=1024,
+        read_tokens=PROMPT + OUTPUT // 2,
+    )
+
+
+def _cluster(devices: str, link: str = LINK) -> Cluster:
+    return known_cluster(parse_devices(devices), named_shape(MODEL), link=parse_link(link))
+
+
+def _splits(devices: str) -> list[Split]:
+    """The plan's, and in proportion to memory and to FLOP/s over all machines."""
+    cluster = _cluster(devices)
+    demand = _demand(cluster.config)
+    best = plan(demand, cluster.machines, cluster.links)
+    by_ram = {one.name: float(one.room.free_bytes) for one in cluster.machines}
+    keys = parse_devices(devices)
+    by_flops = {one.name: named_device(key).flops for one, key in zip(cluster.machines, keys, strict=True)}
+    return [
+        Split(devices, "plan", plan_text(best)),
+        Split(devices, "RAM", _text(proportional(cluster, demand, by_ram))),
+        Split(devices, "FLOPS", _text(proportional(cluster, demand, by_flops))),
+    ]
+
+
+def proportional(cluster: Cluster, demand: Demand, shares: Mapping[str, float]) -> Sequence[Placed]:
+    """Layers in proportion to a figure, the largest first, moved on where a machine cannot hold its part."""
+    machines = sorted(cluster.machines, key=lambda one: -shares[one.name])
+    num_layers = cluster.config.num_layers
+    total = sum(shares.values())
+    counts = [max(1, round(num_layers * shares[one.name] / total)) for one in machines]
+    most = [_most_layers(cluster.config, demand, one) for one in machines]
+    while sum(counts) != num_layers or any(count > limit for count, limit in zip(counts, most, strict=True)):
+        over = [i for i, limit in enumerate(most) if counts[i] > limit]
+        if over or sum(counts) > num_layers:
+            counts[over[0] if over else int(np.argmax(counts))] -= 1
+        else:
+            able = [i for i, limit in enumerate(most) if counts[i] < limit]
+            if not able:
+                raise NoFeasiblePlacement("the machines do not hold the model")
+            counts[max(able, key=lambda i: shares[machines[i].name] / counts[i])] += 1
+    ends = np.cumsum(counts)
+    ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]
+    slices = make_slices(ranges, num_layers)
+    return [Placed(node_id=one.node_id, part=part) for one, part in zip(machines, slices, strict=True)]
+
+
+def _most_layers(config: ModelConfig, demand: Demand, machine: Machine) -> int:
+    need = Need(config=config, kv_tokens=SEQUENCES * demand.context_tokens // 4)
+    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)[0]
+    layer = stage_bytes(need, machine.room, replace(whole, layers=LayerRange(0, 1), embedding=False, head=False))
+    tables = stage_bytes(need, machine.room, replace(whole, layers=LayerRange(0, 1))) - layer
+    return int((machine.room.free_bytes - tables) // layer)
+
+
+def _text(placed: Sequence[Placed]) -> str:
+    return ",".join(f"{one.node_id}:{one.part.layers}" for one in placed)
+
+
+def _simulated(split: Split) -> float:
+    settings = _settings(split.devices, split.text)
+    cluster = imagine(
+        ImaginedCluster(
+            devices=parse_devices(split.devices),
+            config=named_shape(MODEL),
+            link=parse_link(settings["link"]),
+            adjustments={"jitter": settings["jitter"]},
+            plan=split.text,
+            context_length=1024,
+        )
+    )
+    run = Run(cluster=cluster, workload=make_workload_of(settings), policy=make_policy("throttled"))
+    return simulate(run).steady_tokens_per_s
+
+
+def _measured(runs: Sequence[Mapping[str, str]]) -> list[float]:
+    """Steady tokens per second on emulated nodes; runs in a row over one kind of cluster share it."""
+    made = [emulated_run(settings, f"{settings['emulate']} {settings['plan']}") for settings in runs]
+
+    def tell(what: str, done: int, total: int) -> None:
+        if not total or done == total:
+            print(f"  {what}", file=sys.stderr, flush=True)
+
+    return [report.steady_tokens_per_s for report in asyncio.run(bench_emulated(made, tell))]
+
+
+def _mixture(devices: str) -> float:
+    """How much faster the fastest machine reads than the slowest."""
+    rates = [named_device(key).bandwidth_bytes_per_s for key in parse_devices(devices)]
+    return max(rates) / min(rates)
+
+
+def split_rows(full: bool) -> list[Row]:
+    """All clusters in the simulator, some on emulated nodes."""
+    rows: list[Row] = []
+    gains: dict[str, list[float]] = {"RAM": [], "FLOPS": []}
+    for devices in MIXED:
+        planned, *others = _splits(devices)
+        ours = _simulated(planned)
+        for other in others:
+            theirs = _simulated(other)
+            gains[other.name].append(ours / theirs)
+            name = f"{devices} (1:{_mixture(devices):.1f})"
+            rows.append(at_least(name, ours, "tok/s", theirs, f"by {other.name}, simulated", 0.99))
+    mixed = [index for index, devices in enumerate(MIXED) if _mixture(devices) >= 3]
+    for name, values in gains.items():
+        median = statistics.median(values[index] for index in mixed)
+        rows.append(at_least(f"median of {len(mixed)} with speeds of 1:3 and more", median, "", 1, f"by {name}", 1.3))
+    chosen = MIXED if full else [MIXED[index] for index in RUNTIME]
+    splits = [split for devices in chosen for split in _splits(devices)]
+    rates = _measured([_settings(split.devices, split.text) for split in splits])
+    for index in range(0, len(splits), 3):
+        for other in (1, 2):
+            name = f"{splits[index].devices}, emulated nodes"
+            rows.append(at_least(name, rates[index], "tok/s", rates[index + other], f"by {splits[index + other].name}", 0.97))
+    return rows
+
+
+def right_rows(full: bool) -> list[Row]:
+    """Predicted against measured: emulated clusters with their plans, and a real model over unequal stages."""
+    chosen = MIXED if full else [MIXED[index] for index in (0, 2, 5, 8, 15)]
+    plans = [_planned(devices, link) for devices in chosen for link in (LINK, "100mbit,5ms")]
+    rates = _measured([_settings(devices, plan_text(found), link) for devices, link, found in plans])
+    errors: list[float] = []
+    rows: list[Row] = []
+    for (devices, link, found), rate in zip(plans, rates, strict=True):
+        errors.append(abs(found.many.tokens_per_s / rate - 1))
+        name = f"{devices}, {link}, M={found.many.micro_batches}"
+        rows.append(Row(name, found.many.tokens_per_s, "tok/s", rate, "measured", found.many.tokens_per_s / rate))
+    for name, predicted, rate in _real_model():
+        errors.append(abs(predicted / rate - 1))
+        rows.append(Row(name, predicted, "tok/s", rate, "measured", predicted / rate))
+    rows.append(below("median error", 100 * statistics.median(errors), "%", 10))
+    rows.append(below("95 % of the errors", 100 * float(np.quantile(errors, 0.95)), "%", 20))
+    return rows
+
+
+def _real_model() -> list[tuple[str, float, float]]:
+    """SmolLM2 over two one-core stages of unequal size, alone and with eight chats: predicted, measured."""
+    found: list[tuple[str, float, float]] = []
+    with running_nodes(2, models_dir=demo_model().path.parent, threads=1) as nodes:
+        for layers in ("n0:0-9,n1:10-29", "n0:0-20,n1:21-29"):
+            flags = ("--plan", layers, "--context", "96")
+            told = json.loads(nodes[0].edgepipe("plan", "demo", *flags, "--concurrency", str(_CHATS), "--json"))
+            nodes[0].edgepipe("serve", "demo", *flags)
+            prompts = [[(7 * i + 13 * j) % 40_000 + 100 for j in range(24)] for i in range(_CHATS)]
+            complete(nodes[0], prompts, max_tokens=8)
+            for chats, key in ((1, "one_chat_tokens_per_s"), (_CHATS, "many_chats_tokens_per_s")):
+                rates = [decode_rate(complete(nodes[0], prompts[:chats], max_tokens=48)) for _ in range(3)]
+                found.append((f"SmolLM2, {layers}, {chats} chats", told[key], statistics.median(rates)))
+            nodes[0].edgepipe("stop", "demo")
+    return found
+
+
+def _planned(devices: str, link: str) -> tuple[str, str, Plan]:
+    cluster = _cluster(devices, link)
+    demand = _demand(cluster.config)
+    found = plan(demand, cluster.machines, cluster.links)
+    return devices, link, describe(demand, found.placed, cluster.machines, cluster.links)
+
+
+# Bubbles in per cent as published, by (micro-batches, stages) for GPipe and by slices for interleaving (P = 8, M = 32).
+GPIPE = {
+    4: (42.9, 63.6, 78.9, 88.6),
+    8: (27.3, 46.7, 65.2, 79.5),
+    16: (15.8, 30.4, 48.4, 66.0),
+    32: (8.6, 17.9, 32.6, 49.2),
+    64: (4.5, 9.9, 19.0, 32.6),
+    128: (2.3, 5.2, 10.5, 19.5),
+}
+INTERLEAVED = {2: 10.9, 4: 5.5, 8: 2.7, 16: 1.4}
+NAIVE = {2: 50.0, 4: 75.0, 8: 87.5, 16: 93.75, 32: 96.88}
+
+
+def schedule_rows(full: bool) -> list[Row]:
+    """The published table, and what running the schedules shows beside it."""
+    off: list[float] = []
+    for micro_batches, bubbles in GPIPE.items():
+        for stages, percent in zip((4, 8, 16, 32), bubbles, strict=True):
+            for name in ("gpipe", "1f1b"):
+                off.append(abs(100 * published(name, stages=stages, micro_batches=micro_batches).bubble - percent))
+    for slices, percent in INTERLEAVED.items():
+        off.append(abs(100 * published("interleaved", stages=8, micro_batches=32, slices=slices).bubble - percent))
+    for stages, percent in NAIVE.items():
+        off.append(abs(100 * published("naive", stages=stages, micro_batches=1).bubble - percent))
+    off.append(abs(100 * published("dualpipe", stages=8, micro_batches=32).bubble - 10.9))
+    rows = [below(f"{len(off)} published bubbles: largest difference", max(off), "points", 0.1)]
+    shown = [("gpipe", 1), ("1f1b", 1), *(("interleaved", slices) for slices in INTERLEAVED), ("dualpipe", 1)]
+    for name, slices in shown:
+        formula = 100 * published(name, stages=8, micro_batches=32, slices=slices).bubble
+        run = 100 * run_schedule(name, stages=8, micro_batches=32, slices=slices).idle
+        rows.append(Row(f"{name}, P=8, M=32, V={slices}: share of the whole in a run", run, "%", formula, "formula"))
+    try:
+        run_schedule("interleaved", stages=8, micro_batches=30, slices=2)
+    except ConfigInvalid:
+        return rows
+    raise RuntimeError("interleaving came out where it cannot")
+
+
+PARTS: dict[str, Callable[[bool], list[Row]]] = {
+    "search": search_rows,
+    "splits": split_rows,
+    "right": right_rows,
+    "schedules": schedule_rows,
+}
+
+
+def main() -> None:
+    """Measure the named parts, all unless named, and print one table."""
+    prepare_environment()
+    full = "--full" in sys.argv[1:]
+    rows: list[Row] = []
+    for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        rows += PARTS[name](full)
+    print_rows("planner", rows)
+
+
+if __name__ == "__main__":
+    main()
