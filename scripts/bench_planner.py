@@ -1,9 +1,9 @@
 """The planner: how good, how fast, how right. ``scripts/bench planner [--full] [PART ...]``
 
-Parts: ``search`` (exact against trying everything, and its time), ``splits`` (against RAM- and FLOPS-proportional splits
-of 20 mixed clusters, in the simulator and on emulated nodes), ``right`` (predicted against measured, on emulated clusters
-and on a real model over unequal stages), ``schedules`` (the published table). Without ``--full`` the runtime confirms a
-few of the clusters.
+Parts: ``search`` (exact against trying everything, and its time), ``splits`` (against RAM- and FLOPS-proportional
+splits of 20 mixed clusters, simulated and on emulated nodes), ``right`` (predicted against measured, on emulated
+clusters and a real model over unequal stages), ``schedules`` (the published table). Without ``--full`` the runtime
+confirms a few of the clusters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from bench_foundation import stored_demo
 from figures import Row, at_least, below, print_rows
 from local_nodes import complete, decode_rate, running_nodes
 
@@ -272,8 +273,8 @@ def split_rows(full: bool) -> list[Row]:
     rates = _measured([_settings(split.devices, split.text) for split in splits])
     for index in range(0, len(splits), 3):
         for other in (1, 2):
-            name = f"{splits[index].devices}, emulated nodes"
-            rows.append(at_least(name, rates[index], "tok/s", rates[index + other], f"by {splits[index + other].name}", 0.97))
+            name, by = f"{splits[index].devices}, emulated nodes", f"by {splits[index + other].name}"
+            rows.append(at_least(name, rates[index], "tok/s", rates[index + other], by, 0.97))
     return rows
 
 
@@ -299,7 +300,7 @@ def right_rows(full: bool) -> list[Row]:
 def _real_model() -> list[tuple[str, float, float]]:
     """SmolLM2 over two one-core stages of unequal size, alone and with eight chats: predicted, measured."""
     found: list[tuple[str, float, float]] = []
-    with running_nodes(2, models_dir=demo_model().path.parent, threads=1) as nodes:
+    with running_nodes(2, models_dir=stored_demo().path.parent, threads=1) as nodes:
         for layers in ("n0:0-9,n1:10-29", "n0:0-20,n1:21-29"):
             flags = ("--plan", layers, "--context", "96")
             told = json.loads(nodes[0].edgepipe("plan", "demo", *flags, "--concurrency", str(_CHATS), "--json"))
