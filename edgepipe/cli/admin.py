@@ -54,6 +54,12 @@ class Admin:
         with translated(_PEER):
             return await self._stub.Survey(request, timeout=_SURVEY_S)
 
+    async def measure_links(self) -> list[pb.LinkProfile]:
+        """Every directed link between nodes; takes some seconds. Raises LinkNotMeasured."""
+        with translated(_PEER):
+            reply = await self._stub.MeasureLinks(pb.MeasureLinksRequest(hello=self._hello), timeout=_SURVEY_S)
+        return list(reply.links)
+
     async def stop_model(self, model: str) -> list[str]:
         """Stop a model (empty: all); the names of those stopped. Raises ModelUnknown."""
         with translated(_PEER):

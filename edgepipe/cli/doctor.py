@@ -36,6 +36,7 @@ from edgepipe.cli.findings import (
 )
 from edgepipe.cli.options import DataDir, Json
 from edgepipe.cli.output import make_console, print_json, printable
+from edgepipe.cli.wizard.links import Link, links_of
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
     if facts.address:
         for finding in await _multicast(facts, len(others)):
             tell(finding)
+    links = await _links(config, status)
     for one in others:
-        tell(*await _examine_peer(one, facts, ports, status))
+        tell(*await _examine_peer(one, facts, ports, links.get(one.node_id)))
     tell(*_trust_findings(config, status))
     return found
 
@@ -188,9 +190,7 @@ def network_facts(config: Config) -> NetworkFacts:
     )
 
 
-async def _examine_peer(
-    peer: Peer, facts: NetworkFacts, ports: Ports, status: pb.ClusterStatus | None
-) -> list[Finding]:
+async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, link: Link | None) -> list[Finding]:
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_ports, probe_tcp
 
     tcp = await probe_tcp(peer.host, peer.port, timeout_s=_TCP_S)
@@ -204,8 +204,24 @@ async def _examine_peer(
     if (finding := mtu_finding(tcp, peer.name, facts)) is not None:
         found.append(finding)
     if peer.member is not None:
-        found += _member_findings(peer.name, peer.member, facts)
+        found += _member_findings(peer.name, peer.member)
+        measured = link or Link(rtt_ms=peer.member.rtt_ms)
+        rtt_ms, rate = measured.rtt_ms, measured.bytes_per_s
+        found.append(link_finding(peer.name, rtt_ms=rtt_ms, bytes_per_s=rate, wireless=facts.wireless))
     return found
+
+
+async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
+    """What passes between this machine and members, at the sizes of activations; by node id."""
+    from edgepipe.cli.admin import connect
+
+    if status is None or len(status.members) < 2:
+        return {}
+    try:
+        async with connect(config.data_dir) as admin:
+            return links_of(status.node_id, await admin.measure_links())
+    except EdgepipeError:
+        return {}
 
 
 async def _handshake(peer: Peer) -> Finding:
@@ -239,7 +255,7 @@ async def _handshake(peer: Peer) -> Finding:
     return Finding(id=name, level=Level.OK, what=f"{peer.name}: its key is {node_id[:12]}")
 
 
-def _member_findings(name: str, member: pb.MemberState, facts: NetworkFacts) -> Iterator[Finding]:
+def _member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
     """What the running node knows of a member."""
     version = member.node.edgepipe_version
     if version != __version__:
@@ -250,7 +266,6 @@ def _member_findings(name: str, member: pb.MemberState, facts: NetworkFacts) -> 
             remedy="upgrade the older one: pip install --upgrade edgepipe",
         )
     yield clock_finding(name, skew_ms=member.clock_skew_ms)
-    yield link_finding(name, rtt_ms=member.rtt_ms, bytes_per_s=0.0, wireless=facts.wireless)
     for device in member.node.devices:
         if device.state == "failed":
             yield _device_finding(name, device)

@@ -209,6 +209,11 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self._refresh_models()
         return await self._serving.survey(request.model, request.dtype)
 
+    async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
+        """How far nodes are from each other, and how much passes between them."""
+        admit_command_line(request.hello)
+        return pb.ProfileLinksReply(links=await self._serving.measure_links())
+
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all."""
         admit_command_line(request.hello)

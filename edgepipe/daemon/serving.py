@@ -110,6 +110,10 @@ class Serving:
             await self._devices_started()
         return await self._surveyor.survey(model, dtype)
 
+    async def measure_links(self) -> list[pb.LinkProfile]:
+        """Every directed link between nodes. Raises LinkNotMeasured."""
+        return await self._surveyor.links()
+
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
         chosen = [(node, engine) for node, engine in self.engines() if not model or model_matches(model, engine.model)]

@@ -41,6 +41,11 @@ class Surveyor:
             told.links.extend(await self._links(usable))
         return told
 
+    async def links(self) -> list[pb.LinkProfile]:
+        """Every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
+        nodes = list(self._peers.nodes())
+        return await self._links(nodes) if len(nodes) > 1 else []
+
     async def _profile_all(self, nodes: Sequence[pb.NodeState], told: pb.SurveyReply, dtype: str) -> None:
         """Nodes of one machine one after the other: side by side they would slow each other."""
         machines = {one.node_id: one for one in told.machines}

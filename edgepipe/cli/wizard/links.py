@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2 as pb
 
 _HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
 _TOKEN_MS = 40.0  # of such a model over two good machines
 _FINE, _NOTICEABLE = 0.1, 0.3  # of a token's time
 _PROMPT_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Between this machine and another."""
+
+    rtt_ms: float
+    bytes_per_s: float = 0.0  # of the slower direction; 0: not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +47,17 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     if bytes_per_s and (upload_s := _PROMPT_TOKENS * _HOP_BYTES / bytes_per_s) > 0.5:
         prompt = f"; a prompt of {_PROMPT_TOKENS} tokens {upload_s:.1f} s"
     return Meaning(text=f"{rtt_ms:.1f} ms{rate}: {verdict}{prompt}", good=share <= _FINE)
+
+
+def links_of(own: str, profiles: Iterable[pb.LinkProfile]) -> dict[str, Link]:
+    """Both directions to each other node as one link."""
+    links: dict[str, Link] = {}
+    for one in profiles:
+        if own not in (one.sender, one.receiver):
+            continue
+        other = one.receiver if one.sender == own else one.sender
+        known = links.get(other)
+        rate = one.bytes_per_s if known is None else min(one.bytes_per_s, known.bytes_per_s)
+        rtt_ms = (known.rtt_ms if known else 0.0) + one.one_way_s * 1e3
+        links[other] = Link(rtt_ms=rtt_ms, bytes_per_s=rate)
+    return links

@@ -14,7 +14,7 @@ from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Choice, done, say, warn
 from edgepipe.cli.wizard.fits import fitting_models
-from edgepipe.cli.wizard.links import link_meaning
+from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.errors import (
     ConfigInvalid,
@@ -33,7 +33,6 @@ Step = Callable[[Setup], None]
 
 _LISTEN_S = 4.0
 _CODE_TRIES = 3
-_ROUND_TRIPS = 10
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
 _NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
@@ -91,12 +90,11 @@ def links(setup: Setup) -> None:
     peers = [member for member in status.members if not member.self] if status is not None else []
     if not peers:
         say("     nothing to measure: this machine is alone", style="dim")
-    best_ms = _best_round_trips(setup) if peers else {}
+    measured = _measured_links(setup) if peers else {}
     for member in peers:
-        name = f"{setup.name} - {member.node.name}"
-        rtt_ms = best_ms.get(member.node.node_id, member.rtt_ms)
-        meaning = link_meaning(rtt_ms=rtt_ms, bytes_per_s=0.0)
-        (done if meaning.good else warn)(f"{name}: {meaning.text}")
+        link = measured.get(member.node.node_id, Link(rtt_ms=member.rtt_ms))
+        meaning = link_meaning(rtt_ms=link.rtt_ms, bytes_per_s=link.bytes_per_s)
+        (done if meaning.good else warn)(f"{setup.name} - {member.node.name}: {meaning.text}")
 
 
 def model(setup: Setup) -> None:
@@ -400,22 +398,18 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
     return None
 
 
-def _best_round_trips(setup: Setup) -> dict[str, float]:
-    """The shortest of several, by node: the others tell of the machines' load, not of the link."""
-    best_ms: dict[str, float] = {}
+def _measured_links(setup: Setup) -> dict[str, Link]:
+    """Links from this machine, by node; the slower direction counts."""
 
-    async def ask() -> None:
+    async def ask() -> dict[str, Link]:
         async with connect(setup.data_dir) as admin:
-            for _ in range(_ROUND_TRIPS):
-                for member in (await admin.status()).members:
-                    if member.rtt_ms > 0:
-                        node_id = member.node.node_id
-                        best_ms[node_id] = min(best_ms.get(node_id, member.rtt_ms), member.rtt_ms)
-                await asyncio.sleep(_LOOK_S)
+            own = (await admin.status()).node_id
+            return links_of(own, await admin.measure_links())
 
+    say("     measuring ...", style="dim")
     with suppress(EdgepipeError):
-        run_async(ask())
-    return best_ms
+        return run_async(ask())
+    return {}
 
 
 def _ports(setup: Setup) -> Ports:

@@ -2039,6 +2039,26 @@ class EchoFrame(_message.Message):
 Global___EchoFrame: _TypeAlias = EchoFrame  # noqa: Y015
 
 @_typing.final
+class MeasureLinksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinksRequest: _TypeAlias = MeasureLinksRequest  # noqa: Y015
+
+@_typing.final
 class SurveyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

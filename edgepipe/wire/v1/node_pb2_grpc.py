@@ -737,6 +737,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.FromString,
                 _registered_method=True)
+        self.MeasureLinks = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/MeasureLinks',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+                _registered_method=True)
         self.StopModel = channel.unary_unary(
                 '/edgepipe.wire.v1.Admin/StopModel',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelRequest.SerializeToString,
@@ -776,6 +781,13 @@ class AdminServicer:
 
     def Survey(self, request, context):
         """Everything that a plan for a model is made of; measures what is not known yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MeasureLinks(self, request, context):
+        """Every directed link between nodes, measured where it was not lately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -823,6 +835,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Survey,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.SerializeToString,
+            ),
+            'MeasureLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureLinks,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.SerializeToString,
             ),
             'StopModel': grpc.unary_unary_rpc_method_handler(
                     servicer.StopModel,
@@ -926,6 +943,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/Survey',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.SurveyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/MeasureLinks',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -239,6 +239,8 @@ class AdminStub:
     Serve: _grpc.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]
     Survey: _grpc.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]
     """Everything that a plan for a model is made of; measures what is not known yet."""
+    MeasureLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]
+    """Every directed link between nodes, measured where it was not lately."""
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
@@ -252,6 +254,8 @@ class AdminAsyncStub(AdminStub):
     Serve: _aio.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]  # type: ignore[assignment]
     Survey: _aio.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]  # type: ignore[assignment]
     """Everything that a plan for a model is made of; measures what is not known yet."""
+    MeasureLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
+    """Every directed link between nodes, measured where it was not lately."""
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]  # type: ignore[assignment]
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
@@ -280,6 +284,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.SurveyReply, _abc.Awaitable[_node_pb2.SurveyReply]]:
         """Everything that a plan for a model is made of; measures what is not known yet."""
+
+    @_abc_1.abstractmethod
+    def MeasureLinks(
+        self,
+        request: _node_pb2.MeasureLinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ProfileLinksReply, _abc.Awaitable[_node_pb2.ProfileLinksReply]]:
+        """Every directed link between nodes, measured where it was not lately."""
 
     @_abc_1.abstractmethod
     def StopModel(

@@ -9,8 +9,9 @@ import pytest
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Defaults
 from edgepipe.cli.wizard.fits import fitting_models
-from edgepipe.cli.wizard.links import link_meaning
+from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.errors import ConfigInvalid
+from edgepipe.wire.v1 import node_pb2 as pb
 from tests.unit.cli.conftest import Run, make_status
 
 
@@ -28,6 +29,15 @@ def test_what_a_link_means(rtt_ms: float, bytes_per_s: float, good: bool, words:
     meaning = link_meaning(rtt_ms=rtt_ms, bytes_per_s=bytes_per_s)
     assert meaning.good is good
     assert words in meaning.text
+
+
+def test_both_directions_make_one_link() -> None:
+    ways = [
+        pb.LinkProfile(sender="me", receiver="b", one_way_s=0.001, bytes_per_s=100e6),
+        pb.LinkProfile(sender="b", receiver="me", one_way_s=0.002, bytes_per_s=50e6),
+        pb.LinkProfile(sender="b", receiver="c", one_way_s=1.0, bytes_per_s=1.0),
+    ]
+    assert links_of("me", ways) == {"b": Link(rtt_ms=1.0 + 2.0, bytes_per_s=50e6)}
 
 
 def test_settings_are_changed_and_comments_stay(tmp_path: Path) -> None:
