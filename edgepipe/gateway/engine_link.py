@@ -50,6 +50,7 @@ class EngineLink:
         self._outbox: asyncio.Queue[engine_pb2.GatewayMessage] | None = None  # while a stream stands
         self._engine_id = ""
         self._address = served.address
+        self._greeting: asyncio.Timeout | None = None  # while nobody has answered yet
         self._call: Any = None  # while a stream stands or is opened
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()  # of the engine's place
@@ -89,6 +90,8 @@ class EngineLink:
             self._served, self._address = served, served.address
         if newer and self._call is not None:
             self._call.cancel()
+        if newer and self._greeting is not None:  # a call that is not connected yet does not notice its cancellation
+            self._greeting.reschedule(asyncio.get_running_loop().time())
         self._news.set()
 
     async def run(self) -> None:
@@ -163,7 +166,7 @@ class EngineLink:
         """Exchange Hello and Welcome. Raises ConnectTimeout, VersionMismatch, RemoteProtocolError, AioRpcError."""
         window_s = min(self._limits.answer_s, self._limits.resume_window_s)
         try:
-            async with asyncio.timeout(window_s):
+            async with asyncio.timeout(window_s) as self._greeting:
                 await call.write(engine_pb2.GatewayMessage(hello=self._hello))
                 first = await call.read()
         except TimeoutError as exc:
@@ -172,6 +175,8 @@ class EngineLink:
                 fact=f"tried {self._address} for {window_s:.0f} s",
                 next_step="see 'edgepipe status', then send the request again",
             ) from exc
+        finally:
+            self._greeting = None
         if first is grpc.aio.EOF or not first.HasField("welcome"):
             raise RemoteProtocolError(f"{self._peer()} did not begin with Welcome")
         check_hello(first.welcome.hello)
