@@ -66,6 +66,13 @@ class Admin:
             reply = await self._stub.StopModel(pb.StopModelRequest(hello=self._hello, model=model), timeout=30.0)
         return list(reply.stopped)
 
+    async def drain(self, *, undo: bool) -> AsyncIterator[pb.DrainEvent]:
+        """What is still on the node, until nothing is. Raises NoFeasiblePlacement."""
+        request = pb.DrainRequest(hello=self._hello, undo=undo)
+        with translated(_PEER):
+            async for event in self._stub.Drain(request, timeout=_SERVE_S):
+                yield event
+
     async def shut_down(self) -> None:
         """Ask the node to stop; it answers before it does."""
         with translated(_PEER):

@@ -173,6 +173,39 @@ def stop(data_dir: DataDir = None) -> None:
     print("the node has stopped")
 
 
+@app.command()
+def drain(
+    undo: Annotated[bool, typer.Option("--undo", help="Let the node take work again.")] = False,
+    wait: Annotated[int, typer.Option("--wait", min=1, help="Seconds until the work must have moved.")] = 600,
+    data_dir: DataDir = None,
+) -> None:
+    """Move everything that runs on this machine to others; returns when it can be switched off."""
+    from edgepipe.cli.admin import run_async
+
+    run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))
+    print("the node takes work again" if undo else "nothing runs here any more: edgepipe node stop")
+
+
+async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:
+    """Raises NoFeasiblePlacement when it does not get done in time; the node takes work again then."""
+    from edgepipe.cli.admin import connect
+    from edgepipe.errors import NoFeasiblePlacement
+
+    async with connect(data_dir) as admin:
+        try:
+            async with asyncio.timeout(wait_s):
+                async for _ in admin.drain(undo=undo):
+                    pass
+        except TimeoutError:
+            async for _ in admin.drain(undo=True):
+                pass
+            raise NoFeasiblePlacement(
+                "not everything could be moved away",
+                fact=f"waited {wait_s:.0f} s; the node takes work again",
+                next_step="see 'edgepipe status', start another node, or stop the model",
+            ) from None
+
+
 async def _shut_down(data_dir: Path) -> None:
     from edgepipe.cli.admin import connect
 

@@ -35,6 +35,9 @@ def serve(
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens kept for all; 0: by memory.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
     activations: Annotated[str, typer.Option("--activations", help="bf16 or float32, between stages.")] = "bf16",
+    rebalance: Annotated[
+        bool, typer.Option("--rebalance", help="Place a model that is served already anew over all nodes.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Load a model over the nodes; returns when it answers."""
@@ -60,6 +63,7 @@ def serve(
     request.exclude.extend(name.strip() for name in exclude.split(",") if name.strip())
     request.first, request.throughput = first, objective == "throughput"
     request.concurrency, request.must_keep_context = concurrency, bool(context)
+    request.rebalance = rebalance
 
     async def work(folder: Path) -> engine_pb2.EngineState:
         async with connect(folder) as admin:

@@ -70,11 +70,15 @@ async def _serve(
 
 async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> None:
     async for command in link.commands():
-        if command.HasField("plan"):
-            planner.answer(command.plan)
+        if command.HasField("plan") and (plan := planner.answer(command.plan)) is not None:
+            engine.move_to(plan)
         if command.HasField("reachable"):
+            told = command.reachable
             engine.note_reachable(
-                Reachable(addresses={NodeId(node.node_id): node.address for node in command.reachable.nodes})
+                Reachable(
+                    addresses={NodeId(node.node_id): node.address for node in told.nodes},
+                    leaving=frozenset(NodeId(node_id) for node_id in told.leaving),
+                )
             )
 
 

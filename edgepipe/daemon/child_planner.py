@@ -34,15 +34,21 @@ class DaemonPlanner:
             raise SendTimeout("the node did not answer where stages go", fact=f"waited {_PLAN_S:.0f} s") from exc
         if made.HasField("error"):
             raise error_from_wire(made.error)
-        return Plan(
-            spec=serve_spec_from_wire(made.spec),
-            nodes=Nodes(
-                addresses={NodeId(node.node_id): node.address for node in made.nodes},
-                names={NodeId(node.node_id): node.name for node in made.nodes},
-            ),
-        )
+        return _plan(made)
 
-    def answer(self, made: pb.PlanMade) -> None:
-        """The daemon's answer came."""
+    def answer(self, made: pb.PlanMade) -> Plan | None:
+        """A plan came: the answer to a question, or, returned, one that nobody asked for."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(made)
+            return None
+        return None if made.HasField("error") else _plan(made)
+
+
+def _plan(made: pb.PlanMade) -> Plan:
+    return Plan(
+        spec=serve_spec_from_wire(made.spec),
+        nodes=Nodes(
+            addresses={NodeId(node.node_id): node.address for node in made.nodes},
+            names={NodeId(node.node_id): node.name for node in made.nodes},
+        ),
+    )

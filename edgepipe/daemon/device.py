@@ -145,6 +145,10 @@ class DeviceHost:
             if not hold.ready:  # also when the engine goes away half-way
                 self._release_soon(request.pipeline_id, hold)
 
+    def pipelines(self) -> list[str]:
+        """Those that hold something here."""
+        return sorted(self._holds)
+
     def epoch_of(self, pipeline_id: str) -> Epoch | None:
         """The highest epoch of the pipeline that holds something here."""
         hold = self._holds.get(pipeline_id)

@@ -99,15 +99,17 @@ class EngineKeeper:
     async def _is_ours(self, record: pb.ServeRecord) -> bool:
         """Whether this node starts it: as the one that had it, or by the rule for another's."""
         head = record.engine_node
+        if self._peers.own_drains:
+            return False
         if self._peers.is_self(head):
             return True
-        members = [node.node_id for node in self._peers.nodes()]
+        members = [node.node_id for node in self._peers.nodes() if not node.draining]
         up_s = self._clock.monotonic_s() - self._since_s
         if head in members or (not self._peers.knows(head) and up_s < self._timeouts.dead_max_s):
             return False
         vouchers = await self._peers.vouch_all(record.pipeline_id, head)
         return not any(reply.hears for reply in vouchers.values()) and self._peers.own_id == min(
-            (self._peers.own_id, *vouchers)
+            (self._peers.own_id, *(node_id for node_id, reply in vouchers.items() if not reply.draining))
         )
 
     async def _gather(self, record: pb.ServeRecord) -> None:

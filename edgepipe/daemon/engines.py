@@ -13,7 +13,7 @@ from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.settings import ChildSettings
-from edgepipe.errors import EdgepipeError, StaleEpoch
+from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import Epoch
 from edgepipe.wire.common import epoch_from_wire, error_to_wire
 from edgepipe.wire.v1 import engine_pb2
@@ -164,6 +164,21 @@ class EngineHost:
             run.state.address = f"{child.settings.host}:{child.port}"
         run.state.certificate = child.certificate
         self._on_change(before != (run.state.state, run.state.message))
+
+    async def rebalance(self, pipeline_id: str, *, num_nodes: int) -> bool:
+        """Move a pipeline's stages to where they would be placed now; whether that is elsewhere.
+
+        Raises NoFeasiblePlacement, and ModelUnknown if its engine does not serve here.
+        """
+        run = self._runs.get(pipeline_id)
+        if run is None or run.child is None or run.state.state != "ready":
+            raise ModelUnknown("the model is not served by this node now", next_step="see 'edgepipe ps'")
+        made = await self._replanner.anew(pipeline_id, run.spec, num_nodes=num_nodes)
+        if made.spec == run.spec:
+            return False
+        run.spec = made.spec
+        run.child.send(pb.ChildCommand(plan=made))
+        return True
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
         """Answer an engine that asks where its stages go."""

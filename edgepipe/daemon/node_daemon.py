@@ -22,6 +22,7 @@ from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.drain import Drain
 from edgepipe.daemon.engine_keeper import EngineKeeper
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
@@ -214,6 +215,13 @@ class NodeDaemon:
             on_change=lambda urgent: self._local.refresh(urgent=urgent),
         )
         self._book = ServeBook(self._data_dir.path / "served.bin", on_change=self._local.refresh)
+        self._drain = Drain(
+            device=self._device,
+            engines=self._engines,
+            peers=self._peers,
+            changes=self._local.changes.watch,
+            on_change=self._local.refresh,
+        )
         self._keeper = EngineKeeper(
             book=self._book,
             engines=self._engines,
@@ -253,6 +261,7 @@ class NodeDaemon:
         state.transfers.extend(self._models.transfers())
         state.gateways.extend([self._gateway.certificate, *self._guests.certificates()])
         state.serves.extend(self._book.records())
+        state.draining = self._drain.active
         state.http_port = self._gateway.http_port
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
@@ -287,6 +296,7 @@ class NodeDaemon:
             shut_down=self.stopping.set,
             refresh_models=self._models.rescan,
             guests=self._guests,
+            drain=self._drain,
             spread=self._heartbeats.spread,
         )
         node_pb2_grpc.add_NodeServicer_to_server(node, server)

@@ -62,13 +62,18 @@ class Peers:
         """This node's id."""
         return self._own().node_id
 
+    @property
+    def own_drains(self) -> bool:
+        """Whether this node is being drained."""
+        return self._own().draining
+
     def knows(self, node_id: str) -> bool:
         """Whether the node was ever met since this one started."""
         return self.is_self(node_id) or self._membership.member(node_id) is not None
 
     def reaches(self, node_id: str) -> bool:
         """Whether the node is this one or a member that is heard."""
-        return any(node.node_id == node_id for node in self.nodes())
+        return any(node.node_id == node_id and not node.draining for node in self.nodes())
 
     def is_self(self, node_id: str) -> bool:
         """Whether it is this node's id."""
@@ -84,6 +89,12 @@ class Peers:
         request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id)
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int) -> bool:
+        """``Node.Rebalance`` there: whether stages move. Raises its errors and LinkError."""
+        request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes)
+        with translated(self.node(node_id).name):
+            return (await self._stub(node_id).Rebalance(request, timeout=self._timeouts.child_start_s)).changed
 
     async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, pb.VouchReply]:
         """What each other reachable member says of the pipeline and the node; who does not answer is left out."""

@@ -27,12 +27,14 @@ class Replanner:
         told = pb.Reachable()
         for node in self._peers.nodes():
             told.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
+            if node.draining:
+                told.leaving.append(node.node_id)
         return told
 
     def room_changes(self) -> tuple[object, ...]:
         """What an engine that waits for memory wants to hear of: equal while nothing of it changes."""
         return tuple(
-            (node.node_id, node.address, tuple((one.state, one.free_bytes) for one in node.devices))
+            (node.node_id, node.address, node.draining, tuple((one.state, one.free_bytes) for one in node.devices))
             for node in self._peers.nodes()
         )
 
@@ -50,7 +52,18 @@ class Replanner:
             if not wanted.barred:
                 raise
             placed = self._place(need, wanted.spec, rooms, avoided=frozenset())
-        made = pb.PlanMade(spec=wanted.spec)
+        return self._made(wanted.spec, placed)
+
+    async def anew(self, pipeline_id: str, spec: pb.ServeSpec, *, num_nodes: int) -> pb.PlanMade:
+        """Everything placed anew over ``num_nodes`` nodes (0: all that can compute). Raises NoFeasiblePlacement."""
+        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        need = placement_need(model.config, spec.context_length)
+        rooms = [room for node in self._peers.nodes() for room in rooms_of(node, spec.dtype, own=pipeline_id)]
+        count = num_nodes or min(len(rooms), model.config.num_layers)
+        return self._made(spec, place(need, rooms, num_nodes=count))
+
+    def _made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
+        made = pb.PlanMade(spec=spec)
         del made.spec.stages[:]
         made.spec.stages.extend(stages_of(placed))
         for node_id in {stage.node_id for stage in made.spec.stages}:

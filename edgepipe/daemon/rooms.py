@@ -25,6 +25,8 @@ def rooms_of(node: pb.NodeState, dtype: str, *, own: str = "") -> Sequence[NodeR
     ``own`` names a running pipeline that is placed again: what it holds counts as free, and a device that merely starts
     another process is as good as one that has.
     """
+    if node.draining:
+        return []
     unusable = ("failed",) if own else ("starting", "failed")
     rooms: list[NodeRoom] = []
     for device in [one for one in node.devices if one.state not in unusable][:1]:  # until several join in one slice

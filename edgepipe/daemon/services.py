@@ -9,6 +9,7 @@ from typing import Any
 from edgepipe.cluster.heartbeats import Heartbeats, cluster_label
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.drain import Drain
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.link_probes import LinkProbes
@@ -114,6 +115,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.VouchReply(
             hears=self._peers.reaches(request.node_id),
             highest=epoch_to_wire(highest) if highest is not None else None,
+            draining=self._peers.own_drains,
+        )
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
+        """Place a pipeline anew whose engine runs here."""
+        self._admit(request.hello)
+        return pb.RebalanceReply(
+            changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes)
         )
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
@@ -180,6 +189,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         shut_down: Callable[[], None],
         refresh_models: Callable[[], None],
         guests: Guests,
+        drain: Drain,
         spread: Callable[[], Awaitable[None]],
     ) -> None:
         """``spread`` returns when the other nodes know this one's newest state, or after a moment."""
@@ -189,6 +199,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self._shut_down = shut_down
         self._refresh_models = refresh_models
         self._guests = guests
+        self._drain = drain
         self._spread = spread
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
@@ -230,6 +241,15 @@ class AdminService(node_pb2_grpc.AdminServicer):
         last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
         async for line in self._logs.lines(last=last, follow=request.follow):
             yield pb.LogLine(source="node", text=line)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> AsyncGenerator[pb.DrainEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Move everything away, or take work again."""
+        admit_command_line(request.hello)
+        if request.undo:
+            self._drain.undo()
+            return
+        async for event in self._drain.run():
+            yield event
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let a command call engines until it ends the stream."""

@@ -22,12 +22,12 @@ from edgepipe.errors import (
     PlanInvalid,
     VersionMismatch,
 )
-from edgepipe.ids import IdSource
+from edgepipe.ids import Epoch, IdSource
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Plan, Wishes, plan
-from edgepipe.wire.common import activation_type_to_wire, error_from_wire
+from edgepipe.wire.common import activation_type_to_wire, epoch_from_wire, error_from_wire
 from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -81,6 +81,10 @@ class Serving:
         model = await self._models.resolve(request.model)
         if running := self._running(model.name):
             node, engine = running
+            if request.rebalance:
+                async for event in self._rebalance(node.node_id, engine, num_nodes=request.num_nodes):
+                    yield event
+                return
             _check_served_as_asked(request, engine)
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
@@ -113,6 +117,18 @@ class Serving:
     async def measure_links(self) -> list[pb.LinkProfile]:
         """Every directed link between nodes. Raises LinkNotMeasured."""
         return await self._surveyor.links()
+
+    async def _rebalance(
+        self, node_id: str, engine: engine_pb2.EngineState, *, num_nodes: int
+    ) -> AsyncGenerator[pb.ServeEvent]:
+        """Events until the model's stages are where they would be placed now."""
+        yield pb.ServeEvent(message=f"placing {engine.model} anew")
+        before = epoch_from_wire(engine.epoch)
+        if not await self._peers.rebalance(node_id, engine.pipeline_id, num_nodes=num_nodes):
+            yield pb.ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
+            return
+        async for event in self._follow(node_id, engine.pipeline_id, after=before):
+            yield event
 
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
@@ -220,8 +236,13 @@ class Serving:
             request.nodes.add(node_id=node_id, address=node.address, name=node.name)
         return request
 
-    async def _follow(self, node_id: str, pipeline_id: str) -> AsyncIterator[pb.ServeEvent]:
-        """Events until the engine is ready. Raises its error, or NodeUnreachable when its node goes."""
+    async def _follow(
+        self, node_id: str, pipeline_id: str, *, after: Epoch | None = None
+    ) -> AsyncIterator[pb.ServeEvent]:
+        """Events until the engine is ready, in an epoch ``after`` another if one is given.
+
+        Raises its error, or NodeUnreachable when its node goes.
+        """
         told: tuple[str, float] | None = None
         seen = False
         async for _ in self._changes():
@@ -233,7 +254,7 @@ class Serving:
             seen = True
             if engine.state == "failed":
                 raise error_from_wire(engine.error)
-            if engine.state == "ready":
+            if engine.state == "ready" and (after is None or epoch_from_wire(engine.epoch) > after):
                 with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
                     async with asyncio.timeout(_GATEWAY_S):
                         await self._gateway_knows(pipeline_id)

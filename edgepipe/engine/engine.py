@@ -15,7 +15,7 @@ from edgepipe.clock import Clock
 from edgepipe.engine.control import StageSite
 from edgepipe.engine.epoch import EpochRun, Surroundings
 from edgepipe.engine.hold_down import HoldDown
-from edgepipe.engine.planning import Planner, Reachable, SamePlan
+from edgepipe.engine.planning import Plan, Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Nodes, Preparation
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.service import Door, EngineService
@@ -76,8 +76,8 @@ class Engine:
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
-        self._spec = spec
-        self._nodes = Nodes(addresses=nodes, names=node_names or {})
+        self._spec: ServeSpec = spec
+        self._nodes: Nodes = Nodes(addresses=nodes, names=node_names or {})
         self._on_state = on_state
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
@@ -107,6 +107,9 @@ class Engine:
         self._reachable: Reachable | None = None  # None: nobody tells
         self._news = asyncio.Event()  # of the cluster
         self._lost: asyncio.Future[None] | None = None  # fails when a node is lost that is being prepared
+        self._move_wanted = asyncio.Event()
+        self._proposed: Plan | None = None  # where stages shall move
+        self._moved: list[StageSite] | None = None  # prepared for the next epoch
         self._held: set[NodeId] = set()  # nodes that may hold a stage
         self._preparation = self._new_preparation()
         self._base = EngineState(
@@ -216,6 +219,8 @@ class Engine:
         """The cluster changed. A node of the pipeline that is gone ends the epoch, or its preparation."""
         self._reachable = reachable
         self._news.set()
+        if reachable.leaving.intersection(stage.node_id for stage in self._spec.stages):
+            self._move_wanted.set()
         try:
             self._check_there()
         except NodeUnreachable as error:
@@ -250,7 +255,12 @@ class Engine:
             table.go_on(run.pump)
             self._tell(state="ready", message="", progress=1.0, error=None, recoveries=self._recoveries)
             self._recoveries += 1
-            error = await run.drive(self._stopping)
+            mover = asyncio.ensure_future(self._move(run))
+            try:
+                error = await run.drive(self._stopping)
+            finally:
+                mover.cancel()
+                await asyncio.wait((mover,))
             if error is None:
                 return None
             stats = run.pump.stats()
@@ -282,8 +292,12 @@ class Engine:
             self._tell(state="recovering", message="continuing without what was lost", error=cause)
             try:
                 await self._close_run()
-                await self._unless_stopped(self._plan_again())
-                await self._unless_stopped(self._begin_epoch())
+                if (moved := self._moved) is not None:
+                    self._moved = None
+                    await self._unless_stopped(self._open_epoch(moved), watch=True)
+                else:
+                    await self._unless_stopped(self._plan_again())
+                    await self._unless_stopped(self._begin_epoch(), watch=True)
                 return None
             except NoFeasiblePlacement as error:
                 await self._wait_for_room(table, error)
@@ -303,7 +317,7 @@ class Engine:
         self._news.clear()  # what is told from now on may change the answer
         barred = self._hold_down.barred(self._around.clock.monotonic_s())
         plan = await self._planner.plan(self._spec, barred=barred)
-        self._spec, self._nodes = plan.spec, plan.nodes
+        self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
         self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
         self._base = replace(self._base, epoch=self._epoch)
 
@@ -319,17 +333,18 @@ class Engine:
             async with asyncio.timeout(seconds):
                 await self._news.wait()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, or as much of it as there is time for until the engine is to stop or a node of the plan is lost.
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None], *, watch: bool = False) -> None:
+        """Do the work, or as much of it as there is time for until the engine is to stop. Raises what it raises.
 
-        Raises what it raises, and NodeUnreachable.
+        ``watch``: give up with NodeUnreachable when a node of the plan is lost meanwhile.
         """
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stopping.wait())
-        self._lost = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lost = lost if watch else None
         try:
-            await asyncio.wait((working, stopping, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            for ended in (self._lost, working):
+            await asyncio.wait((working, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (lost, working):
                 if ended.done():
                     ended.result()
         finally:
@@ -338,13 +353,44 @@ class Engine:
             await asyncio.wait((working, stopping))
             self._lost = None
 
+    async def _move(self, run: EpochRun) -> None:
+        """Stages shall be elsewhere: prepare them while steps go on, then end the epoch. Stages that stay go on too."""
+        while True:
+            await self._move_wanted.wait()
+            self._move_wanted.clear()
+            try:
+                proposed: Plan | None = self._proposed
+                self._proposed = None
+                plan: Plan = proposed or await self._planner.plan(self._spec, barred=frozenset())
+                if plan.spec.stages == self._spec.stages:
+                    continue
+                self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
+                self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
+                self._moved = await self._prepare_epoch()
+            except EdgepipeError as error:
+                logger.warning("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
+                continue
+            run.pump.fail(ClusterError("stages move to other nodes"))
+            return
+
+    def move_to(self, plan: Plan) -> None:
+        """The stages shall be there from now on."""
+        self._proposed = plan
+        self._move_wanted.set()
+
     async def _begin_epoch(self) -> None:
         """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
+        await self._open_epoch(await self._prepare_epoch())
+
+    async def _prepare_epoch(self) -> list[StageSite]:
         self._preparation = self._new_preparation()
         self._check_there()
+        self._held |= {stage.node_id for stage in self._spec.stages}
+        return await self._preparation.prepare()
+
+    async def _open_epoch(self, sites: list[StageSite]) -> None:
         placed = {stage.node_id for stage in self._spec.stages}
-        self._held |= placed
-        sites = await self._preparation.prepare()
+        self._base = replace(self._base, epoch=self._epoch)
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
         try:

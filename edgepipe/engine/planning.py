@@ -46,3 +46,4 @@ class Reachable:
     """The nodes that the engine's daemon hears; told whenever they, or what their devices can take, change."""
 
     addresses: Mapping[NodeId, str]  # HOST:PORT
+    leaving: frozenset[NodeId] = frozenset()  # of them: those whose stages shall move away

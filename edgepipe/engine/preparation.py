@@ -35,6 +35,10 @@ class Nodes:
     addresses: Mapping[NodeId, str]  # HOST:PORT
     names: Mapping[NodeId, str]
 
+    def updated(self, newer: Nodes) -> Nodes:
+        """With what is newer; nodes that a plan leaves are still to be told."""
+        return Nodes(addresses={**self.addresses, **newer.addresses}, names={**self.names, **newer.names})
+
     def name(self, node_id: NodeId) -> str:
         """For people."""
         return self.names.get(node_id) or node_id

@@ -27,6 +27,7 @@ _ALLOWED: dict[str, frozenset[Kind]] = {
     "Node/ProfileLayer": frozenset({Kind.NODE}),
     "Node/ProfileLinks": frozenset({Kind.NODE}),
     "Probes/Echo": frozenset({Kind.NODE}),
+    "Node/Rebalance": frozenset({Kind.NODE}),
     "Weights/GetManifest": frozenset({Kind.NODE}),
     "Weights/ReadTensor": frozenset({Kind.NODE}),
     "Weights/ReadFile": frozenset({Kind.NODE}),

@@ -134,6 +134,7 @@ class NodeState(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
     SERVES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
@@ -146,6 +147,8 @@ class NodeState(_message.Message):
     http_port: _builtins.int
     version: _builtins.int
     """grows with every change of this message"""
+    draining: _builtins.bool
+    """it takes no new work, and what it has shall move away"""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceState]: ...
     @_builtins.property
@@ -183,11 +186,12 @@ class NodeState(_message.Message):
         version: _builtins.int = ...,
         gateways: _abc.Iterable[_builtins.bytes] | None = ...,
         serves: _abc.Iterable[Global___ServeRecord] | None = ...,
+        draining: _builtins.bool = ...,
         silent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,6 +671,52 @@ class StopEngineReply(_message.Message):
 Global___StopEngineReply: _TypeAlias = StopEngineReply  # noqa: Y015
 
 @_typing.final
+class RebalanceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    pipeline_id: _builtins.str
+    num_nodes: _builtins.int
+    """0: all that can compute"""
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        pipeline_id: _builtins.str = ...,
+        num_nodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "num_nodes", b"num_nodes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceRequest: _TypeAlias = RebalanceRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceReply: _TypeAlias = RebalanceReply  # noqa: Y015
+
+@_typing.final
 class VouchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,9 +747,12 @@ class VouchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEARS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     HIGHEST_FIELD_NUMBER: _builtins.int
     hears: _builtins.bool
-    """the node"""
+    """the node, and it is not being drained"""
+    draining: _builtins.bool
+    """the asked one is being drained"""
     @_builtins.property
     def highest(self) -> _common_pb2.Epoch:
         """of the pipeline that it has obeyed; unset: none"""
@@ -708,11 +761,12 @@ class VouchReply(_message.Message):
         self,
         *,
         hears: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
         highest: _common_pb2.Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["highest", b"highest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hears", b"hears", "highest", b"highest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hears", b"hears", "highest", b"highest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1035,16 +1089,22 @@ class Reachable(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODES_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Introduction]: ...
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node ids of those that are being drained"""
+
     def __init__(
         self,
         *,
         nodes: _abc.Iterable[Global___Introduction] | None = ...,
+        leaving: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1794,6 +1854,7 @@ class ServeRequest(_message.Message):
     NUM_NODES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    REBALANCE_FIELD_NUMBER: _builtins.int
     EXCLUDE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     THROUGHPUT_FIELD_NUMBER: _builtins.int
@@ -1804,6 +1865,8 @@ class ServeRequest(_message.Message):
     """0: as few as hold it"""
     plan: _builtins.str
     """"a:0-14,b:15-29"; empty: by free memory"""
+    rebalance: _builtins.bool
+    """place a model that is served already anew"""
     first: _builtins.str
     """the node that holds the first layers"""
     throughput: _builtins.bool
@@ -1830,6 +1893,7 @@ class ServeRequest(_message.Message):
         num_nodes: _builtins.int = ...,
         plan: _builtins.str = ...,
         options: Global___ServeSpec | None = ...,
+        rebalance: _builtins.bool = ...,
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         first: _builtins.str = ...,
         throughput: _builtins.bool = ...,
@@ -1838,7 +1902,7 @@ class ServeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "rebalance", b"rebalance", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2274,6 +2338,57 @@ class ShutdownReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShutdownReply: _TypeAlias = ShutdownReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    undo: _builtins.bool
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """models with a stage here"""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """models whose engine is here"""
+
+    def __init__(
+        self,
+        *,
+        stages: _abc.Iterable[_builtins.str] | None = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainEvent: _TypeAlias = DrainEvent  # noqa: Y015
 
 @_typing.final
 class LogsRequest(_message.Message):

@@ -74,6 +74,11 @@ class NodeStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/edgepipe.wire.v1.Node/Rebalance',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -133,6 +138,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Place a running pipeline anew over all nodes that are there now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +187,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ProfileLinks,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +410,33 @@ class Node:
             '/edgepipe.wire.v1.Node/ProfileLinks',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/Rebalance',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -757,6 +801,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/edgepipe.wire.v1.Admin/Drain',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.FromString,
+                _registered_method=True)
         self.ActAsGateway = channel.unary_stream(
                 '/edgepipe.wire.v1.Admin/ActAsGateway',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
@@ -811,6 +860,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Move everything away from this node; what is still here, until nothing is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ActAsGateway(self, request, context):
         """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open.
         """
@@ -855,6 +911,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.SerializeToString,
             ),
             'ActAsGateway': grpc.unary_stream_rpc_method_handler(
                     servicer.ActAsGateway,
@@ -1051,6 +1112,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/Logs',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.LogsRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/Drain',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.FromString,
             options,
             channel_credentials,
             insecure,

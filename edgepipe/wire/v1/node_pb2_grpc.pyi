@@ -47,6 +47,8 @@ class NodeStub:
     """What a layer of a model's shape takes on the node's device, measured once and kept."""
     ProfileLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]
     """What the way from this node to others is like, measured when it is not known."""
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]
+    """Place a running pipeline anew over all nodes that are there now."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -65,6 +67,8 @@ class NodeAsyncStub(NodeStub):
     """What a layer of a model's shape takes on the node's device, measured once and kept."""
     ProfileLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
     """What the way from this node to others is like, measured when it is not known."""
+    Rebalance: _aio.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]  # type: ignore[assignment]
+    """Place a running pipeline anew over all nodes that are there now."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -128,6 +132,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ProfileLinksReply, _abc.Awaitable[_node_pb2.ProfileLinksReply]]:
         """What the way from this node to others is like, measured when it is not known."""
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _node_pb2.RebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.RebalanceReply, _abc.Awaitable[_node_pb2.RebalanceReply]]:
+        """Place a running pipeline anew over all nodes that are there now."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -244,6 +256,8 @@ class AdminStub:
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
+    Drain: _grpc.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]
+    """Move everything away from this node; what is still here, until nothing is."""
     ActAsGateway: _grpc.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
@@ -259,6 +273,8 @@ class AdminAsyncStub(AdminStub):
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]  # type: ignore[assignment]
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
+    Drain: _aio.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]  # type: ignore[assignment]
+    """Move everything away from this node; what is still here, until nothing is."""
     ActAsGateway: _aio.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]  # type: ignore[assignment]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
@@ -313,6 +329,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.LogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.LogLine], _abc.AsyncIterator[_node_pb2.LogLine]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _node_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.DrainEvent], _abc.AsyncIterator[_node_pb2.DrainEvent]]:
+        """Move everything away from this node; what is still here, until nothing is."""
 
     @_abc_1.abstractmethod
     def ActAsGateway(

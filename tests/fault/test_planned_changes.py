@@ -1,0 +1,75 @@
+"""Nodes that are drained, stopped in order, or join: the streams go on, and stages are where they should be."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from streams import PROMPT, SLOW, Stream, answers, slow_cluster
+
+from edgepipe.testing.nodes import HELLO, Node, Nodes, idle
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+async def drain(node: Node) -> None:
+    """As ``edgepipe node drain`` does."""
+    async with node.admin() as admin:
+        async for _ in admin.Drain(pb.DrainRequest(hello=HELLO), timeout=30):
+            pass
+
+
+def places(status: pb.ClusterStatus) -> list[str]:
+    """Names of the nodes in the order of a token's way."""
+    return [stage.node_name for engine in status.engines for stage in engine.stages]
+
+
+@pytest.mark.parametrize("leaving", [1, pytest.param(0, marks=pytest.mark.long)])
+async def test_a_drained_node_keeps_nothing_and_nobody_waits_in_vain(nodes: Nodes, leaving: int) -> None:
+    a, b, c = await slow_cluster(nodes, "a", "b", "c")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(c)
+    stream = Stream(PROMPT, 150)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(c.http_port))
+        await stream.has(20)
+        await drain((a, b)[leaving])
+        assert not stream.finish, "it was drained while the stream ran"
+    stream.assert_right()
+    status = await c.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    assert sorted(places(status)) == sorted({"a", "b", "c"} - {"ab"[leaving]})
+
+
+async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
+    (a,) = await slow_cluster(nodes, "a")
+    await a.serve("tiny")
+    await answers(a)
+    b = await nodes.start("b", backend_options=SLOW)
+    await b.until(
+        lambda status: (
+            len(status.members) == 2
+            and not any(device.state == "starting" for member in status.members for device in member.node.devices)
+        )
+    )
+    await a.until(lambda status: len(status.members) == 2)
+    stream = Stream(PROMPT, 120)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(a.http_port))
+        await stream.has(20)
+        assert (await a.serve("tiny", rebalance=True))[-1].engine.state == "ready"
+    stream.assert_right()
+    assert sorted(places(await a.status())) == ["a", "b"]
+
+
+async def test_streams_outlive_a_node_that_is_stopped(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(b)
+    stream = Stream(PROMPT, 120)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(b.http_port))
+        await stream.has(20)
+        assert await a.stop() == 0
+    stream.assert_right()
+    assert places(await b.status()) == ["b"]
+    await b.stop_model("tiny")
+    await b.until(lambda status: idle(status, 1))
