@@ -110,7 +110,8 @@ class Engine:
         self._move_wanted = asyncio.Event()
         self._proposed: Plan | None = None  # where stages shall move
         self._moved: list[StageSite] | None = None  # prepared for the next epoch
-        self._held: set[NodeId] = set()  # nodes that may hold a stage
+        self._held = {stage.node_id for stage in spec.stages}  # nodes that may hold a stage, of an engine before, too
+        self._releasing: set[asyncio.Future[None]] = set()
         self._preparation = self._new_preparation()
         self._base = EngineState(
             model=spec.model,
@@ -400,9 +401,8 @@ class Engine:
             await run.close()
             raise
         self._run = run
-        if left := self._held - placed:
-            self._held = placed
-            await self._preparation.release(sorted(left))
+        self._let_go(self._held - placed)
+        self._held = placed
         self._base = replace(
             self._base,
             context_length=run.limits.max_tokens,
@@ -411,6 +411,15 @@ class Engine:
                 for stage, site in zip(self._base.stages, sites, strict=True)
             ),
         )
+
+    def _let_go(self, left: set[NodeId]) -> None:
+        """Give back what nodes hold that the plan has left, while steps go on; one that is gone needs no telling."""
+        if self._reachable is not None:
+            left = left & set(self._reachable.addresses)
+        if left:
+            releasing = asyncio.ensure_future(self._preparation.release(sorted(left)))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
 
     def _new_preparation(self) -> Preparation:
         return Preparation(
@@ -455,6 +464,8 @@ class Engine:
         self._table.close()
         await self._close_run()
         await self._preparation.release(sorted(self._held))
+        if self._releasing:
+            await asyncio.wait(self._releasing)
 
     async def _report(self) -> None:
         while True:
