@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +17,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
 BODY_TIMEOUT_S = 30.0
+_DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # of a body that is refused, before the connection closes
 _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -23,15 +26,18 @@ async def read_body(request: Request) -> bytes:
     """The whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 broken off."""
     _check_content_type(request.headers.get("content-type", ""))
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
+    too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
+            chunks = request.stream()
+            while not too_large and (chunk := await anext(chunks, None)) is not None:
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
+                too_large = len(body) > MAX_BODY_BYTES
+            if too_large:
+                body.clear()
+                await _drain(chunks)
+                raise _too_large()
     except TimeoutError as exc:
         raise HttpProblem(
             status=408, message="the body did not arrive in time", code="request_timeout", headers=_CLOSE
@@ -39,6 +45,15 @@ async def read_body(request: Request) -> bytes:
     except ClientDisconnect as exc:
         raise bad_request("the body broke off", code="body_incomplete") from exc
     return bytes(body)
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    """Swallow the rest for a moment: whoever still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
+    left = _DRAIN_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0 and (chunk := await anext(chunks, None)) is not None:
+                left -= len(chunk)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
