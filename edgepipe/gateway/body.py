@@ -48,7 +48,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Swallow the rest for a moment: whoever still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
+    """Swallow the rest for a moment: who still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
     left = _DRAIN_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
