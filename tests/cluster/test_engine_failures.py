@@ -265,3 +265,19 @@ async def test_an_engine_that_is_not_ready_takes_no_requests() -> None:
             await anext(aiter(call))
         lab.nodes[0].hold.set()
         await lab.until(lambda: lab.states[-1].state == "ready")
+
+
+async def test_a_second_failure_while_the_next_epoch_is_prepared_is_survived() -> None:
+    async with engine_lab(timeouts=EngineTimeouts(again_min_s=0.01), **SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 40))
+        await gateway.has("a", 2)
+        lab.nodes[1].refusal = StepFailed("not now")
+        session = lab.stages.stages[0]._session
+        assert session is not None
+        session.fault(PeerClosed("the stage is shutting down"))
+        await lab.until(lambda: len(lab.nodes[1].prepared) >= 3)
+        gateway.send(submission("late", PROMPT[:3], 10))
+        lab.nodes[1].refusal = None
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 40)
+        assert (await gateway.ended("late")).ids == oracle_tokens(PROMPT[:3], 10)

@@ -1,0 +1,39 @@
+"""Who is left alone after failures, and for how long."""
+
+from __future__ import annotations
+
+from edgepipe.engine.hold_down import HoldDown
+from edgepipe.ids import NodeId
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def test_a_failure_bars_a_node_for_a_while_and_the_next_one_for_twice_as_long() -> None:
+    held = HoldDown()
+    held.failed(A, 100.0)
+    assert held.barred(100.0) == held.barred(129.9) == {A}
+    assert held.barred(130.0) == frozenset()
+    held.failed(A, 131.0)
+    assert held.barred(190.9) == {A}
+    assert held.barred(191.0) == frozenset()
+
+
+def test_long_after_its_last_failure_a_node_starts_anew() -> None:
+    held = HoldDown()
+    for now_s in (0.0, 40.0, 110.0, 240.0):
+        held.failed(A, now_s)
+    held.failed(A, 5000.0)
+    assert held.barred(5029.0) == {A}
+    assert held.barred(5030.0) == frozenset()
+
+
+def test_being_lost_three_times_within_a_minute_counts_as_a_failure() -> None:
+    held = HoldDown()
+    for now_s in (0.0, 20.0):
+        held.lost(A, now_s)
+        held.lost(B, 2 * now_s)
+    assert held.barred(20.0) == frozenset()
+    held.lost(A, 50.0)
+    held.lost(B, 101.0)
+    assert held.barred(101.0) == frozenset()
+    assert held.barred(79.0) == {A}
