@@ -38,7 +38,7 @@ class Config:
     backend: str = "auto"  # auto | none | a backend's entry point
     device: str = "auto"  # the backend's word, such as cuda:0
     dtype: str = "auto"  # compute dtype of this node's stages
-    interface: str = ""  # network interface or address; empty: loopback, with insecure_lan all sensible ones
+    interface: str = ""  # network interface or address; empty: the one that leads to the network
     port: int = 7117  # of the daemon, children take the 15 above; 0: any free ports
     http_port: int = 8117  # of the gateway; 0: any free port
     http_host: str = "127.0.0.1"  # address that HTTP listens on besides loopback; 0.0.0.0: all. Elsewhere needs a key
@@ -48,7 +48,6 @@ class Config:
     discovery: bool = True  # announce and browse by mDNS
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
-    insecure_lan: bool = False  # listen beyond loopback although nothing is encrypted yet
     memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
     backend_options: tuple[str, ...] = ()  # KEY=VALUE settings of the backend's own
@@ -342,7 +341,6 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "discovery": _flag,
     "data_dir": _path,
     "models_dir": _path,
-    "insecure_lan": _flag,
     "memory_limit_bytes": _bytes,
     "threads": _number(0, 1024),
     "backend_options": _pairs,

@@ -74,7 +74,7 @@ async def _measure(rounds: int) -> tuple[list[float], list[float], list[float]]:
 async def _start(host: LanHost, data_dir: Path) -> asyncio.subprocess.Process:
     """Start a node on a host and wait until it says that it is ready."""
     command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--name", host.name, "--cluster", "bench"]
-    command += ["--backend", "none", "--insecure-lan", "--data-dir", str(data_dir), "--json", "--log-level", "warning"]
+    command += ["--backend", "none", "--data-dir", str(data_dir), "--json", "--log-level", "warning"]
     process = await host.spawn(command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     async with asyncio.timeout(GIVE_UP_S):

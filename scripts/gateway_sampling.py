@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from bench_foundation import stored_demo
 from figures import Row, at_least, at_most, below
 from local_nodes import Answer, complete, complete_at, decode_rate, running_nodes
 
+from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench_run import serve_model
 from edgepipe.model.shapes import named_shape
@@ -135,20 +137,25 @@ async def cycle_rows(full: bool) -> list[Row]:
     async with emulated_cluster(cluster) as admin:
         options = node_pb2.ServeSpec(model=model, micro_batches=4)
         request = node_pb2.ServeRequest(hello=make_hello(role="cli"), model=model, num_nodes=2, options=options)
-        engine = await serve_model(admin, request)
+        await serve_model(admin, request)
         prompts = [[(7 * i + 13 * j) % 250 for j in range(32)] for i in range(64)]
-        rates = await _alternate(engine.address, prompts, rounds=5 if full else 3, max_tokens=96)
+        rates = await _alternate(admin, prompts, rounds=5 if full else 3, max_tokens=96)
     rows = _cycle("last stage's cycle, 16 rows, vocabulary 152k, emulated", rates, batch=16, target=1.05)
     return rows + await asyncio.to_thread(_real_cycle, full)
 
 
-async def _alternate(address: str, prompts: list[list[int]], *, rounds: int, max_tokens: int) -> dict[str, list[float]]:
+async def _alternate(admin: Admin, prompts: list[list[int]], *, rounds: int, max_tokens: int) -> dict[str, list[float]]:
     """Tokens per second, greedy and full in turn."""
     rates: dict[str, list[float]] = {"greedy": [], "full": []}
     for _ in range(rounds):
         for name, params in (("greedy", GREEDY), ("full", FULL)):
-            rates[name].append(decode_rate(await complete_at(address, prompts, max_tokens=max_tokens, sampling=params)))
+            rates[name].append(decode_rate(await complete_at(admin, prompts, max_tokens=max_tokens, sampling=params)))
     return rates
+
+
+async def _alternate_on(data_dir: Path, prompts: list[list[int]], *, rounds: int) -> dict[str, list[float]]:
+    async with connect(data_dir) as admin:
+        return await _alternate(admin, prompts, rounds=rounds, max_tokens=32)
 
 
 def _cycle(name: str, rates: dict[str, list[float]], *, batch: int, target: float | None) -> list[Row]:
@@ -164,8 +171,7 @@ def _real_cycle(full: bool) -> list[Row]:
     with running_nodes(2, models_dir=model.path.parent, threads=1) as nodes:
         nodes[0].edgepipe("serve", "demo", "--context", "2048", "--plan", "n0:0-14,n1:15-29", "--micro-batches", "2")
         complete(nodes[0], prompts, max_tokens=8)
-        (engine,) = nodes[0].status()["engines"]
-        rates = asyncio.run(_alternate(engine["address"], prompts, rounds=3 if full else 2, max_tokens=32))
+        rates = asyncio.run(_alternate_on(nodes[0].data_dir, prompts, rounds=3 if full else 2))
     return _cycle("  SmolLM2 on two one-core stages, 16 rows", rates, batch=16, target=None)
 
 
@@ -197,22 +203,15 @@ def _grammar_rows(full: bool) -> list[Row]:
     valid, gaps = 0, {"bound": list[float](), "free": list[float]()}
     with running_nodes(1, models_dir=model.path.parent, threads=1) as nodes:
         nodes[0].edgepipe("serve", "demo", "--context", "2048")
-        (engine,) = nodes[0].status()["engines"]
         for start in range(0, count, at_once):
             prompts = [tokenizer.encode(_question(index), add_special=False) for index in range(start, start + at_once)]
-            found = asyncio.run(
-                complete_at(
-                    engine["address"], prompts, max_tokens=160, sampling=replace(bound, seed=start), ignore_eos=False
-                )
-            )
+            found = complete(nodes[0], prompts, max_tokens=160, sampling=replace(bound, seed=start), ignore_eos=False)
             longest = max(len(answer.token_ids) for answer in found)
             valid += sum(_fits(tokenizer.decode([i for i in answer.token_ids if i not in end_ids])) for answer in found)
             gaps["bound"] += _together(found)
             if start < 5 * at_once:
                 free = SamplingParams(temperature=0.8, seed=start)
-                gaps["free"] += _together(
-                    asyncio.run(complete_at(engine["address"], prompts, max_tokens=longest, sampling=free))
-                )
+                gaps["free"] += _together(complete(nodes[0], prompts, max_tokens=longest, sampling=free))
     itl_ms = {kind: statistics.median(found) * 1e3 for kind, found in gaps.items()}
     return [
         below(f"schema-bound answers of {count} that are no valid JSON", count - valid, "", 0),

@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
+from edgepipe.cli.admin import Admin, connect
 from edgepipe.cluster.founding import found_local_cluster
+from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
 from edgepipe.link.security import Credentials
@@ -84,7 +86,19 @@ def running_nodes(
 def _start(folder: Path, cluster: str, index: int, models_dir: Path, threads: int, backend: str) -> Node:
     name, data_dir = f"n{index}", folder / str(index)
     command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--name", name, "--cluster", cluster]
-    command += ["--backend", backend, "--port", "0", "--http-port", "0", "--data-dir", str(data_dir), "--json"]
+    command += [
+        "--backend",
+        backend,
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--interface",
+        LOOPBACK,
+        "--data-dir",
+        str(data_dir),
+        "--json",
+    ]
     command += ["--models-dir", str(models_dir), "--threads", str(threads), "--log-level", "warning"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -118,52 +132,80 @@ class Answer:
         return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
-def complete(node: Node, prompts: Sequence[list[int]], *, max_tokens: int) -> list[Answer]:
-    """Send all prompts at once to the engine, as a gateway does, and note when each token comes.
+def complete(node: Node, prompts: Sequence[list[int]], **settings: Any) -> list[Answer]:
+    """Send all prompts at once to the engine, as a gateway does, and note when each token comes; see ``complete_at``.
 
     The door is left out on purpose: HTTP and JSON for every token would take the cores that the stages are measured on.
     """
-    (engine,) = node.status()["engines"]
-    return asyncio.run(complete_at(engine["address"], prompts, max_tokens=max_tokens))
+    return asyncio.run(_complete(node.data_dir, prompts, settings))
+
+
+async def _complete(data_dir: Path, prompts: Sequence[list[int]], settings: dict[str, Any]) -> list[Answer]:
+    async with connect(data_dir) as admin:
+        return await complete_at(admin, prompts, **settings)
 
 
 async def complete_at(
-    address: str,
+    admin: Admin,
     prompts: Sequence[list[int]],
     *,
     max_tokens: int,
     sampling: SamplingParams = GREEDY,
     ignore_eos: bool = True,
 ) -> list[Answer]:
-    """As ``complete``, at an engine's address; every prompt has a seed of its own."""
+    """As ``complete``, for the one model that a node serves; every prompt has a seed of its own."""
+    async with admin.act_as_gateway() as security:
+        status = await admin.status()
+        (engine,) = status.engines
+        # A node that was told not to encrypt has no certificates.
+        credentials = security.to_process(engine.certificate) if engine.certificate else Credentials()
+        async with make_channel(engine.address, credentials) as channel, asyncio.timeout(ANSWER_S):
+            return await _stream(
+                EngineStub(channel),
+                status.node_id,
+                prompts,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                ignore_eos=ignore_eos,
+            )
+
+
+async def _stream(
+    engine: Any,
+    node_id: str,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    sampling: SamplingParams,
+    ignore_eos: bool,
+) -> list[Answer]:
     times: list[list[float]] = [[] for _ in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     running = len(prompts)
-    async with make_channel(address, Credentials()) as channel, asyncio.timeout(ANSWER_S):
-        call = EngineStub(channel).Generate()
-        await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id="bench")))
-        started = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            request = Submission(
-                request_id=RequestId(f"{started}-{index}"),
-                prompt=tuple(prompt),
-                max_tokens=max_tokens,
-                ignore_eos=ignore_eos,
-                sampling=replace(sampling, seed=sampling.seed + index),
-            )
-            await call.write(command_to_wire(request))
-        while running:
-            event: Any = await call.read()
-            now = time.perf_counter()
-            for tokens in event.tokens:
-                index = int(tokens.request_id.rpartition("-")[2])
-                ids[index].extend(tokens.ids)
-                times[index].extend([now] * len(tokens.ids))
-            for ended in event.ended:
-                if ended.reason not in ("length", "stop"):
-                    raise RuntimeError(f"a request ended early: {ended}")
-                running -= 1
-        call.cancel()
+    call = engine.Generate(wait_for_ready=True)
+    await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id=node_id)))
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        request = Submission(
+            request_id=RequestId(f"{started}-{index}"),
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            sampling=replace(sampling, seed=sampling.seed + index),
+        )
+        await call.write(command_to_wire(request))
+    while running:
+        event: Any = await call.read()
+        now = time.perf_counter()
+        for tokens in event.tokens:
+            index = int(tokens.request_id.rpartition("-")[2])
+            ids[index].extend(tokens.ids)
+            times[index].extend([now] * len(tokens.ids))
+        for ended in event.ended:
+            if ended.reason not in ("length", "stop"):
+                raise RuntimeError(f"a request ended early: {ended}")
+            running -= 1
+    call.cancel()
     return [
         Answer(started_s=started, token_times_s=tuple(when), token_ids=tuple(what))
         for when, what in zip(times, ids, strict=True)

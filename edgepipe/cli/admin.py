@@ -12,7 +12,9 @@ import grpc.aio
 
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.errors import ConnectTimeout, NodeUnreachable, PeerClosed
+from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_unix_channel, translated
+from edgepipe.link.security import MutualTls, Security
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
@@ -107,6 +109,22 @@ class Admin:
         request = trust_pb2.PromotePeerRequest(hello=self._hello, peer=peer)
         with translated(_PEER):
             return (await self._trust.PromotePeer(request, timeout=_RPC_S)).name
+
+    @asynccontextmanager
+    async def act_as_gateway(self) -> AsyncGenerator[Security]:
+        """Inside the block engines let this process in as a gateway of the node; the security to reach them with.
+
+        Raises LinkError.
+        """
+        pair = make_key_pair()
+        request = pb.GatewayRequest(hello=self._hello, certificate=pair.certificate.pem)
+        with translated(_PEER):
+            call = self._stub.ActAsGateway(request)
+            await anext(aiter(call))
+        try:
+            yield MutualTls(pair, callers=())
+        finally:
+            call.cancel()
 
     async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[pb.LogLine]:
         """The newest lines of the node's log, and with ``follow`` those that come."""

@@ -15,7 +15,7 @@ import grpc.aio
 from edgepipe.errors import PeerClosed
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
+from edgepipe.link.security import Security
 from edgepipe.planner.report import RequestRecord, StepRecord
 from edgepipe.planner.workload import Workload, WorkloadRequest
 from edgepipe.sampling import SamplingParams
@@ -188,9 +188,14 @@ class BenchClient:
 
 
 @asynccontextmanager
-async def connected(address: str, hello: common_pb2.Hello) -> AsyncGenerator[BenchClient]:
-    """A client of the engine at ``address``. Raises LinkError, and what the engine refuses it with."""
-    async with make_channel(address, Credentials()) as channel:
+async def connected(
+    engine: engine_pb2.EngineState, hello: common_pb2.Hello, security: Security
+) -> AsyncGenerator[BenchClient]:
+    """A client of an engine that lets the owner of ``security`` in.
+
+    Raises LinkError, and what the engine refuses it with.
+    """
+    async with make_channel(engine.address, security.to_process(engine.certificate)) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         call: Any = stub.Generate()
         with translated(_PEER):

@@ -59,16 +59,15 @@ async def bench_served(admin: Admin, runs: Sequence[BenchRun], model: str, on_pr
     """Runs on what the cluster serves already. Raises ModelUnknown."""
     status = await admin.status()
     engine = _served(status, model)
-    return [await _measure(engine, status.cluster_id, run, on_progress) for run in runs]
+    return [await _measure(admin, engine, run, on_progress) for run in runs]
 
 
 async def _runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
-    cluster_id = (await admin.status()).cluster_id
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
         engine = await serve_model(admin, each.serve)
         devices = dict(zip(node_names(len(each.cluster.devices)), each.cluster.devices, strict=True))
-        yield await _measure(engine, cluster_id, each.run, on_progress, devices=devices)
+        yield await _measure(admin, engine, each.run, on_progress, devices=devices)
         await admin.stop_model("")
 
 
@@ -81,18 +80,19 @@ async def serve_model(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb
 
 
 async def _measure(
+    admin: Admin,
     engine: engine_pb2.EngineState,
-    cluster_id: str,
     run: BenchRun,
     on_progress: OnProgress,
     *,
     devices: Mapping[str, str] | None = None,
 ) -> RunReport:
     """``devices`` are short names by node, as a simulation would tell them."""
-    hello = make_hello(role="gateway", node_id="bench", node_name="bench", cluster_id=cluster_id)
+    status = await admin.status()
+    hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
     title, total = _titled("measuring", run), len(run.workload.requests)
     num_stages = len(engine.stages)
-    async with connected(engine.address, hello) as client:
+    async with admin.act_as_gateway() as security, connected(engine, hello, security) as client:
         await client.run(_warm_up(), num_stages=num_stages)
         started_s = time.perf_counter()
         measured = await client.run(

@@ -57,9 +57,6 @@ def start(
     peer: Annotated[list[str] | None, typer.Option("--peer", help="HOST:PORT of a node to join; repeatable.")] = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
-    insecure_lan: Annotated[
-        bool | None, typer.Option("--insecure-lan", help="Listen beyond this machine, unencrypted.", show_default=False)
-    ] = None,
     discovery: Annotated[
         bool | None, typer.Option("--discovery/--no-discovery", help="Announce and browse by mDNS.", show_default=False)
     ] = None,
@@ -97,7 +94,6 @@ def start(
             "peers": peer or None,
             "data_dir": data_dir,
             "models_dir": models_dir,
-            "insecure_lan": insecure_lan,
             "discovery": discovery,
             "memory_limit_bytes": memory_limit,
             "threads": threads,

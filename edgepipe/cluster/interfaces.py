@@ -56,22 +56,16 @@ def link_local6(name: str) -> LinkLocal | None:
     return None
 
 
-def choose_address(*, interface: str, insecure_lan: bool, available: list[Interface], routed: str) -> str:
-    """The address to listen on: loopback unless ``insecure_lan``; then the named interface, else the routed one.
+def choose_address(*, interface: str, available: list[Interface], routed: str) -> str:
+    """The address to listen on: the named interface's, else the routed one, else loopback.
 
     ``routed`` is the address that the routing table picks for the world. Raises ConfigInvalid.
     """
     if interface:
-        return _named(interface, insecure_lan=insecure_lan, available=available)
-    if not insecure_lan:
-        return LOOPBACK
+        return _named(interface, available=available)
     usable = lan_interfaces(available)
     if not usable:
-        raise ConfigInvalid(
-            "no network interface can be used",
-            fact=f"found: {', '.join(f'{one.name} {one.address}' for one in available) or 'none'}",
-            next_step="name one with --interface",
-        )
+        return LOOPBACK  # a machine without a network can still serve itself
     return next((one.address for one in usable if one.address == routed), usable[0].address)
 
 
@@ -90,7 +84,7 @@ def routed_address() -> str:
             return ""
 
 
-def _named(interface: str, *, insecure_lan: bool, available: list[Interface]) -> str:
+def _named(interface: str, *, available: list[Interface]) -> str:
     found = next((one.address for one in available if interface in (one.name, one.address)), "")
     if not found and _is_loopback(interface):
         found = interface
@@ -99,12 +93,6 @@ def _named(interface: str, *, insecure_lan: bool, available: list[Interface]) ->
             f"there is no interface '{interface}'",
             fact=f"found: {', '.join(f'{one.name} {one.address}' for one in available)}",
             next_step="name one of them with --interface",
-        )
-    if not _is_loopback(found) and not insecure_lan:
-        raise ConfigInvalid(
-            f"interface '{interface}' is on the network, and nothing is encrypted yet",
-            fact=f"its address is {found}",
-            next_step="add --insecure-lan if you trust everybody on that network",
         )
     return found
 

@@ -7,13 +7,21 @@ from collections.abc import AsyncIterator
 
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError
+from edgepipe.ids import NodeId
+from edgepipe.link.access import Kind
+from edgepipe.link.certificates import make_key_pair, read_certificate
 from edgepipe.link.channels import make_unix_channel, translated
-from edgepipe.link.security import Plaintext, Security
+from edgepipe.link.security import Denial, MutualTls, Peer, Plaintext, Security
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 _MAX_WAITING = 64  # more reports than this wait only while the daemon does not run: progress is worth nothing then
 _MAX_REPORTS = 1024  # the daemon reads at once; more waiting means that it hangs, and then the child ends
+_CALLERS: dict[str, tuple[Kind, ...]] = {  # who connects to a child of that kind
+    "gateway": (),
+    "engine": (Kind.GATEWAY, Kind.NODE),
+    "stage": (Kind.ENGINE, Kind.STAGE),
+}
 
 
 class DaemonLink:
@@ -21,7 +29,8 @@ class DaemonLink:
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
-        self.security: Security = Plaintext()
+        self._tls = self._mutual_tls() if settings.encrypted else None
+        self.security: Security = self._tls or Plaintext()
         self.has_reported = False
         self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
         self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
@@ -37,6 +46,9 @@ class DaemonLink:
                 async for command in call:
                     if command.HasField("stop"):
                         break
+                    if command.HasField("introduce"):
+                        self._introduce(command.introduce)
+                        continue
                     self._commands.put_nowait(command)
                 self._commands.put_nowait(None)
 
@@ -63,6 +75,8 @@ class DaemonLink:
 
     def progress(self, progress: node_pb2.ChildProgress) -> None:
         """Report how far this child is; left out while many reports wait, as when the machine's daemon was stopped."""
+        if self._tls is not None:
+            progress.refused_handshakes = self._tls.refused_handshakes
         if self._reports.qsize() < _MAX_WAITING:
             self.report(node_pb2.ChildReport(progress=progress))
 
@@ -74,6 +88,28 @@ class DaemonLink:
         """No report follows."""
         self._reports.put_nowait(None)
 
+    def _mutual_tls(self) -> MutualTls:
+        """With a key of this process alone; nobody is let in before the daemon has introduced somebody."""
+        return MutualTls(make_key_pair(), callers=_CALLERS[self.settings.kind], on_denied=self._denied)
+
+    def _denied(self, denial: Denial) -> None:
+        if self._reports.qsize() < _MAX_WAITING:  # a peer can make more of them than anybody reads
+            denied = node_pb2.DeniedCall(who=denial.who, what=f"{self.settings.kind}: {denial.what}")
+            self.report(node_pb2.ChildReport(denied=denied))
+
+    def _introduce(self, told: node_pb2.IntroducedPeers) -> None:
+        """Raises CertificateInvalid: the daemon checks them all before."""
+        if self._tls is not None:
+            peers = [(_peer(one), one.may_not_call) for one in told.peers]
+            self._tls.introduce(
+                (peer for peer, may_not_call in peers if not may_not_call), nodes=(peer for peer, _ in peers)
+            )
+        self.report(node_pb2.ChildReport(introduced=told.version))
+
     async def _outgoing(self) -> AsyncIterator[node_pb2.ChildReport]:
         while (report := await self._reports.get()) is not None:
             yield report
+
+
+def _peer(told: node_pb2.IntroducedPeer) -> Peer:
+    return Peer(node_id=NodeId(told.node_id), kind=Kind(told.kind), certificate=read_certificate(told.certificate))

@@ -16,6 +16,7 @@ from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.hang_watch import HangWatch
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
+from edgepipe.link.security import Peer
 from edgepipe.wire.common import error_from_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -25,6 +26,7 @@ _MAIN = ("-m", "edgepipe.daemon.child")
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
 _LOOK_S = 0.25  # at children that may hang
+_KNOWS_S = 1.0
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
 
@@ -44,6 +46,11 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
         self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _told: None
+        self.engine: Peer | None = None  # stages: the one that may send plans
+        self.on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None
+        self._introduced: list[pb.IntroducedPeer] | None = None
+        self._version = 0  # of what was introduced
+        self._current = asyncio.Event()  # it has taken the newest
         self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     @property
@@ -87,6 +94,21 @@ class Child:
         except ChildProcessError:
             return False
 
+    def introduce(self, peers: list[pb.IntroducedPeer]) -> None:
+        """Tell whom it may talk to, unless it knows."""
+        if self._introduced is None or peers != self._introduced:
+            self._introduced = peers
+            self._version += 1
+            self._current.clear()
+            told = pb.IntroducedPeers(version=self._version, peers=peers)
+            self.send(pb.ChildCommand(introduce=told))
+
+    async def knows_peers(self) -> None:
+        """Wait until what ``introduce`` told holds there, or a second."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KNOWS_S):
+                await self._current.wait()
+
     def send(self, command: pb.ChildCommand) -> None:
         """Queue a command. A child that takes none for so long is killed: it hangs."""
         try:
@@ -106,6 +128,13 @@ class Child:
             self.started.set_result(report.started)
         if report.HasField("fault"):
             self.fault = error_from_wire(report.fault)
+        if report.HasField("introduced"):
+            if report.introduced == self._version:
+                self._current.set()
+            return
+        if report.HasField("denied"):
+            self.on_denied(report.denied)
+            return
         if report.HasField("progress"):
             self.progress = report.progress
             self.on_progress(report.progress)
@@ -145,7 +174,17 @@ class Child:
 class Children:
     """All child processes of a node."""
 
-    def __init__(self, timeouts: Timeouts, clock: Clock) -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        clock: Clock,
+        *,
+        on_new: Callable[[Child], None] = lambda _child: None,
+        on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None,
+    ) -> None:
+        """``on_new``: a child was started and is to be told whom it may talk to. ``on_denied``: one refused a call."""
+        self._on_new = on_new
+        self._on_denied = on_denied
         self._timeouts = timeouts
         self._clock = clock
         self._hang_watches: dict[str, HangWatch] = {}  # by child id, from a child's first progress report on
@@ -171,6 +210,8 @@ class Children:
         )
         child = Child(settings, process)
         self._children[settings.child_id] = child
+        child.on_denied = self._on_denied
+        self._on_new(child)
         logger.info("child started kind=%s pid=%d", child.kind, child.pid)
         tasks.create_task(self._watch(child), name=f"watch:{child.kind}:{child.pid}")
         assert process.stdin is not None

@@ -15,6 +15,7 @@ from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
 from edgepipe.ids import Epoch
+from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
 from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire, slices_from_wire
 from edgepipe.wire.v1 import common_pb2
@@ -49,6 +50,7 @@ class DeviceHost:
         backend: str,
         children: Children,
         new_settings: Callable[[], ChildSettings],
+        introduce: Callable[[Child], None],
         memory_limit_bytes: int,
         timeouts: Timeouts,
         tasks: asyncio.TaskGroup,
@@ -65,6 +67,7 @@ class DeviceHost:
         self._backend = backend
         self._children = children
         self._new_settings = new_settings
+        self._introduce = introduce
         self._memory_limit_bytes = memory_limit_bytes
         self._timeouts = timeouts
         self._tasks = tasks
@@ -112,15 +115,17 @@ class DeviceHost:
                 wait_s = min(2 * wait_s, _RESTART_MAX_S)
 
     async def prepare(
-        self, request: pb.PrepareRequest, *, path: str, config: ModelConfig
+        self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
     ) -> AsyncGenerator[pb.PrepareEvent]:
         """Reserve memory and load a stage; progress, then ``prepared``. Whatever goes wrong gives all back.
 
-        A stage that lives and holds just that already stays as it is, with its weights and KV. Raises StaleEpoch,
-        NoFeasiblePlacement, BackendUnavailable and what loading raises.
+        A stage that lives and holds just that already stays as it is, with its weights and KV. It takes plans of
+        ``engine`` alone (None: of anybody, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
+        BackendUnavailable and what loading raises.
         """
         load = _load_command(request, path)
         if (kept := self._keep(request, load)) is not None:
+            await self._give_engine(self._holds[request.pipeline_id], engine)
             yield pb.PrepareEvent(prepared=kept)
             return
         hold = await self._admit(request)
@@ -130,6 +135,7 @@ class DeviceHost:
             child = hold.child = await self._take_stage()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
             child.on_report = hold.reports.put_nowait
+            await self._give_engine(hold, engine)
             child.send(pb.ChildCommand(load=load))
             self._on_change()
             async for report in self._reports(hold, child):
@@ -276,6 +282,13 @@ class DeviceHost:
         """The spare, or a new process where the device serves already."""
         spare, self._spare = self._spare, None
         return spare or await self._start_stage()
+
+    async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
+        """From now on the stage obeys this engine and no other."""
+        if hold.child is not None and engine is not None:
+            hold.child.engine = engine
+            self._introduce(hold.child)
+            await hold.child.knows_peers()
 
     def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
         """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from edgepipe.daemon.children import Child, Children
@@ -48,16 +48,19 @@ class EngineHost:
         peers: Peers,
         replanner: Replanner,
         changes: Callable[[], AsyncIterator[None]],
+        spread: Callable[[], Awaitable[None]],
         tasks: asyncio.TaskGroup,
         own_highest: Callable[[str], int],
         on_change: Callable[[bool], None],
     ) -> None:
-        """``on_change(urgent)``: a state is another; urgent when others should hear at once.
+        """``spread`` returns when the other nodes know this one's newest state, or after a moment.
 
+        ``on_change(urgent)``: a state is another; urgent when others should hear at once.
         ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
         """
         self._own_highest = own_highest
         self._replanner = replanner
+        self._spread = spread
         self._changes = changes
         self._children = children
         self._new_settings = new_settings
@@ -133,6 +136,9 @@ class EngineHost:
             child.on_report = lambda report: self._take(run, child, report)
             self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
             await self._children.wait_started(child)
+            run.state.certificate = child.certificate
+            self._on_change(True)
+            await self._spread()  # nodes let the engine in only when they know its certificate
         except EdgepipeError as error:
             self._fail(run, error)
             raise

@@ -19,7 +19,14 @@ class LocalNode:
     """Builds this node's state from its parts, counts its versions and spreads the news."""
 
     def __init__(
-        self, *, node_id: NodeId, incarnation: int, name: str, address: str, announce: Callable[[], None]
+        self,
+        *,
+        node_id: NodeId,
+        incarnation: int,
+        name: str,
+        address: str,
+        on_change: Callable[[], None],
+        announce: Callable[[], None],
     ) -> None:
         self.changes = Changes()  # of this node and of the cluster as seen from it
         self.state = pb.NodeState(
@@ -32,6 +39,7 @@ class LocalNode:
             version=1,
         )
         self._parts: list[Part] = []
+        self._on_change = on_change
         self._announce = announce
 
     def add_part(self, part: Part) -> None:
@@ -50,6 +58,7 @@ class LocalNode:
             return
         fresh.version += 1
         self.state = fresh  # a new object: beats and views under way keep the old one
+        self._on_change()
         self.changes.notify()
         if urgent:
             self._announce()

@@ -28,9 +28,10 @@ __all__ = ["NodeReady", "OnReady", "run"]
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, on_ready: OnReady | None = None) -> None:
+def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``; a second signal ends it at once.
 
+    ``encrypted=False`` is for measuring what encryption costs; no setting leads to it.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     choose_backend(config.backend)  # before anything is made: a wrong one leaves nothing behind
@@ -39,7 +40,7 @@ def run(config: Config, on_ready: OnReady | None = None) -> None:
     try:
         set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: what comes later is all that needs looking through
-        uvloop.run(_run_until_stopped(config, data_dir, on_ready))
+        uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted))
     finally:
         data_dir.close()
 
@@ -48,13 +49,12 @@ def _address(config: Config, available: list[Interface]) -> str:
     """Where to listen. Raises ConfigInvalid."""
     return choose_address(
         interface=config.interface,
-        insecure_lan=config.insecure_lan,
         available=available,
         routed=routed_address(),
     )
 
 
-async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None) -> None:
+async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool) -> None:
     """Run nodes until one was stopped. One makes way for the next when its identity is another's too, when it has
     joined another cluster, and when the machine's address has changed."""
     clock, cluster = SystemClock(), config.cluster
@@ -68,6 +68,7 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnRead
             host=_address(config, interfaces()),
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
+            encrypted=encrypted,
         )
         with _signals(node):
             await _single(node.run())

@@ -28,6 +28,7 @@ from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.guests import Guests
 from edgepipe.daemon.http_keys import key_file, keys_in_force
+from edgepipe.daemon.introductions import Introductions
 from edgepipe.daemon.layer_profiles import LayerProfiles
 from edgepipe.daemon.link_probes import LinkProbes, ProbesService
 from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
@@ -47,9 +48,11 @@ from edgepipe.daemon.survey import Surveyor
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.daemon.trust_service import TrustService
 from edgepipe.errors import ConfigInvalid
+from edgepipe.link.access import Kind
 from edgepipe.link.channels import bind, make_server, make_unix_server
-from edgepipe.link.security import Plaintext
+from edgepipe.link.security import Denial, MutualTls, Plaintext, Security
 from edgepipe.link.shaped import make_network
+from edgepipe.telemetry.audit import AuditKind
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
@@ -90,7 +93,9 @@ class NodeDaemon:
         host: str,
         wanted_address: Callable[[list[Interface]], str],
         on_ready: OnReady | None,
+        encrypted: bool = True,
     ) -> None:
+        """``encrypted``: False to measure what encryption costs; no setting reaches it."""
         self.stopping = asyncio.Event()
         self.identity_taken = False
         self.begins_anew = False
@@ -113,8 +118,14 @@ class NodeDaemon:
             cluster_id=self._cluster.cluster_id,
             cluster_name=self._cluster.cluster_name,
         )
-        self._security = Plaintext()
-        self.children = Children(self._timeouts, self._clock)
+        self._tls = MutualTls(trust.key_pair, callers=(Kind.NODE, Kind.ENGINE), on_denied=self._on_denied)
+        self._security: Security = self._tls if encrypted else Plaintext()
+        self.children = Children(
+            self._timeouts,
+            self._clock,
+            on_new=lambda child: self._introductions.greet(child),
+            on_denied=lambda denied: self._on_denied(Denial(who=denied.who, what=denied.what)),
+        )
 
     async def run(self) -> None:
         """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
@@ -154,7 +165,15 @@ class NodeDaemon:
             incarnation=self._incarnation,
             name=config.name,
             address=self._address,
+            on_change=lambda: self._introductions.refresh(),
             announce=lambda: self._heartbeats.announce(),
+        )
+        self._introductions = Introductions(
+            trust=self._trust,
+            security=self._tls,
+            own=lambda: self._local.state,
+            others=lambda: (member.node for member in self._membership.reachable()),
+            children=self.children,
         )
         self._heartbeats = Heartbeats(
             membership=self._membership,
@@ -197,6 +216,7 @@ class NodeDaemon:
             backend=choose_backend(config.backend),
             children=self.children,
             new_settings=lambda: self._child_settings("stage"),
+            introduce=self._introductions.greet,
             memory_limit_bytes=config.memory_limit_bytes,
             timeouts=self._timeouts,
             tasks=tasks,
@@ -210,6 +230,7 @@ class NodeDaemon:
             peers=self._peers,
             replanner=Replanner(peers=self._peers, models=self._models),
             changes=self._local.changes.watch,
+            spread=self._heartbeats.spread,
             tasks=tasks,
             own_highest=self._own_highest,
             on_change=lambda urgent: self._local.refresh(urgent=urgent),
@@ -279,6 +300,7 @@ class NodeDaemon:
         admit = admit_to(self._hello)
         node = NodeService(
             admit=admit,
+            security=self._security,
             heartbeats=self._heartbeats,
             device=self._device,
             engines=self._engines,
@@ -363,6 +385,7 @@ class NodeDaemon:
         tasks.create_task(self._gateway.keep(gateway), name="gateway")
         tasks.create_task(self._device.keep_spare(), name="spare")
         tasks.create_task(self._trust.run(), name="trust-file")
+        tasks.create_task(self._introductions.follow_trust(), name="introductions")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._follow_address(), name="own-address")
         tasks.create_task(self._layers.run(), name="layer-profiles")
@@ -430,7 +453,16 @@ class NodeDaemon:
         logging.getLogger().removeHandler(self._logs)
         self._data_dir.socket.unlink(missing_ok=True)
 
+    def _on_denied(self, denial: Denial) -> None:
+        self._trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)
+
+    def _refused_handshakes(self) -> int:
+        return self._tls.refused_handshakes + sum(
+            child.progress.refused_handshakes for child in self.children.running()
+        )
+
     def _on_member(self, change: MemberChanged) -> None:
+        self._introductions.refresh()
         if (member := self._membership.member(change.node_id)) is not None:
             self._remembered.note(change.node_id, member.node.address)
         elif self._trust.store.peers.get(change.node_id) is None:
@@ -473,6 +505,7 @@ class NodeDaemon:
             cluster_id=self._cluster.cluster_id,
             address=self._address,
             log_level=config.log_level,
+            encrypted=self._security is self._tls,
             link=config.link,
             backend=choose_backend(config.backend),
             device=config.device or "auto",
@@ -518,6 +551,7 @@ class NodeDaemon:
         status.discovery_problem = self._discovery.problem if self._discovery else "it is switched off"
         status.removed = not self._trust.belongs
         status.trust_damage = self._trust.damage
+        status.refused_handshakes = self._refused_handshakes()
         status.engines.extend(engine for _, engine in self._serving.engines())
         status.children.extend(_child_state(child) for child in self.children.running())
         for peer, error in self._heartbeats.refusals.items():

@@ -19,6 +19,8 @@ from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
 from edgepipe.errors import PairingRejected, VersionMismatch
+from edgepipe.link.access import Kind
+from edgepipe.link.security import Security
 from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -50,6 +52,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self,
         *,
         admit: Admit,
+        security: Security,
         heartbeats: Heartbeats,
         device: DeviceHost,
         engines: EngineHost,
@@ -62,6 +65,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._book = book
         self._admit = admit
         self._links = links
+        self._security = security
         self._heartbeats = heartbeats
         self._device = device
         self._engines = engines
@@ -75,12 +79,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch what is missing, reserve, load."""
         self._admit(request.hello)
+        self._security.require_node(context, request.hello.node_id)
+        engine = self._security.caller(context, Kind.ENGINE)
         model = await self._models.adopt(
             request.model, manifest_hash=request.manifest_hash, first_source=request.weights_node
         )
         async for progress in self._models.fetch(model, list(request.slices), first_source=request.weights_node):
             yield pb.PrepareEvent(progress=progress)
-        async for event in self._device.prepare(request, path=str(model.path), config=model.config):
+        async for event in self._device.prepare(request, path=str(model.path), config=model.config, engine=engine):
             yield event
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
@@ -93,6 +99,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
         """Run the engine of a model beside this daemon."""
         self._admit(request.hello)
+        self._security.require_node(context, request.hello.node_id)
         model = await self._models.adopt(
             request.spec.model, manifest_hash=request.spec.manifest_hash, first_source=request.hello.node_id
         )

@@ -26,6 +26,7 @@ class ChildSettings:
     cluster_id: str
     address: str  # HOST:PORT of the daemon
     log_level: str
+    encrypted: bool = True
     link: str = ""  # stages and engines: the network to emulate; empty: none
     http_host: str = "127.0.0.1"  # gateways: where else they listen
     http_names: tuple[str, ...] = ()  # gateways: under which they may be asked

@@ -28,6 +28,7 @@ from edgepipe.link.certificates import Certificate, Fingerprint, KeyPair, peek_f
 Context = grpc.aio.ServicerContext[Any, Any]
 Cut = Callable[[AccessDenied], None]
 
+_FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}  # a last beat tells whom it concerns that it was removed
 _MAX_CONNECTIONS = 4096  # remembered, so that each is counted once
 
 
@@ -93,6 +94,10 @@ class Security(Protocol):
         """Raise AccessDenied unless the caller is a process of that node: nobody speaks in another's name."""
         ...
 
+    def caller(self, context: Context, kind: Kind) -> Peer | None:
+        """Who calls, as a process of that kind; None without encryption."""
+        ...
+
     def set_neighbours(self, peers: Collection[Peer]) -> None:
         """Replace the processes that may call beside those introduced, while their nodes are in the cluster."""
         ...
@@ -126,6 +131,10 @@ class Plaintext:
 
     def require_node(self, context: Context, node_id: str) -> None:
         """See ``Security.require_node``."""
+
+    def caller(self, context: Context, kind: Kind) -> Peer | None:
+        """See ``Security.caller``."""
+        return None
 
     def set_neighbours(self, peers: Collection[Peer]) -> None:
         """See ``Security.set_neighbours``."""
@@ -166,6 +175,11 @@ class MutualTls:
     def certificate(self) -> bytes:
         """See ``Security.certificate``."""
         return self._own.certificate.pem
+
+    @property
+    def node_id(self) -> NodeId:
+        """The hash of its key: of a node, its id."""
+        return NodeId(self._own.fingerprint)
 
     @property
     def refused_handshakes(self) -> int:
@@ -236,6 +250,11 @@ class MutualTls:
         if all(peer.node_id != node_id for peer in self._callers.get(fingerprint, ())):
             raise self._deny(fingerprint, f"it speaks in the name of {node_id[:60]}")
 
+    def caller(self, context: Context, kind: Kind) -> Peer | None:
+        """See ``Security.caller``."""
+        known = self._callers.get(_fingerprint_of(context), ())
+        return next((peer for peer in known if peer.kind is kind), None)
+
     def _settle(self) -> None:
         present = {peer.node_id for peer in self._introduced}
         peers = [*self._introduced, *(peer for peer in self._neighbours if peer.node_id in present)]
@@ -247,6 +266,14 @@ class MutualTls:
         pems = {self._own.certificate.pem, *(peer.certificate.pem for peers in callers.values() for peer in peers)}
         self._roots = b"".join(sorted(pems))
         for call in [call for call in self._calls if not self._may(call.fingerprint, call.method)]:
+            if farewell_s := _FAREWELL_S.get(call.method):
+                asyncio.get_running_loop().call_later(farewell_s, self._cut, call)
+            else:
+                self._cut(call)
+
+    def _cut(self, call: _Call) -> None:
+        """End a call that may not go on, if it still does."""
+        if call in self._calls and not self._may(call.fingerprint, call.method):
             self._calls.discard(call)
             call.cut(self._deny(call.fingerprint, f"{call.method}: it was removed while it ran"))
 

@@ -133,9 +133,7 @@ async def chaos_cluster(
         write_model_folder(folder / "source" / MODEL, emulated_model_config(num_layers=_LAYERS, context_length=4096))
         for name in names:
             ModelStore(folder / name / "models").pull(str(folder / "source" / MODEL))
-    if lab is not None:
-        flags["insecure_lan"] = True
-    else:
+    if lab is None:
         flags.setdefault("link", "1gbit,2ms")  # tokens come at a pace at which a fault finds them under way
     cluster = ChaosCluster(nodes=nodes, names=tuple(names), flags=flags, model=model, lab=lab)
     try:

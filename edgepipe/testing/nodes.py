@@ -16,9 +16,12 @@ from typing import Any
 import psutil
 
 from edgepipe.cluster.founding import found_local_cluster
+from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.link.channels import make_unix_channel, translated
+from edgepipe.link.security import MutualTls
 from edgepipe.testing.lan import LanHost
+from edgepipe.testing.members import member_of
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
@@ -125,6 +128,7 @@ class Nodes:
             "cluster": self.cluster,
             "port": 0,
             "http_port": 0,
+            "interface": LOOPBACK if host is None else None,
             "backend": "emulated",
             "backend_options": "time_factor=0",
             "data_dir": str(self.folder / name),
@@ -155,6 +159,10 @@ class Nodes:
             made = self.spare.pop(0)
             for part in ("identity", "trust"):
                 (made / part).rename(data_dir / part)
+
+    def member(self) -> MutualTls:
+        """The security of one more node of the cluster, for a test that speaks in its name; start a node first."""
+        return member_of(self.spare.pop(0))
 
     async def end(self) -> None:
         """End what still runs, children first found."""

@@ -16,7 +16,7 @@ from node_models import CONFIG, pull_emulated, pull_with_weights
 from edgepipe import PROTOCOL_VERSION
 from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, VersionMismatch
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
+from edgepipe.link.security import MutualTls
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
@@ -146,24 +146,25 @@ async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
 async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
     node = await nodes.start("a", backend="none", discovery=False)
     cluster = (await node.status()).cluster_id
+    other = nodes.member()
     hello = common_pb2.Hello(
         protocol_version=PROTOCOL_VERSION + 1,
         edgepipe_version="9.0",
-        node_id="node-1",
+        node_id=other.node_id,
         node_name="future",
         cluster_id=cluster,
         role="node",
     )
     with pytest.raises(VersionMismatch, match="future"):
-        await say_hello(node, hello)
+        await say_hello(node, hello, other)
     status = await node.status()
     assert [refused.error.code for refused in status.refused] == ["version_mismatch"]
     assert "future" in status.refused[0].peer
 
 
-async def say_hello(node: Node, hello: common_pb2.Hello) -> None:
+async def say_hello(node: Node, hello: common_pb2.Hello, security: MutualTls) -> None:
     """Open a heartbeat stream as another node would."""
-    async with make_channel(node.address, Credentials()) as channel:
+    async with make_channel(node.address, security.to_node(node.node_id)) as channel:
         with translated("a"):
             call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello, sequence=1)]))
             async for _ in call:

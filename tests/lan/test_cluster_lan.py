@@ -33,7 +33,7 @@ async def nodes(tmp_path: Path, lan: LanLab) -> AsyncIterator[Nodes]:
 
 
 async def start_all(nodes: Nodes, lan: LanLab, **flags: object) -> list[Node]:
-    starting = (nodes.start(host.name, host=host, insecure_lan=True, **flags) for host in lan.hosts)
+    starting = (nodes.start(host.name, host=host, **flags) for host in lan.hosts)
     return list(await asyncio.gather(*starting))
 
 

@@ -43,7 +43,6 @@ async def start_node(host: LanHost) -> None:
     """A node without a device; returns when it is ready."""
     command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", "--backend", "none"]
     command += ["--name", host.name, "--data-dir", str(host.folder / "node"), "--interface", host.address]
-    command += ["--insecure-lan"]
     process = await host.spawn(command, env=environment(host.folder), stdout=-1)
     assert process.stdout is not None
     await process.stdout.readuntil(b"}\n")

@@ -1158,6 +1158,7 @@ class ChildProgress(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
     LIMIT_MS_FIELD_NUMBER: _builtins.int
+    REFUSED_HANDSHAKES_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     received: _builtins.int
     started: _builtins.int
@@ -1165,6 +1166,8 @@ class ChildProgress(_message.Message):
     sent: _builtins.int
     limit_ms: _builtins.int
     """no progress for so long while something is started, or no report for so long: it hangs"""
+    refused_handshakes: _builtins.int
+    """connections that did not prove who they are"""
     fenced: _builtins.int
     """plans and frames of replaced epochs, dropped"""
     def __init__(
@@ -1175,11 +1178,12 @@ class ChildProgress(_message.Message):
         finished: _builtins.int = ...,
         sent: _builtins.int = ...,
         limit_ms: _builtins.int = ...,
+        refused_handshakes: _builtins.int = ...,
         fenced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "sent", b"sent", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "refused_handshakes", b"refused_handshakes", "sent", b"sent", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1392,21 +1396,25 @@ class IntroducedPeer(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    MAY_NOT_CALL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """the node that answers for it"""
     kind: _builtins.str
     """"node" | "gateway" | "engine" | "stage" """
     certificate: _builtins.bytes
+    may_not_call: _builtins.bool
+    """it may be called only"""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         kind: _builtins.str = ...,
         certificate: _builtins.bytes = ...,
+        may_not_call: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "kind", b"kind", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "kind", b"kind", "may_not_call", b"may_not_call", "node_id", b"node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1637,6 +1645,7 @@ class ClusterStatus(_message.Message):
     CHILDREN_FIELD_NUMBER: _builtins.int
     DATA_DIR_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSED_HANDSHAKES_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     BROKEN_LINKS_FIELD_NUMBER: _builtins.int
     NEIGHBOURS_FIELD_NUMBER: _builtins.int
@@ -1648,6 +1657,8 @@ class ClusterStatus(_message.Message):
     node_id: _builtins.str
     uptime_ms: _builtins.int
     data_dir: _builtins.str
+    refused_handshakes: _builtins.int
+    """of this node's processes, connections that did not prove who they are"""
     discovery_problem: _builtins.str
     """empty: multicast works, as far as the node can tell"""
     removed: _builtins.bool
@@ -1680,6 +1691,7 @@ class ClusterStatus(_message.Message):
         children: _abc.Iterable[Global___ChildState] | None = ...,
         data_dir: _builtins.str = ...,
         refused: _abc.Iterable[Global___RefusedPeer] | None = ...,
+        refused_handshakes: _builtins.int = ...,
         absent: _abc.Iterable[Global___AbsentNode] | None = ...,
         broken_links: _abc.Iterable[Global___BrokenLink] | None = ...,
         neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
@@ -1689,7 +1701,7 @@ class ClusterStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "discovery_problem", b"discovery_problem", "engines", b"engines", "members", b"members", "neighbours", b"neighbours", "node_id", b"node_id", "refused", b"refused", "removed", b"removed", "trust_damage", b"trust_damage", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "discovery_problem", b"discovery_problem", "engines", b"engines", "members", b"members", "neighbours", b"neighbours", "node_id", b"node_id", "refused", b"refused", "refused_handshakes", b"refused_handshakes", "removed", b"removed", "trust_damage", b"trust_damage", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

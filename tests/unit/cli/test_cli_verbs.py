@@ -18,9 +18,7 @@ from edgepipe.errors import ConfigInvalid
 from tests.unit.cli.conftest import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
-NODE_FLAGS = (
-    "--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir --insecure-lan"
-).split()
+NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()
 
 
 def test_help_names_every_verb(run: Run) -> None:

@@ -15,12 +15,12 @@ FOUND = [
 ]
 
 
-def choose(interface: str = "", *, insecure_lan: bool = True, routed: str = "", found: list[Interface] = FOUND) -> str:
-    return choose_address(interface=interface, insecure_lan=insecure_lan, available=found, routed=routed)
+def choose(interface: str = "", *, routed: str = "", found: list[Interface] = FOUND) -> str:
+    return choose_address(interface=interface, available=found, routed=routed)
 
 
-def test_loopback_unless_told_otherwise():
-    assert choose(insecure_lan=False) == "127.0.0.1"
+def test_loopback_when_named():
+    assert choose("127.0.0.1", routed="192.168.1.30") == "127.0.0.1"
 
 
 def test_the_lan_is_the_routed_interface():
@@ -42,12 +42,5 @@ def test_an_unknown_interface_is_an_error_that_lists_those_there():
     assert "eth0 192.168.1.20" in error.value.fact
 
 
-def test_the_lan_needs_a_word_of_consent():
-    with pytest.raises(ConfigInvalid) as error:
-        choose("eth0", insecure_lan=False)
-    assert "--insecure-lan" in error.value.next_step
-
-
-def test_no_interface_at_all_is_an_error():
-    with pytest.raises(ConfigInvalid):
-        choose(found=FOUND[:2])
+def test_a_machine_without_a_network_serves_itself():
+    assert choose(found=FOUND[:2]) == "127.0.0.1"

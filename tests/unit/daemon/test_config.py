@@ -63,11 +63,11 @@ def test_a_named_file_must_exist(tmp_path: Path):
 
 
 def test_sizes_lists_and_flags_are_read():
-    environ = {"EDGEPIPE_MEMORY_LIMIT": "8GB", "EDGEPIPE_PEERS": "a:1, b:2", "EDGEPIPE_INSECURE_LAN": "yes"}
+    environ = {"EDGEPIPE_MEMORY_LIMIT": "8GB", "EDGEPIPE_PEERS": "a:1, b:2", "EDGEPIPE_DISCOVERY": "no"}
     values = load_config(environ=environ).values
     assert values.memory_limit_bytes == 8 * 10**9
     assert values.peers == ("a:1", "b:2")
-    assert values.insecure_lan
+    assert not values.discovery
 
 
 def test_children_inherit_no_settings():

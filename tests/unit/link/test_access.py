@@ -1,0 +1,38 @@
+"""Who may call what: every method that is reached over the network has a rule, and nothing else has."""
+
+from __future__ import annotations
+
+from edgepipe.link.access import Kind, allowed
+from edgepipe.wire.v1 import engine_pb2, node_pb2, stage_pb2, trust_pb2
+
+UNIX_ONLY = {"Admin", "Children", "TrustAdmin"}
+
+
+def methods() -> dict[str, str]:
+    """Full names of all methods, with their services."""
+    services = [
+        service
+        for file in (node_pb2, engine_pb2, stage_pb2, trust_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    return {f"/{service.full_name}/{method.name}": service.name for service in services for method in service.methods}
+
+
+def test_every_method_of_the_network_has_a_rule_and_no_other_has():
+    for method, service in methods().items():
+        assert bool(allowed(method)) is (service not in UNIX_ONLY), method
+
+
+def test_what_is_not_listed_is_denied():
+    for method in ("", "/", "/edgepipe.wire.v1.Node/Rest", "Node", "/other.Node/Heartbeats", "/edgepipe.wire.v1.Node/"):
+        assert allowed(method) == frozenset()
+
+
+def test_gateways_reach_no_node_and_no_stage():
+    reachable = {method for method in methods() if Kind.GATEWAY in allowed(method)}
+    assert {method.split("/")[1] for method in reachable} == {"edgepipe.wire.v1.Engine"}
+
+
+def test_stages_reach_stages_only():
+    reachable = {method for method in methods() if Kind.STAGE in allowed(method)}
+    assert reachable == {"/edgepipe.wire.v1.Stage/Ring"}
