@@ -40,7 +40,12 @@ class Shell:
 
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
-        return kept | {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home), "COLUMNS": "80"}
+        return kept | {
+            "HOME": str(self.home),
+            "XDG_CONFIG_HOME": str(self.home),
+            "COLUMNS": "80",
+            "EDGEPIPE_INTERFACE": "127.0.0.1",
+        }
 
     def command(self, *args: str) -> list[str]:
         return [sys.executable, "-P", "-m", "edgepipe.cli", *args]
