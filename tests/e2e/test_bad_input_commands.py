@@ -14,8 +14,8 @@ from edgepipe.cli.main import main
 
 USAGE = {
     "nosuch": ("no such command 'nosuch'", "edgepipe --help"),
-    "serv": ("Did you mean 'serve'?",),
-    "node": ("missing command", "start, stop", "edgepipe node --help"),
+    "serv": ("Did you mean 'serve'",),
+    "node": ("missing command", "start, ", "edgepipe node --help"),
     "status --nope": ("--nope", "edgepipe status --help"),
     "serve": ("missing argument", "edgepipe serve --help"),
     "chat --model": ("--model",),
