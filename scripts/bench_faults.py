@@ -157,9 +157,7 @@ async def buried_alive(seconds: float, rows: list[Row]) -> None:
     async with folder() as place, LanLab(hosts=3) as lab:
         nodes = Nodes(folder=place, cluster="faults-load")
         try:
-            started = await asyncio.gather(
-                *(nodes.start(host.name, host=host, insecure_lan=True, backend="none") for host in lab.hosts)
-            )
+            started = await asyncio.gather(*(nodes.start(host.name, host=host, backend="none") for host in lab.hosts))
             for node in started:
                 await node.until(lambda status: len(status.members) == 3)
             busy = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(os.cpu_count() or 1)]

@@ -72,6 +72,7 @@ async def test_a_firewall_and_a_half_open_range_are_told(lan: LanLab) -> None:
     await start_node(lan.host("b"))
     _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
     assert findings["peer.10.77.0.2.tcp"]["level"] == "ok"
+    assert findings["peer.10.77.0.2.handshake"]["level"] == "ok"
     assert findings["peer.10.77.0.2.ports"]["level"] == "ok"
     await drop(lan.host("b"), PORT + 3)
     _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)

@@ -36,7 +36,7 @@ def environment(host: LanHost) -> dict[str, str]:
         "COLUMNS": "80",
         "EDGEPIPE_BACKEND": "emulated",
     }
-    return kept | own | {"EDGEPIPE_INSECURE_LAN": "1"}
+    return kept | own
 
 
 def edgepipe(host: LanHost, *args: str) -> list[str]:

@@ -40,7 +40,7 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path
         {"EDGEPIPE_PEERS": "nonsense"},
         {"EDGEPIPE_PEERS": "host:0"},
         {"EDGEPIPE_DTYPE": "int8"},
-        {"EDGEPIPE_INSECURE_LAN": "maybe"},
+        {"EDGEPIPE_DISCOVERY": "maybe"},
         {"EDGEPIPE_MEMORY_LIMIT": "lots"},
         {"EDGEPIPE_BACKEND_OPTIONS": "fast"},
     ],
