@@ -13,6 +13,7 @@ from bad_input import Node, Shell, emulated_model, error_of
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe import PROTOCOL_VERSION
+from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.identity import load_identity
 from edgepipe.daemon.data_dir import socket_path
 
@@ -159,6 +160,7 @@ def test_a_backend_whose_library_is_broken_is_told_by_status_and_serve(tmp_path:
 def test_nodes_of_two_protocols_name_the_one_to_upgrade(tmp_path: Path) -> None:
     old, new = Shell(tmp_path / "old"), _newer(tmp_path)
     emulated_model(old, CONFIG)
+    found_local_cluster([old.data_dir, new.data_dir], name="home")
     with old.node(*EMULATED, "--name", "old") as node, new.node("--name", "new", "--peer", node.address):
         for shell, other in ((old, "new"), (new, "old")):
             refused = shell.until(lambda status: bool(status["refused"]))["refused"][0]["error"]

@@ -217,7 +217,7 @@ def test_chat_on_a_terminal(demo: Demo) -> None:
     command = demo.shell.command("chat", "--data-dir", demo.data_dir, "--max-tokens", "8")
     with Terminal(command, environment=demo.shell.environment()) as terminal:
         terminal.until_prompt(">>>")
-        for line, shown in (("hello", "first word"), ("/nodes", "● b"), ("/plan", "0-2"), ("/stats", "1 answer ·")):
+        for line, shown in (("hello", "first word"), ("/nodes", "● b"), ("/plan", "╭▶ "), ("/stats", "1 answer ·")):
             terminal.send(line + "\r")
             terminal.until(shown)
             terminal.until_prompt(">>>")
