@@ -25,6 +25,7 @@ from edgepipe.units import parse_bytes, parse_link
 ENV_PREFIX = "EDGEPIPE_"
 _FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
 _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
+_GRPC_VERBOSITY = "GRPC_VERBOSITY"
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DTYPES = ("auto", "float32", "bfloat16")
 
@@ -131,8 +132,10 @@ def load_config(
 
 def prepare_environment() -> None:
     """Switch gRPC's fork handlers off, before gRPC is imported. With them one spawned child in four died of SIGSEGV
-    between fork and exec."""
+    between fork and exec. And silence its C core: what it writes our errors say better, and a stranger's broken
+    handshakes would fill the log."""
     os.environ[_GRPC_FORK] = "0"
+    os.environ.setdefault(_GRPC_VERBOSITY, "NONE")
 
 
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -78,7 +77,6 @@ def _start(
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run a command line and exit: 0, or the code of what went wrong."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors say better
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]

@@ -18,7 +18,7 @@ from edgepipe.config import Config
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
-from edgepipe.daemon.system import SystemClock
+from edgepipe.daemon.system import SystemClock, raise_descriptor_limit
 from edgepipe.errors import EdgepipeError
 from edgepipe.telemetry.audit import AuditKind
 from edgepipe.telemetry.log import set_up_logging
@@ -36,6 +36,7 @@ def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = Tr
     """
     choose_backend(config.backend)  # before anything is made: a wrong one leaves nothing behind
     _address(config, interfaces())  # nor does one without an address
+    raise_descriptor_limit()
     data_dir = DataDir(config.data_dir)
     try:
         set_up_logging(level=config.log_level, file=log_path(config.data_dir))

@@ -60,6 +60,7 @@ from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _ADDRESS_S = 2.0  # between two looks at the machine's addresses
+_HANDSHAKES_S = 5.0  # between looks; a handshake may take 3 s
 _CHILD_PORTS = 15  # P+1 .. P+15
 
 
@@ -386,6 +387,7 @@ class NodeDaemon:
         tasks.create_task(self._device.keep_spare(), name="spare")
         tasks.create_task(self._trust.run(), name="trust-file")
         tasks.create_task(self._introductions.follow_trust(), name="introductions")
+        tasks.create_task(self._watch_handshakes(), name="handshakes")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._follow_address(), name="own-address")
         tasks.create_task(self._layers.run(), name="layer-profiles")
@@ -455,6 +457,18 @@ class NodeDaemon:
 
     def _on_denied(self, denial: Denial) -> None:
         self._trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)
+
+    async def _watch_handshakes(self) -> None:
+        """Audit connections that did not prove who they are; one that is in its handshake is counted next time."""
+        told = before = self._refused_handshakes()
+        while True:
+            await asyncio.sleep(_HANDSHAKES_S)
+            before, now = self._refused_handshakes(), before
+            settled = min(now, before)
+            if settled > told:
+                detail = f"{settled - told} connections"
+                self._trust.audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
+            told = settled  # children that ended took theirs with them
 
     def _refused_handshakes(self) -> int:
         return self._tls.refused_handshakes + sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
 import sys
 import time
@@ -9,6 +10,18 @@ import time
 # Which clock goes on while the machine sleeps. On macOS that is CLOCK_MONOTONIC, and time.monotonic() stands still; on
 # Linux it is the other way round with CLOCK_BOOTTIME. Elsewhere time.monotonic() itself goes on, and no sleep is seen.
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
+
+
+_DESCRIPTORS = 65_536
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children have as many open files as the system allows, up to 65,536: strangers'
+    connections take one each until their handshake times out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class SystemClock:

@@ -168,7 +168,7 @@ class MutualTls:
         self._callers: dict[Fingerprint, list[Peer]] = {}
         self._nodes: dict[NodeId, Certificate] = {}
         self._calls: set[_Call] = set()
-        self._roots = own.certificate.pem  # read on gRPC's threads
+        self._roots = self._given_roots = own.certificate.pem  # read on gRPC's threads
         self._handshakes = _Handshakes()
 
     @property
@@ -227,7 +227,9 @@ class MutualTls:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """See ``Security.server_credentials``."""
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._on_connection, require_client_authentication=True
+            self._configuration(),
+            self._on_connection,  # pyright: ignore[reportArgumentType] - None is documented, the stubs do not know
+            require_client_authentication=True,
         )
 
     @contextmanager
@@ -264,7 +266,9 @@ class MutualTls:
                 callers.setdefault(peer.certificate.fingerprint, []).append(peer)
         self._callers = callers
         pems = {self._own.certificate.pem, *(peer.certificate.pem for peers in callers.values() for peer in peers)}
-        self._roots = b"".join(sorted(pems))
+        roots = b"".join(sorted(pems))
+        if roots != self._roots:
+            self._roots = roots
         for call in [call for call in self._calls if not self._may(call.fingerprint, call.method)]:
             if farewell_s := _FAREWELL_S.get(call.method):
                 asyncio.get_running_loop().call_later(farewell_s, self._cut, call)
@@ -297,14 +301,19 @@ class MutualTls:
         return Credentials(server_name=certificate.dns_name, tls=tls)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        self._given_roots = self._roots
         return grpc.ssl_server_certificate_configuration(
-            [(self._own.key_pem, self._own.certificate.pem)], root_certificates=self._roots
+            [(self._own.key_pem, self._own.certificate.pem)], root_certificates=self._given_roots
         )
 
-    def _on_connection(self) -> grpc.ServerCertificateConfiguration:
-        """On a thread of gRPC's, before each handshake."""
+    def _on_connection(self) -> grpc.ServerCertificateConfiguration | None:
+        """On a thread of gRPC's, one at a time, before each handshake. None: nothing has changed.
+
+        gRPC 1.85 reads its configuration outside the lock under which it replaces it: replaced for every connection,
+        it aborted the process when a hundred came at once.
+        """
         self._handshakes.began()
-        return self._configuration()
+        return None if self._roots is self._given_roots else self._configuration()
 
 
 class _Handshakes:

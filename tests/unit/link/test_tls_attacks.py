@@ -1,0 +1,348 @@
+"""Who is kept out: strangers, forgers, members who overstep, the removed, and those who only want to disturb."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from tls_ends import PREFIX, Party, listening, until_closed
+
+from edgepipe.errors import AccessDenied, ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
+from edgepipe.link.access import Kind, allowed
+from edgepipe.link.certificates import Certificate, KeyPair, make_key_pair
+from edgepipe.link.channels import MAX_MESSAGE_BYTES, free_port, make_channel
+from edgepipe.link.security import Credentials, MutualTls, who_answers
+
+ONE_OF_EACH = {
+    Kind.NODE: "Node/Heartbeat",
+    Kind.ENGINE: "Node/Prepare",
+    Kind.GATEWAY: "Engine/Generate",
+    Kind.STAGE: "Stage/Ring",
+}
+METHODS = ["Node/Heartbeat", "Node/Prepare", "Node/StartEngine", "Weights/ReadTensor", "Engine/Generate"]
+METHODS += ["Stage/Control", "Stage/Ring", "Admin/Shutdown", "Children/Attach", "Node/NoSuchThing"]
+
+
+async def test_a_member_is_let_in_and_nobody_else():
+    member, stranger = Party(), Party()
+    async with listening(member) as process:
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+        with pytest.raises(LinkError):
+            await process.say(stranger, "Node/Heartbeat")
+        assert process.echo.calls == ["Node/Heartbeat"]
+        assert process.security.refused_handshakes == 1
+
+
+async def test_without_a_certificate_or_without_tls_nobody_gets_far():
+    member = Party()
+    async with listening(member) as process:
+        pinned = process.party.pair.certificate
+
+        no_client = Credentials(server_name=pinned.dns_name, tls=grpc.ssl_channel_credentials(pinned.pem))
+        for credentials in (no_client, Credentials()):
+            async with make_channel(process.address, credentials) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await channel.unary_unary(PREFIX + "Node/Release")(b"", timeout=10)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert process.echo.calls == []
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_roles_cannot_be_overstepped(kind: Kind):
+    caller = Party(kind=kind)
+    async with listening(caller) as process:
+        for method in METHODS:
+            if kind in allowed(PREFIX + method):
+                assert await process.say(caller, method) == b"x"
+            else:
+                with pytest.raises(AccessDenied):
+                    await process.say(caller, method)
+        assert set(process.echo.calls) == {method for method in METHODS if kind in allowed(PREFIX + method)}
+        assert len(process.denials) == len(METHODS) - len(process.echo.calls)
+        assert {denial.who for denial in process.denials} == {caller.pair.fingerprint}
+
+
+async def test_a_kind_that_has_no_business_here_is_not_even_let_through_the_handshake():
+    gateway = Party(kind=Kind.GATEWAY)
+    async with listening(gateway, callers=(Kind.NODE,)) as process:
+        with pytest.raises(LinkError):
+            await process.say(gateway, "Engine/Generate")
+
+
+async def test_a_server_in_anothers_place_is_not_spoken_to():
+    member, real = Party(), make_key_pair()
+    async with listening(member) as impostor:
+        with pytest.raises(LinkError):
+            await impostor.say(member, "Node/Heartbeat", expected=real)
+        assert impostor.echo.calls == []
+
+
+def forged_by(member: KeyPair, victim: Certificate, *, ca: bool, key_usage: bool) -> KeyPair:
+    """A new key under a certificate in the victim's name that ``member`` signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer = serialization.load_pem_private_key(member.key_pem, password=None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    issuer = x509.load_pem_x509_certificate(member.certificate.pem).subject
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, victim.fingerprint)]))
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(5)
+        .not_valid_before(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+        .not_valid_after(datetime.datetime(2049, 12, 31, tzinfo=datetime.UTC))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(victim.dns_name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+    )
+    if key_usage:
+        usage = x509.load_pem_x509_certificate(victim.pem).extensions.get_extension_for_class(x509.KeyUsage).value
+        builder = builder.add_extension(usage, critical=True)
+    certificate = builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    # The chain that the forger shows: the forged one and the member's own.
+    shown = Certificate(pem=certificate + member.certificate.pem, fingerprint=victim.fingerprint)
+    return KeyPair(key_pem=key_pem, certificate=shown)
+
+
+@pytest.mark.parametrize("ca", [False, True])
+@pytest.mark.parametrize("key_usage", [False, True])
+async def test_a_member_cannot_sign_a_certificate_in_anothers_name(ca: bool, key_usage: bool):
+    member, victim = Party(), Party()
+    forger = Party(pair=forged_by(member.pair, victim.pair.certificate, ca=ca, key_usage=key_usage))
+    async with listening(member, victim) as process:
+        with pytest.raises(EdgepipeError):
+            await process.say(forger, "Node/Heartbeat")
+        assert process.echo.calls == []
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+
+
+async def code_within_2_s(call: Any) -> grpc.StatusCode:
+    async with asyncio.timeout(2):
+        return await call.code()
+
+
+async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back():
+    member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
+    async with listening(member, other) as process, process.stream(other, "Node/Prepare") as kept:
+        await kept.write(b"1")
+        assert await kept.read() == b"1"
+        async with process.stream(member, "Node/Prepare") as call:
+            await call.write(b"1")
+            assert await call.read() == b"1"
+            process.security.introduce([other.peer], nodes=())
+            assert await code_within_2_s(call) is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(LinkError):
+            await process.say(member, "Node/Prepare")
+        await kept.write(b"2")  # the others' streams go on
+        assert await kept.read() == b"2"
+        assert process.echo.running == 1
+        assert [denial.what for denial in process.denials] == [PREFIX + "Node/Prepare: it was removed while it ran"]
+
+
+async def test_a_removed_nodes_heartbeat_may_hear_why_and_ends_within_two_seconds():
+    member = Party()
+    async with listening(member) as process:
+        async with process.stream(member, "Node/Heartbeat") as call:
+            await call.write(b"1")
+            assert await call.read() == b"1"
+            process.security.introduce([], nodes=())
+            await call.write(b"2")
+            assert await call.read() == b"2"
+            assert await code_within_2_s(call) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_connection_that_stood_before_the_removal_makes_no_further_call():
+    member = Party()
+    async with listening(member) as process:
+        async with make_channel(process.address, process.credentials(member)) as channel:
+            ask: Any = channel.stream_stream(PREFIX + "Node/Heartbeat")
+            call = ask()
+            await call.write(b"1")
+            assert await call.read() == b"1"
+            process.security.introduce([], nodes=())
+            late = ask(timeout=5)
+            assert (await late.code()).name == "PERMISSION_DENIED"
+
+
+async def test_neighbours_count_while_they_are_told_and_their_nodes_are_members():
+    node = Party()
+    stage = Party(kind=Kind.STAGE, node=node.pair.fingerprint)
+    async with listening(node) as process:
+        with pytest.raises(LinkError):
+            await process.say(stage, "Stage/Ring")
+        process.security.set_neighbours([stage.peer])
+        assert await process.say(stage, "Stage/Ring") == b"x"
+        other = Party(kind=Kind.STAGE, node=node.pair.fingerprint)
+        process.security.set_neighbours([other.peer])
+        with pytest.raises(LinkError):
+            await process.say(stage, "Stage/Ring")
+        process.security.introduce([], nodes=())
+        with pytest.raises(LinkError):
+            await process.say(other, "Stage/Ring")
+
+
+async def test_nobody_speaks_in_anothers_name():
+    member, victim = Party(), Party()
+    seen: list[Any] = []
+    async with listening(member, victim) as process:
+        original = process.echo.service
+
+        def service(details: Any) -> Any:
+            handler: Any = original(details)
+
+            async def check(messages: Any, context: Any) -> Any:
+                process.security.require_node(context, member.pair.fingerprint)
+                seen.append(process.security.caller(context, Kind.NODE))
+                process.security.require_node(context, victim.pair.fingerprint)
+                async for message in messages:
+                    yield message
+
+            return handler._replace(stream_stream=check)
+
+        process.echo.service = service  # type: ignore[method-assign]
+        with pytest.raises(AccessDenied, match="in the name of"):
+            await process.say(member, "Node/Heartbeat")
+        assert seen == [member.peer]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", id="http"),
+        pytest.param(bytes(range(256)) * 8, id="noise"),
+        pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64), id="http2 without tls"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(20), id="half a hello"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+async def test_garbage_and_slow_handshakes_are_closed(data: bytes):
+    member = Party()
+    async with listening(member) as process:
+        reader, writer = await process.connect()
+        writer.write(data)
+        answered = await until_closed(reader, timeout_s=8)  # handshakes have 3 s
+        writer.close()
+        assert len(answered) < 1024
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+        assert process.security.refused_handshakes == 1
+
+
+async def test_silent_connections_do_not_pile_up():
+    member = Party()
+    async with listening(member) as process:
+        silent = [await process.connect() for _ in range(100)]
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+        await asyncio.gather(*(until_closed(reader, timeout_s=15) for reader, _ in silent))
+        for _, writer in silent:
+            writer.close()
+        assert process.security.refused_handshakes == 100
+
+
+async def test_too_large_a_message_ends_its_call_alone():
+    member = Party()
+    async with listening(member) as process, process.stream(member, "Node/Heartbeat") as other:
+        async with make_channel(process.address, process.credentials(member)) as channel:
+            call: Any = channel.unary_unary(
+                PREFIX + "Node/Heartbeat", request_serializer=lambda _: bytes(MAX_MESSAGE_BYTES + 1)
+            )
+
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(b"", timeout=10)
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await other.write(b"fine")
+        assert await other.read() == b"fine"
+
+
+async def test_large_metadata_is_refused():
+    member = Party()
+    async with listening(member) as process:
+        with pytest.raises(EdgepipeError):
+            await process.say(member, "Node/Heartbeat", metadata=(("x-large", "y" * 65536),))
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+
+
+async def test_streams_without_number_keep_to_their_own_connection():
+    """Who opens more streams than one connection may have waits; others are served; nothing grows for ever."""
+    greedy, other = Party(), Party()
+    async with listening(greedy, other) as process:
+        async with make_channel(process.address, process.credentials(greedy)) as channel:
+            before = psutil.Process(os.getpid()).memory_info().rss
+            calls: list[Any] = [channel.stream_stream(PREFIX + "Node/Heartbeat")() for _ in range(1000)]
+            answers = {asyncio.create_task(_first_answer(call)) for call in calls}
+            waiting, answered = answers, set[Any]()
+            while len(answered) < 100:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+                assert done, "none is served any more"
+                answered |= done
+            assert process.echo.running <= 128
+            assert await process.say(other, "Node/Heartbeat") == b"x"
+            for task in answers:
+                task.cancel()
+            await asyncio.wait(answers)
+            for call in calls:
+                call.cancel()
+            assert psutil.Process(os.getpid()).memory_info().rss - before < 64 << 20
+        assert await process.say(other, "Node/Heartbeat") == b"x"
+
+
+async def _first_answer(call: Any) -> bytes:
+    await call.write(b"1")
+    return await call.read()
+
+
+async def test_rapid_resets_do_not_stop_others():
+    greedy, other = Party(), Party()
+    async with listening(greedy, other) as process:
+        async with make_channel(process.address, process.credentials(greedy)) as channel:
+            for _ in range(10):
+                for call in [channel.stream_stream(PREFIX + "Node/Heartbeat")() for _ in range(100)]:
+                    call.cancel()
+                assert await process.say(other, "Node/Heartbeat") == b"x"
+
+
+async def test_an_address_tells_whose_it_is_and_only_members_are_dialled():
+    member, stranger = Party(), Party()
+    async with listening(member) as process:
+        node = process.party.pair
+        assert await who_answers(process.address, timeout_s=5) == node.fingerprint
+        known = MutualTls(member.pair, callers=())
+        known.introduce([], nodes=[process.party.peer])
+        credentials = await known.to_address(process.address, node_id="", timeout_s=5)
+        assert credentials.node_id == node.fingerprint
+        unknown = MutualTls(stranger.pair, callers=())
+        with pytest.raises(PairingRejected, match="not in this cluster"):
+            await unknown.to_address(process.address, node_id="", timeout_s=5)
+
+
+async def test_an_address_of_nobody_or_of_another_program():
+    with pytest.raises(ConnectTimeout) as nobody:
+        await who_answers(f"127.0.0.1:{free_port('127.0.0.1')}", timeout_s=5)
+    assert "refused" in nobody.value.fact
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises((PairingRejected, ConnectTimeout, PeerClosed)):
+            await who_answers(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5)
+
+
+async def test_a_new_process_knows_nobody():
+    for kind in Kind:
+        async with listening() as process:
+            with pytest.raises(LinkError):
+                await process.say(Party(kind=kind), ONE_OF_EACH[kind])
