@@ -28,36 +28,42 @@ def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
     Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill), and
     tokens per micro-batch with M over the whole run.
     """
-    figure = _figure(len(reports))
+    figure = new_figure(height=5.2 * len(reports))
     for index, report in enumerate(reports):
         timeline, tokens = (figure.add_subplot(2 * len(reports), 1, 2 * index + offset) for offset in (1, 2))
         _draw_timeline(timeline, report)
         _draw_tokens(tokens, report)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"'{path}' cannot be written", fact=str(error), next_step=_EXAMPLE) from error
+    save_figure(figure, path)
 
 
 def check_plot(path: Path | None) -> None:
     """Before a long run: whether ``plot_reports`` can do its work. Raises FeatureMissing, ConfigInvalid."""
     if path is None:
         return
-    kinds = _figure(1).canvas.get_supported_filetypes()
+    kinds = new_figure(height=1).canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
     if path.suffix[1:].lower() not in kinds:
         raise ConfigInvalid(f"'{path}' is no picture", fact=f"kinds: {', '.join(kinds)}", next_step=_EXAMPLE)
 
 
-def _figure(num_runs: int) -> Any:
+def new_figure(*, height: float) -> Any:
+    """An empty one of so many inches. Raises FeatureMissing."""
     try:
         module: Any = import_module("matplotlib.figure")
     except ImportError:
         raise FeatureMissing(
             "plots need matplotlib", fact="it is not installed", next_step="pip install 'edgepipe[plot]'"
         ) from None
-    return module.Figure(figsize=(12, 5.2 * num_runs), layout="constrained")
+    return module.Figure(figsize=(12, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Raises ConfigInvalid."""
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=str(error), next_step=_EXAMPLE) from error
 
 
 def _draw_timeline(axes: Any, report: RunReport) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,17 +19,37 @@ if TYPE_CHECKING:
     from edgepipe.planner.report import RunReport
     from edgepipe.planner.simulator import Run
 
+_DEVICES = "4x rtx4090"  # where none are named
+_STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
 _KEYS = ("devices", "trim-to-tiles", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
 @options.with_run_options
 def simulate(
     *,
-    devices: Annotated[str, typer.Option("--devices", help='"4x rtx4090" or "2x m4max, 1x rtx4090".')] = "4x rtx4090",
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", help='"2x m4max, 1x rtx4090".  [default: 4x rtx4090]', show_default=False),
+    ] = None,
     settings: Mapping[str, str],
     trim_to_tiles: Annotated[bool, typer.Option("--trim-to-tiles", help="Experiment: prefill up to tile edges.")] = (
         False
     ),
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule",
+            help="Compare and draw schedules: all, or naive, gpipe, 1f1b, interleaved, dualpipe, decode.",
+            show_default=False,
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option("--stages", help="Of schedules: P.  [default: 4]", min=1, show_default=False)
+    ] = None,
+    slices: Annotated[
+        int | None,
+        typer.Option("--slices", help="Per device, interleaved: V.  [default: 2]", min=1, show_default=False),
+    ] = None,
     compare: options.Compare = None,
     plot: options.Plot = None,
     as_json: Json = False,
@@ -37,9 +58,17 @@ def simulate(
     from edgepipe.cli.report_plot import check_plot, plot_reports
     from edgepipe.cli.report_view import render_reports, reports_as_json
 
-    own = {"devices": devices, "trim-to-tiles": "yes" if trim_to_tiles else "no"}
-    variants = read_comparisons(compare or (), keys=_KEYS)
     check_plot(plot)
+    if schedule is not None:
+        given = {"compare": compare, "devices": devices, "trim-to-tiles": trim_to_tiles, **settings}
+        given.pop("micro-batches", None)
+        _refuse([name for name, value in given.items() if value], "does not go with --schedule")
+        count = _fixed_micro_batches(settings.get("micro-batches", "auto")) or _MICRO_BATCHES
+        _compare_schedules(schedule, sizes=(stages or _STAGES, count, slices or _SLICES), plot=plot, as_json=as_json)
+        return
+    _refuse([name for name, value in (("stages", stages), ("slices", slices)) if value], "goes with --schedule")
+    own = {"devices": devices or _DEVICES, "trim-to-tiles": "yes" if trim_to_tiles else "no"}
+    variants = read_comparisons(compare or (), keys=_KEYS)
     reports = _simulate_all({**options.CLUSTER_DEFAULTS, **own, **settings}, variants)
     if plot is not None:
         plot_reports(reports, plot)
@@ -48,6 +77,30 @@ def simulate(
         return
     console = make_console()
     for part in render_reports(reports):
+        console.print(part)
+
+
+def _refuse(flags: Sequence[str], why: str) -> None:
+    """Raises ConfigInvalid for the first of the flags, which contradict the rest."""
+    if flags:
+        raise ConfigInvalid(f"--{flags[0]} {why}", fact="--schedule draws textbook schedules, without it devices run")
+
+
+def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | None, as_json: bool) -> None:
+    """Raises ConfigInvalid."""
+    from edgepipe.cli.schedule_plot import plot_schedules
+    from edgepipe.cli.schedule_view import render_schedules, schedules_as_json
+    from edgepipe.planner.schedule_runs import Sizes, compare_schedules, read_schedules
+
+    wanted = Sizes(stages=sizes[0], micro_batches=sizes[1], slices=sizes[2])
+    runs = compare_schedules(read_schedules(text), wanted)
+    if plot is not None:
+        plot_schedules(runs, plot)
+    if as_json:
+        print_json(schedules_as_json(runs, wanted))
+        return
+    console = make_console()
+    for part in render_schedules(runs, wanted, width=console.width):
         console.print(part)
 
 

@@ -62,6 +62,11 @@ class Timeline:
         return 1 - busy / (self.length * len(self.devices))
 
     @property
+    def first_stream(self) -> int:
+        """Micro-batches that enter at the first device."""
+        return 1 + max(span.op.micro_batch for span in self.devices[0] if not span.op.stream)
+
+    @property
     def peak_activations(self) -> int:
         """Most micro-batches that one device keeps between their forward and backward passes, in whole stages."""
         return max(_peak(spans) for spans in self.devices)
