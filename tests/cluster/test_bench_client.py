@@ -5,8 +5,10 @@ from __future__ import annotations
 from engine_lab import EngineLab, engine_lab
 
 from edgepipe.cli.bench_client import Measured, connected
+from edgepipe.link.security import Plaintext
 from edgepipe.planner.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
 from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import engine_pb2
 
 WORKLOAD = make_workload(
     WorkloadSpec(
@@ -22,7 +24,8 @@ WORKLOAD = make_workload(
 
 async def measured(lab: EngineLab) -> Measured:
     hello = make_hello(role="gateway", node_id="bench", cluster_id="lab")
-    async with connected(lab.address, hello) as client:
+    engine = engine_pb2.EngineState(address=lab.address)
+    async with connected(engine, hello, Plaintext()) as client:
         return await client.run(WORKLOAD, num_stages=2)
 
 

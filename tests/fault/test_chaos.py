@@ -53,6 +53,8 @@ SLOW_CASES = {
     "P10 engine killed": ("kill engine", {}),
     "P18 P19 daemon killed alone": ("kill daemon", {}),
     "a power cut": ("kill node", {}),
+}
+VERY_SLOW_CASES = {
     "P9 X7 node freezes, thaws": ("stop node", {}),
 }
 
@@ -77,6 +79,13 @@ async def test_streams_outlive_what_is_noticed_late(run: ChaosRun, case: str):
     await run.trial(fault, **settings)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", VERY_SLOW_CASES)
+async def test_streams_outlive_a_node_that_comes_back(run: ChaosRun, case: str):
+    fault, settings = VERY_SLOW_CASES[case]
+    await run.trial(fault, **settings)
+
+
 async def test_most_faults_met_streams_under_way(run: ChaosRun):
     in_time = [trial for trial in run.trials if trial.in_time]
     assert len(in_time) >= 0.7 * len(run.trials), [trial.fault for trial in run.trials if not trial.in_time]
@@ -91,5 +100,5 @@ async def test_what_is_not_tried_here(case: str):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(LONG_ROUNDS))
 async def test_streams_go_on_in_many_rounds(run: ChaosRun, part: int):
-    for fault, settings in (*CASES.values(), *CASES.values(), *SLOW_CASES.values()):
+    for fault, settings in (*CASES.values(), *CASES.values(), *SLOW_CASES.values(), *VERY_SLOW_CASES.values()):
         await run.trial(fault, **settings)
