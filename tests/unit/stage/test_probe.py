@@ -23,6 +23,7 @@ class TimedBackend:
     """1 ms a step, 2 ms a layer, 0.1 ms a layer and token, 5 ms the head, 1 us a layer and token of context."""
 
     max_submitted = 1
+    picks_candidates = False
 
     def __init__(self, clock: FakeClock) -> None:
         self.closed = False
@@ -48,7 +49,7 @@ class TimedBackend:
         assert all(run.start + run.count <= self._blocks for row in step.rows for run in row.runs)
         return step
 
-    def submit(self, prepared: Step, inputs: object) -> Step:
+    def submit(self, prepared: Step, inputs: object, edits: object = None) -> Step:
         return prepared
 
     def collect(self, ticket: Step) -> StepOutput:
