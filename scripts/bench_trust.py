@@ -1,4 +1,5 @@
-"""What trust costs and what it withstands: time to join, the pairing exchange, and parsers fed with damaged bytes.
+"""What trust costs and what it withstands: time to join, the pairing exchange, tokens per second with and without
+encryption, and parsers fed with damaged bytes.
 
 ``--inputs N`` per parser (100,000 unless given), ``--sockets N`` through a real pairing port (500).
 """
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 from figures import Row, below, print_rows
 from google.protobuf.message import DecodeError
+from trust_cost import connect_rows, cost_rows
 
 from edgepipe.cluster.discovery import read_texts
 from edgepipe.cluster.pairing_exchange import Attempt, PairingWindow, join
@@ -303,7 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inputs", type=int, default=INPUTS)
     parser.add_argument("--sockets", type=int, default=SOCKETS)
     given = parser.parse_args(arguments)
-    rows = pairing_rows() + joining_rows() + fuzz_rows(inputs=given.inputs, sockets=given.sockets)
+    rows = pairing_rows() + joining_rows() + connect_rows() + cost_rows()
+    rows += fuzz_rows(inputs=given.inputs, sockets=given.sockets)
     print_rows("trust", rows)
 
 

@@ -63,9 +63,9 @@ class Node:
 
 @contextmanager
 def running_nodes(
-    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",)
+    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",), encrypted: bool = True
 ) -> Iterator[list[Node]]:
-    """``count`` nodes that have found each other; stopped at the end."""
+    """``count`` nodes that have found each other; stopped at the end. ``encrypted=False`` is for comparison alone."""
     with tempfile.TemporaryDirectory(prefix="edgepipe-bench-") as folder:
         cluster = Path(folder).name.lower().replace("_", "-")
         nodes: list[Node] = []
@@ -73,7 +73,19 @@ def running_nodes(
         try:
             for index in range(count):
                 backend = backends[index % len(backends)]
-                nodes.append(_start(Path(folder), cluster, index, models_dir, threads, backend))
+                flags = {
+                    "name": f"n{index}",
+                    "cluster": cluster,
+                    "backend": backend,
+                    "port": 0,
+                    "http_port": 0,
+                    "interface": LOOPBACK,
+                    "data_dir": str(Path(folder) / str(index)),
+                    "models_dir": str(models_dir),
+                    "threads": threads,
+                    "log_level": "warning",
+                }
+                nodes.append(_start(flags, encrypted=encrypted))
             _await_members(nodes[0], count)
             yield nodes
         finally:
@@ -83,28 +95,17 @@ def running_nodes(
                 node.process.wait(20)
 
 
-def _start(folder: Path, cluster: str, index: int, models_dir: Path, threads: int, backend: str) -> Node:
-    name, data_dir = f"n{index}", folder / str(index)
-    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--name", name, "--cluster", cluster]
-    command += [
-        "--backend",
-        backend,
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-        "--interface",
-        LOOPBACK,
-        "--data-dir",
-        str(data_dir),
-        "--json",
-    ]
-    command += ["--models-dir", str(models_dir), "--threads", str(threads), "--log-level", "warning"]
+def _start(flags: dict[str, Any], *, encrypted: bool) -> Node:
+    if encrypted:
+        command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json"]
+        command += [part for key, value in flags.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    else:
+        command = [sys.executable, str(Path(__file__).with_name("plain_node.py")), json.dumps(flags)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "}\n")
     ready = json.loads("".join(lines) + "}")
-    return Node(name=name, data_dir=data_dir, process=process, http_port=ready["http_port"])
+    return Node(name=flags["name"], data_dir=Path(flags["data_dir"]), process=process, http_port=ready["http_port"])
 
 
 def _await_members(node: Node, count: int) -> None:

@@ -320,7 +320,7 @@ class NodeDaemon:
             refresh_models=self._models.rescan,
             guests=self._guests,
             drain=self._drain,
-            spread=self._heartbeats.spread,
+            spread=self._spread,
         )
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
         node_pb2_grpc.add_ProbesServicer_to_server(ProbesService(self._network), server)
@@ -460,15 +460,20 @@ class NodeDaemon:
 
     async def _watch_handshakes(self) -> None:
         """Audit connections that did not prove who they are; one that is in its handshake is counted next time."""
-        told = before = self._refused_handshakes()
+        told = earlier = self._refused_handshakes()
         while True:
             await asyncio.sleep(_HANDSHAKES_S)
-            before, now = self._refused_handshakes(), before
-            settled = min(now, before)
+            now = self._refused_handshakes()
+            settled, earlier = min(earlier, now), now
             if settled > told:
                 detail = f"{settled - told} connections"
                 self._trust.audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
             told = settled  # children that ended took theirs with them
+
+    async def _spread(self) -> None:
+        """Until the other nodes and this node's engines know the newest state, or a moment has passed."""
+        await self._heartbeats.spread()
+        await asyncio.gather(*(child.knows_peers() for child in self.children.running("engine")))
 
     def _refused_handshakes(self) -> int:
         return self._tls.refused_handshakes + sum(
