@@ -124,9 +124,15 @@ class NodeDaemon:
         self.children = Children(
             self._timeouts,
             self._clock,
-            on_new=lambda child: self._introductions.greet(child),
-            on_denied=lambda denied: self._on_denied(Denial(who=denied.who, what=denied.what)),
+            on_new=self._greet,
+            on_denied=self._on_child_denied,
         )
+
+    def _greet(self, child: Child) -> None:
+        self._introductions.greet(child)
+
+    def _on_child_denied(self, denied: pb.DeniedCall) -> None:
+        self._on_denied(Denial(who=denied.who, what=denied.what))
 
     async def run(self) -> None:
         """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
