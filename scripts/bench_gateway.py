@@ -132,13 +132,13 @@ async def http_rows(full: bool) -> list[Row]:
     async with emulated_cluster(cluster) as admin:
         port = await _http_port(admin)
         engine = await serve_model(admin, node_pb2.ServeRequest(model=MODEL, num_nodes=2))
-        cluster_id = (await admin.status()).cluster_id
-        hello = make_hello(role="gateway", node_id="bench", node_name="bench", cluster_id=cluster_id)
+        status = await admin.status()
+        hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
         stages = len(engine.stages)
         direct: list[float] = []
         through: list[Stream] = []
         own_ms: list[float] = []  # the engine's own time of the requests that went through, mean per turn
-        async with connected(engine.address, hello) as client:
+        async with admin.act_as_gateway() as security, connected(engine, hello, security) as client:
             for turn in range(9 if full else 4):  # the first warms up
                 load = workload(num_requests=4 * STREAMS, concurrency=STREAMS, seed=2 * turn)
                 other = workload(num_requests=4 * STREAMS, concurrency=STREAMS, seed=2 * turn + 1)

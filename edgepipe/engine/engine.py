@@ -146,12 +146,7 @@ class Engine:
             return self._base
         pump, stats = self._run.pump, self._run.pump.stats()
         sizing = pump.micro_batches.sizing
-        stages = tuple(
-            replace(
-                stage, busy=meter.busy, step_ms=meter.step_ms, upload_ms=meter.upload_ms, one_way_ms=meter.one_way_ms
-            )
-            for stage, meter in zip(self._base.stages, pump.meters, strict=True)
-        )
+        stages = tuple(meter.told(stage) for stage, meter in zip(self._base.stages, pump.meters, strict=True))
         return replace(
             self._base,
             micro_batches=sizing.micro_batches,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from dataclasses import replace
 
 from edgepipe.clock import Clock
+from edgepipe.telemetry import HOP_LATENCY_S
+from edgepipe.wire.engines import StageState
 from edgepipe.wire.plans import StepTiming
 
 _WINDOW_S = 5.0  # "the last seconds"
@@ -39,28 +43,50 @@ def smooth(old: float, new: float) -> float:
 
 
 class StageMeter:
-    """One stage and its outgoing link."""
+    """One stage and its outgoing link, since the epoch began."""
 
     def __init__(self, clock: Clock) -> None:
         self._computing_s = WindowSum(clock)
-        self.step_ms = 0.0
-        self.upload_ms = 0.0
-        self.one_way_ms = 0.0
+        self._computed_s = 0.0
+        self._bubble_s = 0.0
+        self._step_ms = 0.0
+        self._upload_ms = 0.0
+        self._one_way_ms = 0.0
+        self._hop_bytes = 0
+        self._hop_latency_counts = [0] * (len(HOP_LATENCY_S) + 1)
+        self._hop_latency_s = 0.0
         self.last_step = 0  # the newest that it has told of
 
-    def note_timing(self, timing: StepTiming) -> None:
-        """Count one step on one of its slices."""
+    def note_timing(self, timing: StepTiming, *, working_s: float) -> None:
+        """Count one step on one of its slices. Before ``working_s`` no step was in flight: the device had nothing to
+        do, which is no bubble."""
         self.last_step = max(self.last_step, timing.step)
-        self._computing_s.add(timing.compute_us * 1e-6)
-        self.step_ms = smooth(self.step_ms, timing.compute_us * 1e-3)
+        computed_s = timing.compute_us * 1e-6
+        self._computing_s.add(computed_s)
+        self._computed_s += computed_s
+        self._bubble_s += min(timing.wait_us * 1e-6, working_s)
+        self._step_ms = smooth(self._step_ms, timing.compute_us * 1e-3)
         if timing.upload_us:
-            self.upload_ms = smooth(self.upload_ms, timing.upload_us * 1e-3)
+            self._upload_ms = smooth(self._upload_ms, timing.upload_us * 1e-3)
 
-    def note_one_way(self, seconds: float) -> None:
-        """Count the latency of one step's way over its outgoing link."""
-        self.one_way_ms = smooth(self.one_way_ms, seconds * 1e3)
+    def note_hop(self, *, num_bytes: int, one_way_s: float) -> None:
+        """Count one step's way over its outgoing link."""
+        self._one_way_ms = smooth(self._one_way_ms, one_way_s * 1e3)
+        self._hop_bytes += num_bytes
+        self._hop_latency_counts[bisect_left(HOP_LATENCY_S, one_way_s)] += 1
+        self._hop_latency_s += one_way_s
 
-    @property
-    def busy(self) -> float:
-        """Fraction of the last seconds that it computed."""
-        return min(1.0, self._computing_s.per_second())
+    def told(self, stage: StageState) -> StageState:
+        """The stage with all that was measured of it."""
+        return replace(
+            stage,
+            busy=min(1.0, self._computing_s.per_second()),
+            step_ms=self._step_ms,
+            upload_ms=self._upload_ms,
+            one_way_ms=self._one_way_ms,
+            computed_s=self._computed_s,
+            bubble_s=self._bubble_s,
+            hop_bytes=self._hop_bytes,
+            hop_latency_counts=tuple(self._hop_latency_counts),
+            hop_latency_s=self._hop_latency_s,
+        )

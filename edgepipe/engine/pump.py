@@ -78,6 +78,8 @@ class Pump:
         self.stale_reports = 0  # of other epochs, dropped
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
+        self._idle = True  # nothing is in flight, and nothing followed what was
+        self._working_since_s = 0.0  # on the clock
         self.tokens = WindowSum(clock)
 
     def connect(
@@ -163,6 +165,7 @@ class Pump:
             self._scheduler.cancel(sequence, at_position=0)  # drops the token that was none
         events = self._scheduler.retire(done.step, done.ids)
         self._fill()  # the stages get their next step before gateways get their tokens
+        self._idle = not self._in_flight
         news = StepNews(
             events=events,
             logprobs={sampled[index]: logprobs for index, logprobs in done.logprobs},
@@ -180,13 +183,15 @@ class Pump:
 
     def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
         meter = self.meters[site.index]
+        working_s = self._clock.monotonic_s() - self._working_since_s
         for timing in report.timings:
-            meter.note_timing(timing)
+            meter.note_timing(timing, working_s=working_s)
             self._recorder.timed(site.index, timing)
             self.micro_batches.note_timing(site.index, timing)
         if isinstance(report, StageTimings):
             for sample in report.links:
-                meter.note_one_way(self.micro_batches.note_link(site.index, sample))
+                one_way_s = self.micro_batches.note_link(site.index, sample)
+                meter.note_hop(num_bytes=sample.num_bytes, one_way_s=one_way_s)
 
     def _check(self, site: StageSite, done: StepDone) -> None:
         wanted = self._in_flight[0] if self._in_flight else None
@@ -209,6 +214,8 @@ class Pump:
     def _fill(self) -> None:
         self._scheduler.set_micro_batches(self.micro_batches.limit(prompts_wait=self._prompts_wait))
         while self._error is None and (step := self._scheduler.next_step()) is not None:
+            if self._idle:
+                self._idle, self._working_since_s = False, self._clock.monotonic_s()
             self._send(step)
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)

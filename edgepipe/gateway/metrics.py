@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from edgepipe.clock import Clock
+from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -153,13 +155,14 @@ class ClusterMetrics(Collector):
         engines = [entry.engine for entry in view.served if entry.engine.state in ("ready", "recovering")]
         yield from _engine_families(engines)
         yield from _stage_families(engines)
-        yield from _node_families(view)
+        yield from _hop_families(engines)
+        yield from _kv_families(engines)
+        yield from _node_families(view, engines)
 
 
 _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
     ("num_requests_running", "Sequences that are computed.", lambda e: e.running),
     ("num_requests_waiting", "Sequences that wait in the engine.", lambda e: e.waiting),
-    ("kv_cache_usage_ratio", "Share of the KV blocks in use.", lambda e: _used(e)),
     ("kv_cache_blocks", "KV blocks of every stage.", lambda e: e.num_blocks),
     ("micro_batches", "Micro-batches kept in flight (M).", lambda e: e.micro_batches),
     ("steps_in_flight", "Steps between their plan and their retirement.", lambda e: e.in_flight),
@@ -174,6 +177,10 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float
     ("prefix_cache_hits_tokens", "Of those, found in the prefix cache.", lambda e: e.cached_tokens),
     ("recoveries", "Epochs that replaced a failed one.", lambda e: e.recoveries),
     ("recovery_stall_seconds", "From failures to the first token after each.", lambda e: e.stall_ms / 1e3),
+)
+_STAGE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
+    ("stage_busy_seconds", "Time in which the stage's device computed.", lambda s: s.computed_s),
+    ("stage_bubble_seconds", "Time in which it waited while steps were in flight.", lambda s: s.bubble_s),
 )
 _STAGE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
     ("stage_busy_ratio", "Share of the last seconds that the stage computed.", lambda s: s.busy),
@@ -201,34 +208,68 @@ def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 
 
 def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+    labels = ("model", "node", "stage")
     for name, what, read in _STAGE_GAUGES:
-        gauge = GaugeMetricFamily(f"edgepipe_{name}", what, labels=("model", "node", "stage"))
-        for engine in engines:
-            for index, stage in enumerate(engine.stages):
-                gauge.add_metric((engine.model, stage.node_name, str(index)), read(stage))
-        yield gauge
+        yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
+    for name, what, read in _STAGE_COUNTERS:
+        yield _of_stages(CounterMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
+
+
+def _of_stages(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    engines: list[engine_pb2.EngineState],
+    read: Callable[[engine_pb2.StageState], float],
+) -> Metric:
+    for engine in engines:
+        for index, stage in enumerate(engine.stages):
+            family.add_metric((engine.model, stage.node_name, str(index)), read(stage))
+    return family
+
+
+def _hop_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+    """From each stage to the next."""
+    labels = ("model", "src", "dst")
     upload = GaugeMetricFamily(
-        "edgepipe_hop_upload_seconds", "Time to put a step on the link, smoothed.", labels=("model", "src", "dst")
+        "edgepipe_hop_upload_seconds", "Time to put a step on the link, smoothed.", labels=labels
     )
-    latency = GaugeMetricFamily(
-        "edgepipe_hop_latency_seconds", "One-way latency of the link, smoothed.", labels=("model", "src", "dst")
-    )
+    latency = HistogramMetricFamily("edgepipe_hop_latency_seconds", "One-way latency of a step's way.", labels=labels)
+    sent = CounterMetricFamily("edgepipe_hop_bytes", "Activations sent.", labels=labels)
     for engine in engines:
         for stage, following in zip(engine.stages, list(engine.stages)[1:], strict=False):
             hop = (engine.model, stage.node_name, following.node_name)
             upload.add_metric(hop, stage.upload_ms / 1e3)
-            latency.add_metric(hop, stage.one_way_ms / 1e3)
-    yield upload
-    yield latency
+            latency.add_metric(hop, _buckets(stage.hop_latency_counts), stage.hop_latency_s)
+            sent.add_metric(hop, stage.hop_bytes)
+    yield from (upload, latency, sent)
 
 
-def _node_families(view: node_pb2.ClusterView) -> Iterator[Metric]:
+def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus adds buckets up, and names them by their upper bounds."""
+    bounds = [*map(str, HOP_LATENCY_S), "+Inf"]
+    return list(zip(bounds, accumulate(counts or [0] * len(bounds)), strict=False))
+
+
+def _kv_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+    """Blocks have one numbering for all stages, so all of a pipeline's nodes have the same share in use."""
+    used = GaugeMetricFamily(
+        "edgepipe_kv_cache_usage_ratio", "Share of the KV blocks in use.", labels=("model", "node")
+    )
+    for engine in engines:
+        for node in {stage.node_name: None for stage in engine.stages}:
+            used.add_metric((engine.model, node), _used(engine))
+    yield used
+
+
+def _node_families(view: node_pb2.ClusterView, engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
     up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
     rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
     gap = GaugeMetricFamily(
         "edgepipe_heartbeat_gap_p99_seconds", "Between heartbeats, two minutes back.", labels=("src", "dst")
     )
     memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
+    fenced = CounterMetricFamily(
+        "edgepipe_fenced_messages", "Plans and frames of replaced epochs, dropped.", labels=("node",)
+    )
     own = next((member.node.name for member in view.members if member.self), "")
     for member in view.members:
         node = member.node
@@ -236,12 +277,19 @@ def _node_families(view: node_pb2.ClusterView) -> Iterator[Metric]:
         if not member.self and member.rtt_ms:
             rtt.add_metric((own, node.name), member.rtt_ms / 1e3)
             gap.add_metric((own, node.name), member.gap_ms / 1e3)
-        memory.add_metric((node.name, "reserved"), sum(device.reserved_bytes for device in node.devices))
-        memory.add_metric((node.name, "free"), sum(device.free_bytes for device in node.devices))
-    yield up
-    yield rtt
-    yield gap
-    yield memory
+        for kind, num_bytes in _memory(node, engines).items():
+            memory.add_metric((node.name, kind), num_bytes)
+        fenced.add_metric((node.name,), sum(device.fenced_messages for device in node.devices))
+    yield from (up, rtt, gap, memory, fenced)
+
+
+def _memory(node: node_pb2.NodeState, engines: list[engine_pb2.EngineState]) -> dict[str, int]:
+    """Bytes of a node's devices by what they are used for."""
+    stages = [stage for engine in engines for stage in engine.stages if stage.node_id == node.node_id]
+    weights, kv = sum(stage.weight_bytes for stage in stages), sum(stage.kv_bytes for stage in stages)
+    reserved = sum(device.reserved_bytes for device in node.devices)
+    free = sum(device.free_bytes for device in node.devices)
+    return {"weights": weights, "kv": kv, "other": max(0, reserved - weights - kv), "free": free}
 
 
 class Metrics:

@@ -181,8 +181,7 @@ def _tool_grammar(
     functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
 ) -> GrammarSpec:
     """Calls as the family writes them; free text around them unless they are forced."""
-    key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
-    calls = [_call_rule(index, name, key, schema) for index, (name, schema) in enumerate(functions.items())]
+    calls = [_call_rule(index, name, kind, schema) for index, (name, schema) in enumerate(functions.items())]
     rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
     try:
         return lark_grammar("\n".join(rules) + "\n")
@@ -190,8 +189,11 @@ def _tool_grammar(
         raise _problem(exc, param="tools") from exc
 
 
-def _call_rule(index: int, name: str, key: str, schema: Mapping[str, Any]) -> str:
+def _call_rule(index: int, name: str, kind: ToolFormat, schema: Mapping[str, Any]) -> str:
     """One function's call. The schema stands alone, so that references in it mean what they meant."""
+    if kind is ToolFormat.MISTRAL_ARGS:
+        return f"call_{index}: {json.dumps(name + '[ARGS]')} {json_rule(schema)}"
+    key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
     opening = '{"name": ' + json.dumps(name) + f', "{key}": '
     return f'call_{index}: {json.dumps(opening)} {json_rule(schema)} "}}"'
 
@@ -200,20 +202,29 @@ def _any(rule: str, count: int) -> str:
     return " | ".join(f"{rule}_{index}" for index in range(count))
 
 
+_TEXT = r"TEXT: /(.|\n)*/"
+"""Free text. Where a lazy ``opening`` may begin as well, it ends there: what follows is bound."""
+
+
+def _start(calls: str, *, several: bool) -> str:
+    """An automatic choice: text with calls in it, or text that ends with the one call."""
+    return f"start: {calls}* TEXT" if several else f"start: {calls} | TEXT"
+
+
 def _hermes(*, forced: bool, several: bool) -> list[str]:
     body = r'"\n"? call "\n"? "</tool_call>"'
     if forced:
         more = r'("\n" tag)*' if several else ""
         return [f"start: tag {more}", f'tag: "<tool_call>" {body}']
-    many = "tag*" if several else "tag?"
-    return [f"start: {many} TEXT", f"tag: opening {body}", 'opening[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
+    return [_start("tag", several=several), f"tag: opening {body}", 'opening[lazy]: TEXT "<tool_call>"', _TEXT]
 
 
 def _llama(*, forced: bool, several: bool) -> list[str]:
-    start = 'call ("; " call)*' if several else "call"
+    calls = 'calls: call ("; " call)*' if several else "calls: call"
     if forced:
-        return [f"start: {start}"]
-    return ["start: calls | TEXT", f"calls: {start}", r"TEXT: /([^{](.|\n)*)?/"]
+        return ["start: calls", calls]
+    marked = ["marked: opening calls", 'opening[lazy]: TEXT "<|python_tag|>"']
+    return ["start: calls | marked | TEXT", calls, *marked, r"TEXT: /([^{](.|\n)*)?/"]
 
 
 def _mistral(*, forced: bool, several: bool) -> list[str]:
@@ -221,10 +232,22 @@ def _mistral(*, forced: bool, several: bool) -> list[str]:
     array = f'" "? "[" call {more} "]"'
     if forced:
         return [f'start: "[TOOL_CALLS]" {array}']
-    return ["start: group? TEXT", f"group: opening {array}", 'opening[lazy]: TEXT "[TOOL_CALLS]"', r"TEXT: /(.|\n)*/"]
+    start = "start: group? TEXT" if several else "start: group | TEXT"
+    return [start, f"group: opening {array}", 'opening[lazy]: TEXT "[TOOL_CALLS]"', _TEXT]
 
 
-_AROUND = {ToolFormat.HERMES: _hermes, ToolFormat.LLAMA: _llama, ToolFormat.MISTRAL: _mistral}
+def _mistral_args(*, forced: bool, several: bool) -> list[str]:
+    if forced:
+        return ["start: tag+" if several else "start: tag", 'tag: "[TOOL_CALLS]" call']
+    return [_start("tag", several=several), "tag: opening call", 'opening[lazy]: TEXT "[TOOL_CALLS]"', _TEXT]
+
+
+_AROUND = {
+    ToolFormat.HERMES: _hermes,
+    ToolFormat.LLAMA: _llama,
+    ToolFormat.MISTRAL: _mistral,
+    ToolFormat.MISTRAL_ARGS: _mistral_args,
+}
 
 
 def _check_size(schema: Mapping[str, Any], *, param: str) -> None:

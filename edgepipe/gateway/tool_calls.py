@@ -20,12 +20,13 @@ class ToolFormat(Enum):
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once per call: Qwen, Hermes, SmolLM
     LLAMA = "llama"  # {"name": ..., "parameters": {...}} as the whole answer, perhaps behind <|python_tag|>
     MISTRAL = "mistral"  # [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
+    MISTRAL_ARGS = "mistral-args"  # [TOOL_CALLS]name[ARGS]{...}, once per call: since tokenizer version 11
 
 
 def detect_format(template: str) -> ToolFormat:
     """What a model's chat template speaks; Hermes' where it speaks of none: the most common, and easy to be taught."""
     if "[TOOL_CALLS]" in template:
-        return ToolFormat.MISTRAL
+        return ToolFormat.MISTRAL_ARGS if "[ARGS]" in template else ToolFormat.MISTRAL
     if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters"' in template):
         return ToolFormat.LLAMA
     return ToolFormat.HERMES
@@ -103,6 +104,7 @@ class _Calls:
 
 _IN_STRING = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\],:]')
+_BRACKETS = re.compile(r'["{}\[\]]')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 
@@ -248,6 +250,50 @@ class _CallObject:
         self._calls.begin(self._name)
 
 
+class _Arguments:
+    """The arguments of a call whose name came before them: one JSON object, from its brace on, told as it comes."""
+
+    raw = ""  # that this is a call is certain
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, start: int) -> tuple[int, bool]:
+        """Read ``text[start:]``: where the reading ended, and whether the object did."""
+        at = start
+        while at < len(text):
+            at = self._string(text, at) if self._in_string else self._structure(text, at)
+            if self._depth == 0:
+                break
+        self._calls.arguments(text[start:at])
+        return at, self._depth == 0
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _IN_STRING.search(text, at)
+        if found is None:
+            return len(text)
+        self._escaped = found.group() == "\\"
+        self._in_string = self._escaped
+        return found.end()
+
+    def _structure(self, text: str, at: int) -> int:
+        found = _BRACKETS.search(text, at)
+        if found is None:
+            return len(text)
+        sign = found.group()
+        if sign == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if sign in "{[" else -1
+        return found.end()
+
+
 def _decoded(text: str) -> object:
     """A JSON string's value; None if it is none."""
     if not text.startswith('"'):
@@ -278,7 +324,7 @@ class _Reader:
         self._pending = ""  # may belong to a marker that is not complete
         self._spaces: list[str] = []  # at the end of content: dropped where a call follows
         self._marks: list[str] = []  # read since content ended, content after all if no call follows
-        self._object: _CallObject | None = None
+        self._object: _CallObject | _Arguments | None = None
         self._begun = 0  # calls of the group
         self._content: list[str] = []
 
@@ -387,6 +433,53 @@ class _Reader:
         return at
 
 
+_ARGS = "[ARGS]"
+_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]{1,64})?\s*")
+_MAX_NAMED_CHARS = 256  # of a name with its id; what is longer before the arguments is no call
+
+
+class _MistralReader(_Reader):
+    """Both ways in which Mistral's models write calls: an array of objects, and a name with its arguments."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__(calls, opening="[TOOL_CALLS]", closing="]", separators="[,")
+        self._name = ""
+
+    def _group(self, text: str, at: int) -> int:
+        if self._begun or not (text[at].isalnum() or text[at] == "_"):
+            return super()._group(text, at)
+        end = text.find(_ARGS, at, at + _MAX_NAMED_CHARS)
+        if end < 0 and len(text) - at < _MAX_NAMED_CHARS:
+            self._pending = text[at:]
+            return len(text)
+        named = _NAMED.fullmatch(text, at, end) if end >= 0 else None
+        if named is None:
+            self._give_back()
+            return at
+        self._name = named.group(1)
+        self._marks.append(text[at : end + len(_ARGS)])
+        self._state = self._arguments
+        return end + len(_ARGS)
+
+    def _arguments(self, text: str, at: int) -> int:
+        """Behind the name."""
+        if self._object is None:
+            if text[at].isspace():
+                self._marks.append(text[at])
+                return at + 1
+            if text[at] != "{":
+                self._give_back()
+                return at
+            self.calls.begin(self._name)
+            self._object = _Arguments(self.calls)
+        at, ended = self._object.feed(text, at)
+        return self._leave_group(at) if ended else at
+
+    def _leave_group(self, at: int) -> int:
+        self._object = None
+        return super()._leave_group(at)
+
+
 def _overlap(text: str, start: int, marker: str) -> int:
     """Length of the longest end of ``text[start:]`` that begins ``marker``."""
     for size in range(min(len(marker) - 1, len(text) - start), 0, -1):
@@ -398,5 +491,6 @@ def _overlap(text: str, start: int, marker: str) -> int:
 _READERS: dict[ToolFormat, Callable[[_Calls], _Reader]] = {
     ToolFormat.HERMES: lambda calls: _Reader(calls, opening="<tool_call>", closing="</tool_call>"),
     ToolFormat.LLAMA: lambda calls: _Reader(calls, opening="<|python_tag|>", separators=";", at_start=True),
-    ToolFormat.MISTRAL: lambda calls: _Reader(calls, opening="[TOOL_CALLS]", closing="]", separators="[,"),
+    ToolFormat.MISTRAL: _MistralReader,
+    ToolFormat.MISTRAL_ARGS: _MistralReader,
 }

@@ -33,7 +33,7 @@ CHAT_ENDS = (
 """Special tokens that end an answer, whatever the model's config lists."""
 
 
-TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 """Tokens around tool calls: part of an answer's text, even where the model counts them as special."""
 
 

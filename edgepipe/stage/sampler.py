@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,11 @@ Sampler = Callable[[npt.NDArray[np.float32], Sequence[SampleRow]], Sequence[Samp
 """``(logits [R, V], rows [R]) -> what became of each``: ``edgepipe.sampling.sample``."""
 
 OnResult = Callable[[StepResult], None]
+
+
+def default_threads() -> int:
+    """One for every two cores, at most four: rows are bound by memory, and the rest of the node wants cores, too."""
+    return max(1, min(4, (os.cpu_count() or 2) // 2))
 
 
 class SamplerPool:

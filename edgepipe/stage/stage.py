@@ -28,7 +28,7 @@ from edgepipe.sampling import sample
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
-from edgepipe.stage.sampler import Sampler, SamplerPool
+from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import add_service, first_message
 from edgepipe.stage.session import Counters, Dial, Gate, Session, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
@@ -79,7 +79,7 @@ class Stage:
         hello: common_pb2.Hello,
         security: Security,
         sampler: Sampler = sample,
-        sampler_threads: int = 2,
+        sampler_threads: int | None = None,
         open_tokenizer: OpenTokenizer | None = None,
         compute: ComputeThread | None = None,
         dial: Dial | None = None,
@@ -98,7 +98,7 @@ class Stage:
         self._grammars = Grammars(open_tokenizer)
         self._tools = Tools(
             compute=self._compute,
-            samplers=SamplerPool(sampler, num_threads=sampler_threads, clock=clock),
+            samplers=SamplerPool(sampler, num_threads=sampler_threads or default_threads(), clock=clock),
             open_grammars=self._grammars.open,
             clock=clock,
             trace=self._trace,

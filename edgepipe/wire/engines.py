@@ -60,6 +60,12 @@ class StageState:
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link
     one_way_ms: float = 0.0  # EWMA of its outgoing link
+    # Since the epoch began:
+    computed_s: float = 0.0
+    bubble_s: float = 0.0  # its device waited while steps were in flight
+    hop_bytes: int = 0  # over its outgoing link
+    hop_latency_counts: tuple[int, ...] = ()  # of steps, one per bound of HOP_LATENCY_S and one for those beyond
+    hop_latency_s: float = 0.0  # all of them together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +242,11 @@ def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
         step_ms=stage.step_ms,
         upload_ms=stage.upload_ms,
         one_way_ms=stage.one_way_ms,
+        computed_s=stage.computed_s,
+        bubble_s=stage.bubble_s,
+        hop_bytes=stage.hop_bytes,
+        hop_latency_counts=stage.hop_latency_counts,
+        hop_latency_s=stage.hop_latency_s,
     )
 
 
@@ -253,6 +264,11 @@ def _stage_from_wire(message: engine_pb2.StageState) -> StageState:
         step_ms=message.step_ms,
         upload_ms=message.upload_ms,
         one_way_ms=message.one_way_ms,
+        computed_s=message.computed_s,
+        bubble_s=message.bubble_s,
+        hop_bytes=message.hop_bytes,
+        hop_latency_counts=tuple(message.hop_latency_counts),
+        hop_latency_s=message.hop_latency_s,
     )
 
 

@@ -645,6 +645,11 @@ class StageState(_message.Message):
     STEP_MS_FIELD_NUMBER: _builtins.int
     UPLOAD_MS_FIELD_NUMBER: _builtins.int
     ONE_WAY_MS_FIELD_NUMBER: _builtins.int
+    COMPUTED_S_FIELD_NUMBER: _builtins.int
+    BUBBLE_S_FIELD_NUMBER: _builtins.int
+    HOP_BYTES_FIELD_NUMBER: _builtins.int
+    HOP_LATENCY_COUNTS_FIELD_NUMBER: _builtins.int
+    HOP_LATENCY_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     node_name: _builtins.str
     backend: _builtins.str
@@ -660,8 +665,20 @@ class StageState(_message.Message):
     """EWMA of its outgoing link"""
     one_way_ms: _builtins.float
     """EWMA of its outgoing link"""
+    computed_s: _builtins.float
+    """Since the epoch began:"""
+    bubble_s: _builtins.float
+    """its device waited while steps were in flight"""
+    hop_bytes: _builtins.int
+    """over its outgoing link"""
+    hop_latency_s: _builtins.float
+    """all of them together"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
+    @_builtins.property
+    def hop_latency_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of steps by one-way latency, one per bound of telemetry.HOP_LATENCY_S and one beyond"""
+
     def __init__(
         self,
         *,
@@ -677,10 +694,15 @@ class StageState(_message.Message):
         step_ms: _builtins.float = ...,
         upload_ms: _builtins.float = ...,
         one_way_ms: _builtins.float = ...,
+        computed_s: _builtins.float = ...,
+        bubble_s: _builtins.float = ...,
+        hop_bytes: _builtins.int = ...,
+        hop_latency_counts: _abc.Iterable[_builtins.int] | None = ...,
+        hop_latency_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "busy", b"busy", "device", b"device", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,8 +15,10 @@ from edgepipe.errors import StageLost, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, SequenceId, StepId
 from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
+from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.engines import StageState
 from edgepipe.wire.plans import Registration, StepTiming
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
@@ -98,15 +100,29 @@ def test_a_stage_is_measured_by_what_it_tells() -> None:
     meter = StageMeter(clock)
     for step in range(1, 41):
         timing = StepTiming(
-            step=StepId(step), slice_index=0, num_tokens=1, num_rows=1, started_us=0, compute_us=50_000, upload_us=2000
+            step=StepId(step),
+            slice_index=0,
+            num_tokens=1,
+            num_rows=1,
+            started_us=0,
+            wait_us=2_000_000 if step == 1 else 50_000,
+            compute_us=50_000,
+            upload_us=2000,
         )
-        meter.note_timing(timing)
-        meter.note_one_way(0.003)
+        meter.note_timing(timing, working_s=1.0)
+        meter.note_hop(num_bytes=100, one_way_s=0.003)
         clock.advance(0.1)
-    assert meter.step_ms == pytest.approx(50)
-    assert meter.upload_ms == pytest.approx(2)
-    assert meter.one_way_ms == pytest.approx(3)
-    assert meter.busy == pytest.approx(0.5, abs=0.02)
+    told = meter.told(StageState(node_id=NodeId("n"), weight_bytes=7))
+    assert told.weight_bytes == 7
+    assert told.step_ms == pytest.approx(50)
+    assert told.upload_ms == pytest.approx(2)
+    assert told.one_way_ms == pytest.approx(3)
+    assert told.busy == pytest.approx(0.5, abs=0.02)
+    assert told.computed_s == pytest.approx(2)
+    assert told.bubble_s == pytest.approx(1.0 + 39 * 0.05), "before the first step nothing was in flight"
+    assert told.hop_bytes == 4000
+    assert told.hop_latency_s == pytest.approx(0.12)
+    assert told.hop_latency_counts[HOP_LATENCY_S.index(0.005)] == sum(told.hop_latency_counts) == 40
     assert meter.last_step == 40
 
 

@@ -75,7 +75,9 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
         await served.chat(model="tiny")
         view = view_of(served.address)
         view.served[0].engine.MergeFrom(_busy_engine())
-        view.members.append(node_pb2.MemberState(node=node_pb2.NodeState(name="a"), state="alive", self=True))
+        mine = node_pb2.NodeState(name="a", node_id="id-a")
+        mine.devices.add(reserved_bytes=1000, free_bytes=500, fenced_messages=6)
+        view.members.append(node_pb2.MemberState(node=mine, state="alive", self=True))
         view.members.append(
             node_pb2.MemberState(node=node_pb2.NodeState(name="b"), state="alive", rtt_ms=2, gap_ms=260)
         )
@@ -88,14 +90,29 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
     assert found["edgepipe_time_to_first_token_seconds_count" + model] == 2
     assert found["edgepipe_inter_token_latency_seconds_count" + model] > 0
     assert found["edgepipe_e2e_request_latency_seconds_count" + model] == 2
-    assert found["edgepipe_kv_cache_usage_ratio" + model] == 0.75
+    assert found[f"edgepipe_kv_cache_usage_ratio{model},node=a"] == 0.75
+    assert found[f"edgepipe_kv_cache_usage_ratio{model},node=b"] == 0.75
     assert found["edgepipe_micro_batches" + model] == 3
     assert found["edgepipe_num_requests_waiting" + model] == 7
     assert found["edgepipe_num_preemptions_total" + model] == 2
     assert found["edgepipe_prefix_cache_hits_tokens_total" + model] == 40
     assert found["edgepipe_recoveries_total" + model] == 1
     assert found[f"edgepipe_stage_busy_ratio{model},node=b,stage=1"] == 0.5
-    assert found[f"edgepipe_hop_upload_seconds,dst=b{model},src=a"] == 0.004
+    assert found[f"edgepipe_stage_busy_seconds_total{model},node=a,stage=0"] == 12.5
+    assert found[f"edgepipe_stage_bubble_seconds_total{model},node=a,stage=0"] == 0.5
+    hop = f",dst=b{model},src=a"
+    assert found[f"edgepipe_hop_upload_seconds{hop}"] == 0.004
+    assert found[f"edgepipe_hop_bytes_total{hop}"] == 4096
+    assert found[f"edgepipe_hop_latency_seconds_count{hop}"] == 5
+    assert found[f"edgepipe_hop_latency_seconds_sum{hop}"] == 0.25
+    bucket = f"edgepipe_hop_latency_seconds_bucket,dst=b,le={{}}{model},src=a"
+    assert [found[bucket.format(bound)] for bound in ("0.0002", "0.0005", "0.2", "+Inf")] == [0, 3, 3, 5]
+    kinds = {
+        kind: found[f"edgepipe_node_memory_bytes,kind={kind},node=a"] for kind in ("weights", "kv", "other", "free")
+    }
+    assert kinds == {"weights": 700, "kv": 200, "other": 100, "free": 500}
+    assert found["edgepipe_fenced_messages_total,node=a"] == 6
+    assert found["edgepipe_recovery_stall_seconds_total" + model] == 1.5
     assert found["edgepipe_link_rtt_seconds,dst=b,src=a"] == 0.002
     assert found["edgepipe_heartbeat_gap_p99_seconds,dst=b,src=a"] == 0.26
     assert found["edgepipe_node_up,node=b"] == 1
@@ -105,7 +122,11 @@ def _busy_engine() -> engine_pb2.EngineState:
     engine = engine_pb2.EngineState(
         micro_batches=3, waiting=7, num_blocks=100, free_blocks=25, preemptions=2, cached_tokens=40, recoveries=1
     )
-    engine.stages.add(node_name="a", busy=0.25, upload_ms=4)
+    engine.stall_ms = 1500
+    first = engine.stages.add(node_name="a", node_id="id-a", busy=0.25, upload_ms=4, weight_bytes=700, kv_bytes=200)
+    first.computed_s, first.bubble_s = 12.5, 0.5
+    first.hop_bytes, first.hop_latency_s = 4096, 0.25
+    first.hop_latency_counts.extend([0, 0, 3] + [0] * 8 + [2])
     engine.stages.add(node_name="b", busy=0.5)
     return engine
 

@@ -35,6 +35,7 @@ CALLS = {
     ToolFormat.HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ToolFormat.LLAMA: '{"name": "now", "parameters": {}}',
     ToolFormat.MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+    ToolFormat.MISTRAL_ARGS: "[TOOL_CALLS]now[ARGS]{}",
 }
 
 
@@ -118,6 +119,18 @@ async def test_parallel_calls_only_where_wanted(vocabulary: GrammarTokenizer) ->
     for several, result in ((True, "ends"), (None, "ends"), (False, "refuses")):
         grammar = (await plan(tools=TOOLS, tool_choice="required", parallel_tool_calls=several)).grammar
         assert takes(vocabulary, grammar, twice) == result
+
+
+@pytest.mark.parametrize("kind", list(ToolFormat))
+async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
+    call = CALLS[kind]
+    mark = "<|python_tag|>" if kind is ToolFormat.LLAMA else ""
+    one = (await plan(kind=kind, tools=TOOLS, parallel_tool_calls=False)).grammar
+    for text in (call, f"Let me see. {mark}{call}", "Hello", ""):
+        assert takes(vocabulary, one, text) == "ends", text
+    between = {ToolFormat.LLAMA: "; ", ToolFormat.HERMES: "\n"}.get(kind, "")
+    for text in (call + between + call, call + " bye"):
+        assert takes(vocabulary, one, text) == "refuses", text
 
 
 def _schema(schema: Mapping[str, Any]) -> dict[str, Any]:

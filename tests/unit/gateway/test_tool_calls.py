@@ -11,6 +11,7 @@ from edgepipe.gateway.tool_calls import CallDelta, Scanned, ToolCallScanner, Too
 HERMES = 'Sure.\n<tool_call>\n{"name": "sum", "arguments": {"a": [1, 2], "s": "}\\" ]"}}\n</tool_call>\n'
 LLAMA = '{"name": "sum", "parameters": {"a": [1, 2], "s": "}\\" ]"}}'
 MISTRAL = '[TOOL_CALLS] [{"name": "sum", "arguments": {"a": [1, 2], "s": "}\\" ]"}}]'
+NAMED = '[TOOL_CALLS]sum[ARGS]{"a": [1, 2], "s": "}\\" ]"}'
 ARGUMENTS = {"a": [1, 2], "s": '}" ]'}
 
 
@@ -44,6 +45,10 @@ def scan(kind: ToolFormat, pieces: list[str]) -> Scanned:
         (ToolFormat.LLAMA, LLAMA, ""),
         (ToolFormat.LLAMA, "Well: <|python_tag|>" + LLAMA, "Well:"),
         (ToolFormat.MISTRAL, MISTRAL, ""),
+        (ToolFormat.MISTRAL_ARGS, "Sure. " + NAMED, "Sure."),
+        (ToolFormat.MISTRAL_ARGS, NAMED.replace("[ARGS]", "[CALL_ID]a1B2c3D4e[ARGS] "), ""),
+        (ToolFormat.MISTRAL, NAMED, ""),
+        (ToolFormat.MISTRAL_ARGS, MISTRAL, ""),
     ],
 )
 def test_each_family_and_every_cut_gives_the_same_call(kind: ToolFormat, text: str, content: str) -> None:
@@ -64,6 +69,9 @@ def test_several_calls_and_the_text_between_them() -> None:
     assert [(call.name, call.arguments) for call in found.calls] == [("a", "{}"), ("b", '{"x": 1}')]
     found = scan(ToolFormat.LLAMA, [LLAMA + "; " + LLAMA])
     assert len(found.calls) == 2
+    found = scan(ToolFormat.MISTRAL_ARGS, ['[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{"x": 1} bye'])
+    assert [(call.name, call.arguments) for call in found.calls] == [("a", "{}"), ("b", '{"x": 1}')]
+    assert found.content == " bye"
 
 
 def test_arguments_stream_before_the_call_ends() -> None:
@@ -99,6 +107,10 @@ def test_odd_but_clear_calls(body: str, name: str, arguments: str) -> None:
         (ToolFormat.LLAMA, '{"answer": {"deep": "}"}}\n'),
         (ToolFormat.LLAMA, " 1 < 2 "),
         (ToolFormat.MISTRAL, "[TOOL_CALLS] none"),
+        (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]none"),
+        (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]a b[ARGS]{}"),
+        (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS] 3 {}"),
+        (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}"),
     ],
 )
 def test_what_is_no_call_stays_content(kind: ToolFormat, text: str) -> None:
@@ -111,21 +123,31 @@ def test_a_call_cut_off_keeps_what_came() -> None:
     found = scan(ToolFormat.HERMES, ['<tool_call>\n{"name": "f", "arguments": {"x": "unfin'])
     assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"x": "unfin')]
     assert found.content == ""
+    found = scan(ToolFormat.MISTRAL_ARGS, ['[TOOL_CALLS]f[ARGS]{"x": "unfin'])
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"x": "unfin')]
+    assert found.content == ""
 
 
-@given(
-    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"', '"name": "f"', ",", ":", " ", "\\", "a"]))
-)
+PIECES = ["{", "}", '"', '"name": "f"', ",", ":", " ", "\\", "a"]
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", *PIECES])))
 def test_any_text_cut_anyhow_gives_the_same(parts: list[str]) -> None:
     text = "".join(parts)
     assert scan(ToolFormat.HERMES, list(text)) == scan(ToolFormat.HERMES, [text])
+
+
+@given(st.lists(st.sampled_from(["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", *PIECES])))
+def test_any_text_of_mistrals_cut_anyhow_gives_the_same(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert scan(ToolFormat.MISTRAL_ARGS, list(text)) == scan(ToolFormat.MISTRAL_ARGS, [text])
 
 
 @pytest.mark.parametrize("piece", ["[", "{", ",", '"', "<tool_call>", "<", '{"name":', "\\", " ", "{}"])
 @pytest.mark.parametrize("kind", list(ToolFormat))
 def test_hostile_text_ends_in_time_and_is_no_call(kind: ToolFormat, piece: str) -> None:
     """A scanner that looks twice at what it has seen would not be done with this within the test's time."""
-    opening = {"hermes": "<tool_call>", "llama": "", "mistral": "[TOOL_CALLS]"}[kind.value]
+    opening = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA: ""}.get(kind, "[TOOL_CALLS]")
     text = opening + piece * 40_000
     found = scan(kind, [text[i : i + 16] for i in range(0, len(text), 16)])
     assert found == Scanned(text, ())
@@ -138,5 +160,6 @@ def test_ids_belong_to_the_request() -> None:
 def test_formats_are_told_by_templates() -> None:
     assert detect_format("{{ '<tool_call>' }}") is ToolFormat.HERMES
     assert detect_format("[TOOL_CALLS]") is ToolFormat.MISTRAL
+    assert detect_format("[TOOL_CALLS] [ARGS]") is ToolFormat.MISTRAL_ARGS
     assert detect_format("<|python_tag|>") is ToolFormat.LLAMA
     assert detect_format("{{ messages }}") is ToolFormat.HERMES
