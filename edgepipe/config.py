@@ -26,6 +26,8 @@ ENV_PREFIX = "EDGEPIPE_"
 _FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
 _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
 _GRPC_VERBOSITY = "GRPC_VERBOSITY"
+_GRPC_CIPHERS = "GRPC_SSL_CIPHER_SUITES"
+_NO_TLS_1_2 = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DTYPES = ("auto", "float32", "bfloat16")
 
@@ -47,6 +49,7 @@ class Config:
     api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this machine too
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
+    listen_s: float = 3.0  # commands listen so long for other nodes, which answer at once; sleeping Wi-Fi takes longer
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
     memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
@@ -133,8 +136,12 @@ def load_config(
 def prepare_environment() -> None:
     """Switch gRPC's fork handlers off, before gRPC is imported. With them one spawned child in four died of SIGSEGV
     between fork and exec. And silence its C core: what it writes our errors say better, and a stranger's broken
-    handshakes would fill the log."""
+    handshakes would fill the log.
+
+    And leave TLS 1.3 alone: gRPC has no setting for a lowest version in Python, but one for the suites of TLS 1.2. The
+    one that it is given here needs an RSA certificate, and every certificate of edgepipe is ECDSA."""
     os.environ[_GRPC_FORK] = "0"
+    os.environ[_GRPC_CIPHERS] = _NO_TLS_1_2
     os.environ.setdefault(_GRPC_VERBOSITY, "NONE")
 
 
@@ -143,6 +150,7 @@ def child_environment(*, environ: Mapping[str, str] | None = None, threads: int)
     source = os.environ if environ is None else environ
     kept = {key: value for key, value in source.items() if not key.startswith(ENV_PREFIX)}
     kept[_GRPC_FORK] = "0"
+    kept[_GRPC_CIPHERS] = _NO_TLS_1_2
     if threads:
         kept["OMP_NUM_THREADS"] = str(threads)
     return kept
@@ -258,6 +266,19 @@ def _number(lowest: int, highest: int) -> Callable[[Any, str], int]:
     return parse
 
 
+def _seconds(lowest: float, highest: float) -> Callable[[Any, str], float]:
+    def parse(value: Any, name: str) -> float:
+        try:
+            number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
+        except ValueError:
+            number = -1.0
+        if not lowest <= number <= highest:
+            raise _wrong(name, value, f"seconds from {lowest:g} to {highest:g}")
+        return number
+
+    return parse
+
+
 def _flag(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return value
@@ -342,6 +363,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "api_key": _keys,
     "peers": _addresses,
     "discovery": _flag,
+    "listen_s": _seconds(0.1, 60.0),
     "data_dir": _path,
     "models_dir": _path,
     "memory_limit_bytes": _bytes,

@@ -1,7 +1,8 @@
 """What trust costs and what it withstands: time to join, the pairing exchange, tokens per second with and without
-encryption, and parsers fed with damaged bytes.
+encryption, a flood of false names, and parsers fed with damaged bytes.
 
-``--inputs N`` per parser (100,000 unless given), ``--sockets N`` through a real pairing port (500).
+``scripts/bench trust [pairing joining cost flood fuzz]``, all of them unless some are named. ``--inputs N`` per parser
+(100,000 unless given), ``--sockets N`` through a real pairing port (500).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import psutil
 from figures import Row, below, print_rows
 from google.protobuf.message import DecodeError
 from trust_cost import connect_rows, cost_rows
+from trust_flood import flood_rows
 
 from edgepipe.cluster.discovery import read_texts
 from edgepipe.cluster.pairing_exchange import Attempt, PairingWindow, join
@@ -38,7 +40,7 @@ from edgepipe.wire.v1 import trust_pb2 as pb
 
 INPUTS = 100_000
 SOCKETS = 500
-JOIN_ROUNDS = 5
+JOIN_ROUNDS = 3
 PAIR_ROUNDS = 20
 WAIT_S = 60.0
 GROWTH_BYTES = 8 << 20  # of a process that fuzzed for minutes: arenas of the allocator move by a few MB
@@ -304,9 +306,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=INPUTS)
     parser.add_argument("--sockets", type=int, default=SOCKETS)
+    parser.add_argument("parts", nargs="*", metavar="PART")
     given = parser.parse_args(arguments)
-    rows = pairing_rows() + joining_rows() + connect_rows() + cost_rows()
-    rows += fuzz_rows(inputs=given.inputs, sockets=given.sockets)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "pairing": pairing_rows,
+        "joining": joining_rows,
+        "cost": lambda: connect_rows() + cost_rows(),
+        "flood": flood_rows,
+        "fuzz": lambda: fuzz_rows(inputs=given.inputs, sockets=given.sockets),
+    }
+    if unknown := set(given.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    rows = [row for name, measure in parts.items() if name in (given.parts or parts) for row in measure()]
     print_rows("trust", rows)
 
 

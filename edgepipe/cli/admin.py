@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from edgepipe.daemon.data_dir import socket_path
-from edgepipe.errors import ConnectTimeout, NodeUnreachable, PeerClosed
+from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.link.security import MutualTls, Security
@@ -145,6 +145,15 @@ async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
             yield Admin(channel)
     except (ConnectTimeout, PeerClosed) as exc:
         raise no_node(data_dir) from exc
+
+
+async def status_if_running(data_dir: Path) -> pb.ClusterStatus | None:
+    """The cluster as the node of ``data_dir`` sees it; None while none answers there."""
+    try:
+        async with connect(data_dir) as admin:
+            return await admin.status()
+    except EdgepipeError:
+        return None
 
 
 def no_node(data_dir: Path) -> NodeUnreachable:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2
     from edgepipe.wire.v1 import node_pb2 as pb
 
-_LISTEN_S = 2.0  # nodes answer in milliseconds; a sleeping Wi-Fi card takes a second
 _DEFAULT_HTTP_PORT = 8117
 _TOLD = 2  # nodes named in an error
 
@@ -96,7 +95,8 @@ def _only_model(status: pb.ClusterStatus) -> str:
 async def _lan_target(data_dir: Path, model: str) -> Target:
     from edgepipe.cluster.browsing import browse
 
-    found = await browse(listen_s=_LISTEN_S)
+    listen_s = load_config({"data_dir": data_dir}).values.listen_s
+    found = await browse(listen_s=listen_s)
     for announcement in found:
         base_url = f"http://{announcement.host}:{_DEFAULT_HTTP_PORT}"
         try:
@@ -109,7 +109,7 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     checked = f"no node at {socket_path(data_dir)}; "
     if not found:
         raise NoPeersFound(
-            fact=f"{checked}nobody announced _edgepipe._tcp by mDNS within {_LISTEN_S:.0f} s",
+            fact=f"{checked}nobody announced _edgepipe._tcp by mDNS within {listen_s:g} s",
             next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
         )
     raise _unusable(found, checked)

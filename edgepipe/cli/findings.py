@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe
+from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe
 from edgepipe.units import format_bytes
 
 _MDNS = "UDP 5353"
@@ -177,9 +177,12 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
             what=f"{family} multicast is sent and heard",
             fact=f"{len(probe.others)} other machine{'s' * (len(probe.others) != 1)} answered mDNS",
         )
-    quiet = f"nobody answered mDNS over {family} within {probe.waited_s:.0f} s"
-    if family == "IPv6" or known_peers:
-        return Finding(id=name, level=Level.NOTE, what=quiet, fact=f"{known_peers} peers are known anyway")
+    quiet = f"nobody answered mDNS over {family} within {round(probe.waited_s, 1):g} s"
+    if family == "IPv6":
+        return Finding(id=name, level=Level.NOTE, what=quiet, fact="nodes need IPv4 only")
+    if known_peers:
+        known = f"{known_peers} peer{'s are' if known_peers != 1 else ' is'} known anyway"
+        return Finding(id=name, level=Level.NOTE, what=quiet, fact=known)
     return Finding(
         id=name,
         level=Level.WARNING,
@@ -241,6 +244,39 @@ def reach_finding(
         + (", though the machine is on" if neighbour_known else ""),
         remedy="on that machine: " + firewall_remedy("ufw", probe.host, ports),
     )
+
+
+def handshake_finding(
+    probe: TlsProbe, name: str, facts: NetworkFacts, *, where: str, seen: str, expected: str
+) -> Finding:
+    """Whose key an address shows: node ids, ``seen`` empty if it is none, ``expected`` empty if anybody's will do."""
+    base = f"peer.{name}.handshake"
+    if probe.silent:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: {where} takes connections and then says nothing",
+            fact="another program may have the port, or large packets get lost on the way",
+            remedy="on that machine: edgepipe node start --port PORT; or, on both: "
+            f"sudo ip link set {facts.interface or 'INTERFACE'} mtu 1280",
+        )
+    if not seen:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: what listens at {where} is no edgepipe node",
+            fact=probe.error or "its certificate is not one of edgepipe's",
+            remedy="another program may have the port: edgepipe node start --port PORT on that machine",
+        )
+    if expected and seen != expected:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: another machine answers at its address, or somebody stands between",
+            fact=f"expected the key {expected[:12]}, seen {seen[:12]}",
+            remedy="restart both nodes; if it stays, ask who owns that address: edgepipe peers log",
+        )
+    return Finding(id=base, level=Level.OK, what=f"{name}: its key is {seen[:12]}")
 
 
 def range_finding(probes: Sequence[TcpProbe], name: str, ports: Ports) -> Finding:

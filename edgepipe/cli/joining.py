@@ -16,8 +16,6 @@ from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
 
-_LISTEN_S = 3.0  # nodes answer in milliseconds; a sleeping Wi-Fi card takes a second or two
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
@@ -28,14 +26,17 @@ class Joined:
     running: bool  # the node runs and starts anew by itself
 
 
-async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool) -> Joined:
-    """Pair and keep the cluster. Raises NoPeersFound when nobody is seen inviting, and what the pairing raises."""
+async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool, listen_s: float) -> Joined:
+    """Pair and keep the cluster. Without a host somebody inviting is listened for.
+
+    Raises NoPeersFound when nobody is seen inviting, and what the pairing raises.
+    """
     from edgepipe.cluster.codes import read_code
 
     understood = read_code(code)  # before anything is looked for
     address, port = _split(host)
     if not (address or understood.host):
-        address, port = await find_inviting()
+        address, port = await find_inviting(listen_s)
     if socket_path(data_dir).exists():
         try:
             return await _through_node(data_dir, code, address, port, new_identity=new_identity)
@@ -45,11 +46,11 @@ async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_iden
     return await _alone(data_dir, node_name, code, address, port, new_identity=new_identity)
 
 
-async def find_inviting() -> tuple[str, int]:
+async def find_inviting(listen_s: float) -> tuple[str, int]:
     """Host and pairing port of the one node that invites on this network. Raises NoPeersFound, ConfigInvalid."""
     from edgepipe.cluster.browsing import browse
 
-    found = await browse(listen_s=_LISTEN_S, until=lambda one: bool(one.pairing_port))
+    found = await browse(listen_s=listen_s, until=lambda one: bool(one.pairing_port))
     inviting = sorted({(one.host, one.pairing_port): one for one in found if one.pairing_port}.values(), key=_address)
     if len(inviting) == 1:
         return inviting[0].host, inviting[0].pairing_port
@@ -66,7 +67,7 @@ async def find_inviting() -> tuple[str, int]:
             next_step="on one of them: edgepipe node invite",
         )
     raise NoPeersFound(
-        fact=f"nobody announced _edgepipe._tcp by mDNS within {_LISTEN_S:.0f} s",
+        fact=f"nobody announced _edgepipe._tcp by mDNS within {listen_s:g} s",
         next_step="name the inviting machine: edgepipe node join --host HOST CODE    (or: edgepipe doctor)",
     )
 

@@ -155,7 +155,14 @@ def join(
 
     config = load_config({"name": name, "data_dir": data_dir}).values
     joined = run_async(
-        joining.join(config.data_dir, node_name=config.name, code=code, host=host, new_identity=new_identity)
+        joining.join(
+            config.data_dir,
+            node_name=config.name,
+            code=code,
+            host=host,
+            new_identity=new_identity,
+            listen_s=config.listen_s,
+        )
     )
     joining.show_joined(joined)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from edgepipe import __version__
 from edgepipe.cli.output import printable
-from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2
@@ -35,16 +34,9 @@ def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
 
     if not socket_path(data_dir).exists():
         return None
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import run_async, status_if_running
 
-    async def ask() -> node_pb2.ClusterStatus:
-        async with connect(data_dir) as admin:
-            return await admin.status()
-
-    try:
-        return run_async(ask())
-    except EdgepipeError:
-        return None
+    return run_async(status_if_running(data_dir))
 
 
 def _node_facts(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:

@@ -39,6 +39,11 @@ def lan_interfaces(available: Iterable[Interface]) -> list[Interface]:
     return [one for one in available if not _is_loopback(one.address) and not one.name.startswith(_SKIPPED)]
 
 
+def own_addresses() -> list[str]:
+    """Every address of this machine, IPv4 and IPv6."""
+    return [ip.ip if isinstance(ip.ip, str) else ip.ip[0] for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLocal:
     """An interface's own IPv6 address."""

@@ -23,6 +23,7 @@ _QUERY = (  # RFC 6762 section 5 and RFC 6763 section 9: "who offers which servi
 )
 _MAX_DATAGRAM = 9000
 _PROBES_AT_ONCE = 32
+_HEADER_BYTES = 20 + 20 + 12  # IPv4, TCP, and the time stamps that are taken off a segment
 
 
 class Reach(StrEnum):
@@ -65,6 +66,7 @@ class TlsProbe:
     """Whose certificate an address shows."""
 
     certificate_pem: bytes = b""  # empty: no handshake
+    silent: bool = False  # the connection stood, and nothing came
     error: str = ""
 
 
@@ -124,8 +126,10 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
-    except (TimeoutError, OSError) as exc:  # ssl.SSLError is an OSError
-        return TlsProbe(error=str(exc) or "no answer")
+    except TimeoutError:
+        return TlsProbe(silent=True, error=f"no answer within {timeout_s:g} s")
+    except OSError as exc:  # ssl.SSLError is one
+        return TlsProbe(error=str(exc))
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     writer.transport.abort()
     return TlsProbe(certificate_pem=ssl.DER_cert_to_PEM_cert(der).encode() if der else b"")
@@ -219,12 +223,15 @@ def _mdns_socket(family: int) -> socket.socket:
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """What Linux knows of the way's largest packet; 0 elsewhere."""
+    """What Linux knows of the way's largest packet: by what was too large so far, or by what the other end takes.
+    0 elsewhere."""
     number = getattr(socket, "IP_MTU", 14)
     try:
-        return sock.getsockopt(socket.IPPROTO_IP, number)
+        known = sock.getsockopt(socket.IPPROTO_IP, number)
+        agreed = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) + _HEADER_BYTES
     except OSError:
         return 0
+    return min(known, agreed)
 
 
 def neighbour_is_known(host: str, *, table: Path = Path("/proc/net/arp")) -> bool | None:

@@ -226,4 +226,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _entering(self, method: str, context: Context) -> AbstractContextManager[None]:
+        """Raises SendTimeout for a call whose caller has given up by now."""
+        remaining_s: Any = context.time_remaining()  # None without a deadline; the stubs do not know
+        if remaining_s is not None and remaining_s <= 0:
+            raise SendTimeout("the call came after its deadline", fact=method)
         return self._security.entering(method, context, cutter(context, self._cuts, partial(_abort, context)))

@@ -30,6 +30,7 @@ Cut = Callable[[AccessDenied], None]
 
 _FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}  # a last beat tells whom it concerns that it was removed
 _MAX_CONNECTIONS = 4096  # remembered, so that each is counted once
+_TLS = b"TLSv1.3"  # what two ends of edgepipe agree on; an older one is somebody else's, or somebody's in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +238,8 @@ class MutualTls:
         """See ``Security.entering``."""
         self._handshakes.authenticated(context.peer())
         fingerprint = _fingerprint_of(context)
+        if _tls_of(context) != _TLS:
+            raise self._deny(fingerprint, f"{method}: the connection is not TLS 1.3")
         if not self._may(fingerprint, method):
             raise self._deny(fingerprint, method)
         call = _Call(method=method, fingerprint=fingerprint, cut=cut)
@@ -376,6 +379,13 @@ def _fingerprint_of(context: Context) -> Fingerprint:
         with contextlib.suppress(CertificateInvalid):
             return peek_fingerprint(bytes(pem))
     return Fingerprint("")
+
+
+def _tls_of(context: Context) -> bytes:
+    """The version of the connection's handshake."""
+    for version in (context.auth_context() or {}).get("ssl_tls_version", ()):
+        return bytes(version)
+    return b""
 
 
 def cutter(context: Context, tasks: set[asyncio.Task[None]], tell: Callable[[AccessDenied], Any]) -> Cut:

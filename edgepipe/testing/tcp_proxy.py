@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 
 class TcpProxy:
-    """Passes bytes on to ``upstream``; ``flowing`` cleared stalls them, ``cut`` breaks all connections."""
+    """Passes bytes on to ``upstream``; ``flowing`` cleared stalls them, ``cut`` breaks all connections.
 
-    def __init__(self, upstream: str) -> None:
+    With ``tls`` the way upstream is encrypted by it.
+    """
+
+    def __init__(self, upstream: str, tls: ssl.SSLContext | None = None) -> None:
         host, port = upstream.rsplit(":", 1)
         self.address = ""
         self.connections = 0
@@ -18,6 +22,7 @@ class TcpProxy:
         self.flowing = asyncio.Event()
         self.flowing.set()
         self._upstream = (host, int(port))
+        self._tls = tls
         self._writers: set[asyncio.StreamWriter] = set()
         self._cut_after: int | None = None
 
@@ -34,7 +39,7 @@ class TcpProxy:
         """Serve one connection until either side closes it or it is cut."""
         self.connections += 1
         try:
-            far_reader, far_writer = await asyncio.open_connection(*self._upstream)
+            far_reader, far_writer = await asyncio.open_connection(*self._upstream, ssl=self._tls)
         except OSError:
             writer.transport.abort()
             return
@@ -66,9 +71,9 @@ class TcpProxy:
 
 
 @asynccontextmanager
-async def tcp_proxy(upstream: str) -> AsyncGenerator[TcpProxy]:
+async def tcp_proxy(upstream: str, *, tls: ssl.SSLContext | None = None) -> AsyncGenerator[TcpProxy]:
     """A proxy in front of ``upstream``; its connections are gone at the end."""
-    proxy = TcpProxy(upstream)
+    proxy = TcpProxy(upstream, tls)
     handlers: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

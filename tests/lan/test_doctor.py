@@ -1,12 +1,12 @@
-"""``edgepipe doctor`` on hosts of their own: it tells a firewall from a dead machine from a node that is not there."""
+"""``edgepipe doctor`` on hosts of their own: one look at a network in which many things are wrong at once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,25 @@ from edgepipe.testing.lan import LanHost, LanLab
 pytestmark = pytest.mark.lan
 
 PORT = 7117
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=2) as lab:
-        yield lab
+NOBODY = "10.77.0.99"
+SILENT = f"s = socket.create_server(('', {PORT})); print('up', flush=True)\nkept = [s.accept() for _ in range(99)]"
+MAIL = (
+    f"s = socket.create_server(('', {PORT})); print('up', flush=True)\nwhile True: s.accept()[0].sendall(b'220 mail')"
+)
+ANSWERS_MDNS6 = """
+from zeroconf import IPVersion, ServiceInfo, Zeroconf
+zeroconf = Zeroconf(ip_version=IPVersion.V6Only)
+kind = "_printer._tcp.local."
+zeroconf.register_service(ServiceInfo(kind, f"ink.{kind}", port=9, server="ink.local.", addresses=[bytes(15) + b"1"]))
+print("up", flush=True)
+time.sleep(60)
+"""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """One without settings."""
+    """One without settings but how long to listen: on this network everybody answers in milliseconds."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
-    return kept | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "COLUMNS": "80"}
+    return kept | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "COLUMNS": "80", "EDGEPIPE_LISTEN_S": "0.5"}
 
 
 async def doctor(host: LanHost, *args: str) -> tuple[int, dict[str, Any]]:
@@ -48,63 +55,88 @@ async def start_node(host: LanHost) -> None:
     await process.stdout.readuntil(b"}\n")
 
 
-async def test_multicast_is_heard_from_another_machine(lan: LanLab) -> None:
-    await start_node(lan.host("b"))
-    _, findings = await doctor(lan.host("a"))
-    assert findings["network.multicast4"]["level"] == "ok"
-    assert findings["network.interface"]["what"].startswith("network: ")
-    assert "10.77.0.1" in findings["network.interface"]["what"]
+async def start_script(host: LanHost, script: str) -> None:
+    """Returns when it has said that it is up."""
+    command = [sys.executable, "-c", f"import socket, time\n{script}"]
+    process = await host.spawn(command, stdout=-1)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"up\n"
 
 
-async def test_a_node_that_is_not_there_is_told_from_a_machine_that_is_not(lan: LanLab) -> None:
-    code, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
-    assert code == 8
-    assert "no node runs" in findings["peer.10.77.0.2.tcp"]["what"]
-    lan.cut("b")
-    _, findings = await doctor(lan.host("a"), "--peer", "10.77.0.9")
-    assert "client isolation" in findings["peer.10.77.0.9.tcp"]["what"]
-    _, findings = await doctor(lan.host("a"))
-    assert findings["network.multicast4"]["level"] == "warning"
-
-
-@pytest.mark.skipif(not shutil.which("nft"), reason="nft is not installed")
-async def test_a_firewall_and_a_half_open_range_are_told(lan: LanLab) -> None:
-    await start_node(lan.host("b"))
-    _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
-    assert findings["peer.10.77.0.2.tcp"]["level"] == "ok"
-    assert findings["peer.10.77.0.2.handshake"]["level"] == "ok"
-    assert findings["peer.10.77.0.2.ports"]["level"] == "ok"
-    await drop(lan.host("b"), PORT + 3)
-    _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
-    assert findings["peer.10.77.0.2.ports"]["fact"] == f"no answer at {PORT + 3}"
-    await drop(lan.host("b"), PORT)
-    _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
-    assert "a firewall on 10.77.0.2 drops" in findings["peer.10.77.0.2.tcp"]["what"]
-
-
-async def drop(host: LanHost, port: int) -> None:
-    """Let a host swallow what comes to a port."""
-    rules = [
-        ["nft", "add", "table", "inet", "t"],
-        ["nft", "add", "chain", "inet", "t", "c", "{ type filter hook input priority 0 ; }"],
-        ["nft", "add", "rule", "inet", "t", "c", "tcp", "dport", str(port), "drop"],
-    ]
-    for rule in rules:
-        done = await host.run(rule)
+async def use_ipv6(*hosts: LanHost) -> None:
+    """A link-local address that needs no second to find out whether it is free."""
+    for index, host in enumerate(hosts):
+        done = await host.run(["ip", "addr", "add", f"fe80::77:{index}/64", "dev", "lan0", "nodad"])
         assert done.exit_code == 0, done.stderr
 
 
-async def test_something_else_at_the_port_is_no_node(lan: LanLab) -> None:
-    script = f"import socket; s = socket.create_server(('', {PORT})); print('up', flush=True)\nwhile True: s.accept()"
-    process = await lan.host("b").spawn([sys.executable, "-c", script], stdout=-1)
-    assert process.stdout is not None
-    await process.stdout.readline()
-    _, findings = await doctor(lan.host("a"), "--peer", lan.host("b").address)
-    assert "no edgepipe node" in findings["peer.10.77.0.2.handshake"]["what"]
+async def drop(host: LanHost, rule: str) -> None:
+    """Let a host swallow what comes and matches."""
+    rules = [
+        ["nft", "add", "table", "inet", "t"],
+        ["nft", "add", "chain", "inet", "t", "c", "{ type filter hook input priority 0 ; }"],
+        ["nft", "add", "rule", "inet", "t", "c", *rule.split(), "drop"],
+    ]
+    for one in rules:
+        done = await host.run(one)
+        assert done.exit_code == 0, done.stderr
 
 
-async def test_a_machine_without_a_network_is_told(lan: LanLab) -> None:
-    await lan.host("a").run(["ip", "-4", "addr", "flush", "scope", "global"])
-    code, findings = await doctor(lan.host("a"))
+@pytest.mark.skipif(not shutil.which("nft"), reason="nft is not installed")
+async def test_everything_in_the_way_of_a_peer_is_told_from_the_rest() -> None:
+    names = ["here", "good", "range", "firewall", "nothing", "mail", "silent", "narrow"]
+    async with LanLab(hosts=names) as lan:
+        await use_ipv6(lan.host("here"), lan.host("nothing"))
+        await asyncio.gather(
+            start_node(lan.host("good")),
+            start_node(lan.host("range")),
+            start_script(lan.host("mail"), MAIL),
+            start_script(lan.host("silent"), SILENT),
+            start_script(lan.host("narrow"), SILENT),
+            start_script(lan.host("nothing"), ANSWERS_MDNS6),
+            lan.host("narrow").run(["ip", "link", "set", "lan0", "mtu", "1300"]),
+            drop(lan.host("range"), f"tcp dport {PORT + 3}"),
+            drop(lan.host("firewall"), f"tcp dport {PORT}"),
+        )
+        at = {host.name: host.address for host in lan.hosts} | {"nobody": NOBODY}
+        peers = [part for name in at if name != "here" for part in ("--peer", at[name])]
+        code, findings = await doctor(lan.host("here"), *peers)
+
+    def told(name: str, what: str) -> tuple[str, str, str]:
+        finding = findings[f"peer.{at[name]}.{what}"]
+        return finding["level"], finding["what"], finding["fact"]
+
     assert code == 8
-    assert "on no network" in findings["network.interface"]["what"]
+    for what in ("tcp", "handshake", "ports"):
+        assert told("good", what)[0] == "ok"
+    assert told("range", "handshake")[0] == "ok"
+    assert told("range", "ports")[2] == f"no answer at {PORT + 3}"
+    assert f"a firewall on {at['firewall']} drops" in told("firewall", "tcp")[1]
+    assert "no node runs" in told("nothing", "tcp")[1]
+    assert "client isolation" in told("nobody", "tcp")[1]
+    assert "no edgepipe node" in told("mail", "handshake")[1]
+    assert "says nothing" in told("silent", "handshake")[1]
+    assert told("narrow", "mtu") == (
+        "warning",
+        f"{at['narrow']}: something on the way takes smaller packets",
+        "1300 bytes instead of 1500",
+    )
+    assert f"peer.{at['good']}.mtu" not in findings
+    assert findings["network.multicast4"]["level"] == "ok"
+    assert findings["network.multicast6"]["what"] == "IPv6 multicast is sent and heard"
+    assert "10.77.0.1" in findings["network.interface"]["what"]
+
+
+async def test_a_machine_s_own_network_is_told() -> None:
+    async with LanLab(hosts=1) as lan:
+        host = lan.host("a")
+        await use_ipv6(host)
+        _, findings = await doctor(host)
+        assert findings["network.multicast4"]["level"] == "warning"
+        assert "nobody answered mDNS over IPv6" in findings["network.multicast6"]["what"]
+        await host.run(["ip", "link", "set", "lan0", "mtu", "1200"])  # below 1280 there is no IPv6, either
+        await host.run(["ip", "-4", "addr", "flush", "scope", "global"])
+        code, findings = await doctor(host)
+        assert code == 8
+        assert "on no network" in findings["network.interface"]["what"]
+        assert "network.multicast4" not in findings

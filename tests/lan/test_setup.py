@@ -25,8 +25,8 @@ async def lan() -> AsyncIterator[LanLab]:
         yield lab
 
 
-def environment(host: LanHost) -> dict[str, str]:
-    """A home of its own, an emulated device, a system without systemd."""
+def environment(host: LanHost, *, backend: str = "emulated") -> dict[str, str]:
+    """A home of its own, an emulated device unless there shall be none, a system without systemd."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEPIPE_")}
     home = str(host.folder)
     own = {
@@ -34,7 +34,8 @@ def environment(host: LanHost) -> dict[str, str]:
         "XDG_CONFIG_HOME": home,
         "XDG_DATA_HOME": home,
         "COLUMNS": "80",
-        "EDGEPIPE_BACKEND": "emulated",
+        "EDGEPIPE_BACKEND": backend,
+        "EDGEPIPE_LISTEN_S": "0.5",  # on this network everybody answers in milliseconds
     }
     return kept | own
 
@@ -49,11 +50,10 @@ def setup(host: LanHost, *args: str) -> Terminal:
     return Terminal(edgepipe(host, "setup", *args), environment=environment(host), lines=60)
 
 
-def run(host: LanHost, *args: str) -> subprocess.CompletedProcess[str]:
+def run(host: LanHost, *args: str, backend: str = "emulated") -> subprocess.CompletedProcess[str]:
     """A command without a terminal."""
-    return subprocess.run(
-        edgepipe(host, *args), env=environment(host), capture_output=True, text=True, timeout=90, check=False
-    )
+    variables = environment(host, backend=backend)
+    return subprocess.run(edgepipe(host, *args), env=variables, capture_output=True, text=True, timeout=90, check=False)
 
 
 def members(host: LanHost) -> list[str]:
@@ -140,7 +140,7 @@ def test_nobody_is_there(lan: LanLab) -> None:
 
 def test_flags_answer_everything(lan: LanLab) -> None:
     gamer, studio = lan.host("gamer"), lan.host("studio")
-    done = run(gamer, "setup", "--yes", "--name", "gamer", "--cluster", "attic")
+    done = run(gamer, "setup", "--yes", "--name", "gamer", "--cluster", "attic", backend="none")
     assert (done.returncode, done.stderr) == (0, "")
     assert "created 'attic'" in done.stdout
     inviting = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_flags_answer_everything(lan: LanLab) -> None:
         text += inviting.stdout.readline()
     code = re.search(r'"code": "([^"]+)"', text)
     assert code is not None
-    joined = run(studio, "setup", "--yes", "--name", "studio", "--join", code.group(1))
+    joined = run(studio, "setup", "--yes", "--name", "studio", "--join", code.group(1), backend="none")
     assert (joined.returncode, joined.stderr) == (0, "")
     assert "joined 'attic' with 1 more" in joined.stdout
     inviting.communicate(timeout=30)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect, run_async
-from edgepipe.cli.doctor import machine_findings, network_facts
+from edgepipe.cli.admin import connect, run_async, status_if_running
 from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, network_findings
+from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Choice, done, say, warn
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Step = Callable[[Setup], None]
 
-_LISTEN_S = 4.0
 _CODE_TRIES = 3
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
@@ -164,8 +163,8 @@ def show_end(setup: Setup) -> None:
 def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
     own = status.node_id if status is not None else ""
     while True:
-        say(f"     listening for other nodes, {_LISTEN_S:.0f} s ...", style="dim")
-        found = [one for one in _browse() if one.node_id != own]
+        say(f"     listening for other nodes, {setup.config.listen_s:g} s ...", style="dim")
+        found = [one for one in _browse(setup) if one.node_id != own]
         if not found:
             _tell_silence(setup)
         choices = [
@@ -227,7 +226,16 @@ def _join_asking(setup: Setup, host: str) -> bool:
 def _join(setup: Setup, code: str, host: str) -> None:
     from edgepipe.cli.joining import join
 
-    joined = run_async(join(setup.data_dir, node_name=setup.name, code=code, host=host, new_identity=False))
+    joined = run_async(
+        join(
+            setup.data_dir,
+            node_name=setup.name,
+            code=code,
+            host=host,
+            new_identity=False,
+            listen_s=setup.config.listen_s,
+        )
+    )
     setup.joined = True
     setup.commands.append(f"edgepipe node join {f'--host {host} ' if host else ''}CODE")
     done(f"joined '{joined.cluster_name}' with {joined.num_peers} more")
@@ -309,12 +317,10 @@ def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
 
 def _tell_silence(setup: Setup) -> None:
     """Nobody was heard: what could be checked from here."""
-    from edgepipe.cli.doctor import look_at_multicast
-
     facts = network_facts(setup.config)
-    warn(f"nobody announced itself within {_LISTEN_S:.0f} s")
+    warn(f"nobody announced itself within {setup.config.listen_s:g} s")
     if facts.address:
-        probe = run_async(look_at_multicast(facts))
+        probe = run_async(look_at_multicast(facts, listen_s=setup.config.listen_s))
         _show(multicast_findings(probe, facts, known_peers=0, family="IPv4"))
     say(
         f"       the others must be in the same network; this machine is at {facts.address or 'no address'}",
@@ -341,15 +347,15 @@ def _reachable(setup: Setup, host: str) -> bool:
 
 
 def _diagnose(setup: Setup) -> None:
-    from edgepipe.cli.doctor import examine
+    from edgepipe.cli.examining import examine
 
     asyncio.run(examine(setup.config, [], say=_show))
 
 
-def _browse() -> list[Announcement]:
+def _browse(setup: Setup) -> list[Announcement]:
     from edgepipe.cluster.browsing import browse
 
-    return run_async(browse(listen_s=_LISTEN_S, until=lambda one: bool(one.pairing_port)))
+    return run_async(browse(listen_s=setup.config.listen_s, until=lambda one: bool(one.pairing_port)))
 
 
 def _one_per_cluster(found: Sequence[Announcement]) -> list[Announcement]:
@@ -367,14 +373,7 @@ def _pairing_place(found: Sequence[Announcement], address: str) -> str:
 
 def _status(setup: Setup) -> pb.ClusterStatus | None:
     """Of the running node; None while none runs."""
-
-    async def ask() -> pb.ClusterStatus:
-        async with connect(setup.data_dir) as admin:
-            return await admin.status()
-
-    with suppress(EdgepipeError):
-        return run_async(ask())
-    return None
+    return run_async(status_if_running(setup.data_dir))
 
 
 def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:

@@ -16,6 +16,7 @@ from edgepipe.cli.findings import (
     clock_finding,
     descriptor_finding,
     disk_finding,
+    handshake_finding,
     link_finding,
     mtu_finding,
     multicast_findings,
@@ -25,7 +26,7 @@ from edgepipe.cli.findings import (
     rights_finding,
     worst,
 )
-from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, neighbour_is_known, reach_of
+from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, reach_of
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
@@ -136,6 +137,24 @@ def test_the_whole_port_range_must_pass() -> None:
     finding = range_finding(probes, "studio", PORTS)
     assert finding.level is Level.PROBLEM
     assert finding.fact == "no answer at 7120"
+
+
+def test_whose_key_an_address_shows() -> None:
+    def told(probe: TlsProbe, seen: str, expected: str = "") -> tuple[Level, str]:
+        finding = handshake_finding(probe, "studio", FACTS, where="10.0.0.9:7117", seen=seen, expected=expected)
+        return finding.level, f"{finding.what} {finding.fact} {finding.remedy}"
+
+    assert told(TlsProbe(certificate_pem=b"x"), "mine", "mine") == (Level.OK, "studio: its key is mine  ")
+    assert told(TlsProbe(certificate_pem=b"x"), "mine")[0] is Level.OK
+    for probe, seen, words in (
+        (TlsProbe(silent=True), "", "sudo ip link set enp5s0 mtu 1280"),
+        (TlsProbe(error="wrong version number"), "", "no edgepipe node wrong version number"),
+        (TlsProbe(certificate_pem=b"x"), "", "not one of edgepipe's"),
+        (TlsProbe(certificate_pem=b"x"), "theirs", "expected the key mine, seen theirs"),
+    ):
+        level, text = told(probe, seen, "mine")
+        assert level is Level.PROBLEM
+        assert words in text
 
 
 def test_smaller_packets_on_the_way() -> None:

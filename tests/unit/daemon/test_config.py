@@ -41,6 +41,8 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path
         {"EDGEPIPE_PEERS": "host:0"},
         {"EDGEPIPE_DTYPE": "int8"},
         {"EDGEPIPE_DISCOVERY": "maybe"},
+        {"EDGEPIPE_LISTEN_S": "0"},
+        {"EDGEPIPE_LISTEN_S": "nan"},
         {"EDGEPIPE_MEMORY_LIMIT": "lots"},
         {"EDGEPIPE_BACKEND_OPTIONS": "fast"},
     ],
@@ -64,10 +66,12 @@ def test_a_named_file_must_exist(tmp_path: Path):
 
 def test_sizes_lists_and_flags_are_read():
     environ = {"EDGEPIPE_MEMORY_LIMIT": "8GB", "EDGEPIPE_PEERS": "a:1, b:2", "EDGEPIPE_DISCOVERY": "no"}
+    environ["EDGEPIPE_LISTEN_S"] = "0.5"
     values = load_config(environ=environ).values
     assert values.memory_limit_bytes == 8 * 10**9
     assert values.peers == ("a:1", "b:2")
     assert not values.discovery
+    assert values.listen_s == 0.5
 
 
 def test_children_inherit_no_settings():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import ssl
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,11 +20,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tls_ends import PREFIX, Party, listening, until_closed
 
-from edgepipe.errors import AccessDenied, ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed
+from edgepipe.errors import (
+    AccessDenied,
+    ConnectTimeout,
+    EdgepipeError,
+    LinkError,
+    PairingRejected,
+    PeerClosed,
+    SendTimeout,
+)
 from edgepipe.link.access import Kind, allowed
 from edgepipe.link.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.link.channels import MAX_MESSAGE_BYTES, free_port, make_channel
 from edgepipe.link.security import Credentials, MutualTls, who_answers
+from edgepipe.testing.tcp_proxy import tcp_proxy
 
 ONE_OF_EACH = {
     Kind.NODE: "Node/Heartbeat",
@@ -55,6 +67,79 @@ async def test_without_a_certificate_or_without_tls_nobody_gets_far():
                     await channel.unary_unary(PREFIX + "Node/Release")(b"", timeout=10)
                 assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert process.echo.calls == []
+
+
+def tls_context(pair: KeyPair, folder: Path, newest: ssl.TLSVersion) -> ssl.SSLContext:
+    """A client's that shows a member's certificate, checks nobody's, and speaks no newer version."""
+    (folder / "key.pem").write_bytes(pair.key_pem)
+    (folder / "cert.pem").write_bytes(pair.certificate.pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.maximum_version = newest
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_member_that_speaks_an_older_tls_reaches_no_handler(newest: ssl.TLSVersion, tmp_path: Path):
+    """gRPC's own floor is 1.2. Where the environment was prepared in time the handshake is refused, else the call."""
+    member = Party()
+    async with (
+        listening(member) as process,
+        tcp_proxy(process.address, tls=tls_context(member.pair, tmp_path, newest)) as proxy,
+        make_channel(proxy.address, Credentials()) as channel,
+    ):
+        call: Any = channel.stream_stream(PREFIX + "Node/Heartbeat")(timeout=10)
+        try:
+            await call.write(b"x")
+            assert await call.read() == b"x"
+        except grpc.aio.AioRpcError:
+            assert newest is ssl.TLSVersion.TLSv1_2
+            assert process.echo.calls == []
+        else:
+            assert newest is ssl.TLSVersion.TLSv1_3
+
+
+async def test_an_older_tls_is_denied_and_said():
+    member = Party()
+    async with listening(member) as process:
+        security = process.security
+
+        class Older:
+            """The context of a call that came over TLS 1.2, else as it should be."""
+
+            def peer(self) -> str:
+                return "ipv4:10.0.0.1:5"
+
+            def auth_context(self) -> dict[str, list[bytes]]:
+                return {"x509_pem_cert": [member.pair.certificate.pem], "ssl_tls_version": [b"TLSv1.2"]}
+
+        context: Any = Older()
+        with pytest.raises(AccessDenied, match=r"not TLS 1\.3"):
+            with security.entering(PREFIX + "Node/Heartbeat", context, lambda _: None):
+                pytest.fail("it was let in")
+        assert "not TLS 1.3" in process.denials[0].what
+
+
+async def test_a_call_whose_deadline_has_passed_is_not_run():
+    member, late_s = Party(), 0.05
+    async with listening(member) as process:
+        find_handler = process.echo.service
+
+        def busy(details: Any) -> Any:
+            """The process is held up while the call waits for its handler."""
+            began_s = time.monotonic()
+            while time.monotonic() < began_s + late_s:
+                pass
+            return find_handler(details)
+
+        process.echo.service = busy  # type: ignore[method-assign]
+        with pytest.raises(SendTimeout):
+            await process.say(member, "Node/Heartbeat", timeout=late_s)
+        process.echo.service = find_handler  # type: ignore[method-assign]
+        assert await process.say(member, "Node/Heartbeat") == b"x"
+        assert process.echo.calls == ["Node/Heartbeat"]
 
 
 @pytest.mark.parametrize("kind", Kind)
