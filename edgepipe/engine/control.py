@@ -12,12 +12,12 @@ import grpc
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
-from edgepipe.ids import NodeId, StepId
+from edgepipe.ids import Epoch, NodeId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.model.facts import Slice
-from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.common import epoch_from_wire, error_from_wire
 from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc
 
@@ -63,6 +63,7 @@ class StageControl:
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
+        self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
         self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
@@ -94,6 +95,8 @@ class StageControl:
             raise self._named(error_from_wire(report.fault))
         if report.WhichOneof("message") != "opened":
             raise self._named(RemoteProtocolError(f"{self.site.label} reported before it was open"))
+        if report.opened.HasField("kv_since"):
+            self.kv_since = epoch_from_wire(report.opened.kv_since)
 
     def send(self, plan: stage_pb2.ControlMessage) -> None:
         """Queue a plan. Raises StepFailed if the stage has stopped taking them."""

@@ -15,6 +15,7 @@ from edgepipe.clock import Clock
 from edgepipe.engine.control import StageSite
 from edgepipe.engine.epoch import EpochRun, Surroundings
 from edgepipe.engine.hold_down import HoldDown
+from edgepipe.engine.kept import KeptKV
 from edgepipe.engine.planning import Plan, Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Nodes, Preparation
 from edgepipe.engine.pump import StepNews
@@ -96,6 +97,7 @@ class Engine:
         self._hold_down = HoldDown()
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
+        self._kept: KeptKV | None = None  # by the last epoch that stood
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
         self._recoveries = 0
@@ -388,7 +390,7 @@ class Engine:
         placed = {stage.node_id for stage in self._spec.stages}
         self._base = replace(self._base, epoch=self._epoch)
         self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
-        run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites)
+        run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites, kept=self._kept)
         try:
             await run.open(registration=self._table.registration, on_news=self._note)
             self._check_there()
@@ -448,6 +450,7 @@ class Engine:
 
     async def _close_run(self) -> None:
         if self._run is not None:
+            self._kept = self._run.hand_over()
             await self._run.close()
             self._run = None
 

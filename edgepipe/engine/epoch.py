@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.groups import first_error
+from edgepipe.engine.kept import KeptKV, KVSince
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -41,9 +42,18 @@ class Surroundings:
 class EpochRun:
     """``open``, then ``drive`` until it returns why it ended; ``close`` in any case."""
 
-    def __init__(self, around: Surroundings, *, spec: ServeSpec, epoch: Epoch, sites: list[StageSite]) -> None:
-        """Raises NoFeasiblePlacement if a stage has no room for KV."""
+    def __init__(
+        self,
+        around: Surroundings,
+        *,
+        spec: ServeSpec,
+        epoch: Epoch,
+        sites: list[StageSite],
+        kept: KeptKV | None = None,
+    ) -> None:
+        """``kept``: by the epoch before. Raises NoFeasiblePlacement if a stage has no room for KV."""
         self.sites = sites
+        self._kept = kept
         self.epoch = epoch
         self._around = around
         self._spec = spec
@@ -90,6 +100,7 @@ class EpochRun:
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         self.pump.connect(self._controls, registration=registration, on_news=on_news)
+        self._take_over()
 
     async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
         """Until ``stopping`` is set (None) or until the epoch ends (why)."""
@@ -119,6 +130,18 @@ class EpochRun:
         for control in self._controls:
             await control.close()
 
+    def hand_over(self) -> KeptKV:
+        """What the next epoch may find in the stages' KV."""
+        return KeptKV(pool=self.pump.hand_over(), contiguous=self.limits.contiguous_kv, since=self._kv_since())
+
+    def _take_over(self) -> None:
+        pool = self._kept.usable(self.limits, self._kv_since()) if self._kept is not None else None
+        if pool is not None:
+            self.pump.take_over(pool)
+
+    def _kv_since(self) -> KVSince:
+        return {control.site.slices: control.kv_since for control in self._controls}
+
     @property
     def _num_slices(self) -> int:
         return sum(len(site.slices) for site in self.sites)
@@ -130,6 +153,8 @@ class EpochRun:
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
             num_blocks = min(num_blocks, -(-spec.kv_tokens // limits.block_size))
+        if self._kept is not None and self._kept.pool.cached_blocks:
+            num_blocks = min(num_blocks, self._kept.pool.num_blocks)  # another number would empty all stages' KV
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",

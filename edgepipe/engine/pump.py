@@ -22,7 +22,7 @@ from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
-from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.scheduler import Event, KVPool, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
@@ -69,10 +69,12 @@ class Pump:
         self._vocab_size = vocab_size
         self._clock = clock
         self._in_flight: deque[ScheduledStep] = deque()
+        self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # came back before the step whose turn it is
         self._watch = StepWatch(timeouts=timeouts, on_late=self._on_late)
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
         self._stages: Sequence[StageControl] = ()
+        self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
         self.stale_reports = 0  # of other epochs, dropped
@@ -93,6 +95,7 @@ class Pump:
         self._stages = stages
         self._registration = registration
         self._on_news = on_news
+        self._ends_at = {part.index: stage.site.index for stage in stages for part in stage.site.slices}
         self.meters = [StageMeter(self._clock) for _ in stages]
 
     async def run(self) -> None:
@@ -135,13 +138,21 @@ class Pump:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif self._error is None:
-            self._retire(site, report)
+            self._came_back(site, report)
             now_s = self._clock.monotonic_s()
             asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written before
 
     def sequences_of(self, step: StepId) -> tuple[SequenceId, ...]:
         """Who is computed in a step that is in flight."""
         return next((one.sequences for one in self._in_flight if one.step == step), ())
+
+    def take_over(self, pool: KVPool) -> None:
+        """See ``Scheduler.take_over``."""
+        self._scheduler.take_over(pool)
+
+    def hand_over(self) -> KVPool:
+        """See ``Scheduler.hand_over``."""
+        return self._scheduler.hand_over()
 
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""
@@ -154,6 +165,23 @@ class Pump:
             now_us=self._recorder.now_us(),
             preemptions=self._scheduler.stats().preemptions,
         )
+
+    def _came_back(self, site: StageSite, done: StepDone) -> None:
+        """Retire in the order of sending. Replayed tokens end on another stage than others: these come in any order."""
+        if self._overtakes(site, done):
+            self._ahead[done.step] = (site, done)
+            return
+        self._retire(site, done)
+        while self._in_flight and (ahead := self._ahead.pop(self._in_flight[0].step, None)) is not None:
+            self._retire(*ahead)
+
+    def _overtakes(self, site: StageSite, done: StepDone) -> bool:
+        """Whether it is a step in flight that ends there, while the one whose turn it is ends on another stage."""
+        ends = {step.step: self._ends_at.get(self._last_slice(step)) for step in self._in_flight}
+        return ends.get(done.step) == site.index and next(iter(ends.values())) != site.index
+
+    def _last_slice(self, step: ScheduledStep) -> int:
+        return self._num_slices - 1 if step.last_slice is None else step.last_slice
 
     def _retire(self, site: StageSite, done: StepDone) -> None:
         self._check(site, done)
@@ -220,7 +248,8 @@ class Pump:
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
             self._prompts_wait = len(step.token_ids) > step.num_rows
-            self.micro_batches.sent(step, self._clock.monotonic_s())
+            if step.last_slice is None:
+                self.micro_batches.sent(step, self._clock.monotonic_s())
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))
@@ -235,7 +264,7 @@ class Pump:
                 messages[embeds, samples] = step_to_wire(
                     step,
                     epoch=self._wire_epoch,
-                    last_slice=self._num_slices - 1,
+                    last_slice=self._last_slice(step),
                     registrations=registrations,
                     with_token_ids=embeds,
                     with_sampling=samples,

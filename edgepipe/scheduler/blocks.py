@@ -73,6 +73,14 @@ class BlockAllocator:
         self._claim(runs[-1], max(room - count, 0))
         return tuple(runs)
 
+    def take(self, block: int) -> None:
+        """Refer to one block that is free now."""
+        self._take(block, 1)
+
+    def free_behind(self, block: int) -> int:
+        """How many free blocks come right behind this one."""
+        return self._lengths.get(block + 1, 0)
+
     def retain(self, runs: Sequence[BlockRun]) -> None:
         """One more reference to blocks that somebody holds already."""
         for run in runs:

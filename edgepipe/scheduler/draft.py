@@ -9,9 +9,13 @@ from edgepipe.scheduler.types import ScheduledStep
 
 
 class Draft:
-    """Columns under construction, and the sequences behind the rows."""
+    """Columns under construction, and the sequences behind the rows.
 
-    def __init__(self) -> None:
+    With a ``last_slice`` it is for replayed tokens alone, and ends there.
+    """
+
+    def __init__(self, *, last_slice: int | None = None) -> None:
+        self._last_slice = last_slice
         self.rows: list[tuple[Sequence, int, bool]] = []  # in order, with the tokens then computed, and if it samples
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
@@ -22,8 +26,15 @@ class Draft:
         self._block_counts: list[int] = []
         self._registers: list[SequenceId] = []
 
+    @property
+    def replays(self) -> bool:
+        """Whether only replayed tokens may be in it."""
+        return self._last_slice is not None
+
     def admits(self, sequence: Sequence) -> bool:
         """Whether it may be in one step with those that are in it."""
+        if sequence.replays != self.replays:
+            return False
         return not self.rows or not (sequence.alone or self.rows[0][0].alone)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
@@ -61,4 +72,5 @@ class Draft:
             registers=tuple(self._registers),
             frees=tuple(frees),
             copies=tuple(self.copies),
+            last_slice=self._last_slice,
         )

@@ -2,6 +2,10 @@
 
 A block that is full, and whose step has retired, is known by the *key* of all tokens up to its end. The cache refers
 to it like a table does; while nobody else does, it is idle, and the one that has been idle longest makes room first.
+
+The cache outlives an epoch (``carry_over``): what running sequences had computed is found by their tokens again. Where
+a stage has lost its memory its part of every block is missing, while later stages still have theirs (``lose``). Such a
+block is *stale*: whoever wants it computes its tokens again, though only up to the last slice that lacks them.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ class KVPool:
         self._by_key: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}  # of the blocks in the cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the cache only; the longest idle first
-        self._coming: dict[Key, SequenceId] = {}  # who is computing what is not known yet
+        self._coming: dict[Key, SequenceId] = {}  # who is computing what is not known yet, or stale
+        self._stale: set[int] = set()  # in the cache, missing on stages up to the one with ``stale_to``
+        self.stale_to: int | None = None  # slice; None while nothing has been lost
 
     @property
     def free_blocks(self) -> int:
@@ -59,6 +65,24 @@ class KVPool:
         """Blocks whose contents are known by key."""
         return len(self._keys)
 
+    def carry_over(self) -> KVPool:
+        """The same cache in a pool where nobody holds anything, for the next epoch."""
+        pool = KVPool(self.num_blocks, contiguous=self._contiguous)
+        held = [block for block in self._keys if block not in self._idle]
+        for block in (*self._idle, *reversed(held)):  # of what was held last, a table's end goes first
+            pool._blocks.take(block)
+            pool._idle[block] = None
+            pool._keys[block] = self._keys[block]
+            pool._by_key[self._keys[block]] = block
+        pool._stale, pool.stale_to = set(self._stale), self.stale_to
+        return pool
+
+    def lose(self, last_slice: int) -> None:
+        """Stages up to the one with this slice have lost what they held of all blocks."""
+        before = self.stale_to if self._stale and self.stale_to is not None else last_slice
+        self.stale_to = max(before, last_slice)
+        self._stale = set(self._keys)
+
     # Tables
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
@@ -68,13 +92,13 @@ class KVPool:
             self._make_run(count)
         return self._blocks.allocate(count, room=room)
 
-    def extend(self, table: Sequence[BlockRun], *, room: int) -> tuple[BlockRun, ...]:
-        """As ``BlockAllocator.extend`` by one block, idle blocks making room. Raises KVCacheFull."""
+    def extend(self, table: Sequence[BlockRun], count: int = 1, *, room: int) -> tuple[BlockRun, ...]:
+        """As ``BlockAllocator.extend``, idle blocks making room. Raises KVCacheFull."""
         behind = table[-1].start + table[-1].count
         if self._contiguous and behind in self._idle:
             self._evict(behind)
-        self._make_room(1)
-        return self._blocks.extend(table, 1, room=room)
+        self._make_room(count)
+        return self._blocks.extend(table, count, room=room)
 
     def release(self, table: Sequence[BlockRun]) -> None:
         """One reference less to each block of a table; those in the cache that nobody else holds become idle."""
@@ -92,6 +116,20 @@ class KVPool:
                 break
             found.append(block)
         return found
+
+    def num_current(self, blocks: Sequence[int]) -> int:
+        """How many of them, from the first on, no stage lacks."""
+        if not self._stale:
+            return len(blocks)
+        return next((place for place, block in enumerate(blocks) if block in self._stale), len(blocks))
+
+    def can_adopt(self, blocks: Sequence[int], *, more: int) -> bool:
+        """Whether they can become somebody's own as they are: idle, one run, and room for so many more behind it."""
+        return (
+            len(as_runs(blocks)) == 1
+            and self.num_idle(blocks) == len(blocks)
+            and self._blocks.free_behind(blocks[-1]) >= more
+        )
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of them would be free if they were not wanted."""
@@ -112,7 +150,15 @@ class KVPool:
     def enter(self, key: Key, block: int) -> None:
         """The block, which somebody holds, is full and computed. If the cache has such a block, it keeps that one."""
         self._coming.pop(key, None)
-        if key not in self._by_key:
+        known = self._by_key.get(key)
+        if known == block:
+            self._stale.discard(block)
+            return
+        if known is not None and known in self._stale:
+            self._idle.pop(known, None)
+            self._forget(known)
+            known = None
+        if known is None:
             self._by_key[key] = block
             self._keys[block] = key
             self._blocks.retain((BlockRun(block, 1),))
@@ -154,5 +200,9 @@ class KVPool:
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
+        self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        self._stale.discard(block)
         del self._by_key[self._keys.pop(block)]
         self._blocks.drop((BlockRun(block, 1),))

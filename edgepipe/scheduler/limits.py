@@ -39,3 +39,5 @@ class SchedulerStats:
     admitted_tokens: int  # since the start: known tokens of sequences when they were admitted
     cached_tokens: int  # of those, found in the prefix cache
     computed_tokens: int  # since the start, prefill and decode
+    kept_tokens: int = 0  # of sequences of an epoch before: found as it left them
+    replayed_tokens: int = 0  # of the same: computed again by the stages up to the last one that had lost them

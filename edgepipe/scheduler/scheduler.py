@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
+from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
-from edgepipe.scheduler.policy import Load, Policy
+from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import Phase, Sequence
 from edgepipe.scheduler.tables import BlockTables
@@ -60,6 +61,18 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._computed_tokens = 0
+        self._replayed_last = False  # the newest step holds replayed tokens
+
+    # From epoch to epoch
+
+    def hand_over(self) -> KVPool:
+        """What retired steps left in the stages' KV, for the next epoch's scheduler. This one has done its work."""
+        return self._tables.carry_over()
+
+    def take_over(self, pool: KVPool) -> None:
+        """Before anything is submitted: begin with what the epoch before left. ``KVPool.lose`` has told it what stages
+        have lost meanwhile. Raises ValueError if it has another number of blocks."""
+        self._tables.take_over(pool)
 
     # What comes in
 
@@ -79,6 +92,7 @@ class Scheduler:
         events: list[Event] = []
         for spec in specs:
             sequence = self._make(spec)
+            sequence.carried = accepted
             reason = self._end_reason(sequence) if spec.generated else None
             if reason is None:
                 self._sequences[spec.sequence] = sequence
@@ -129,6 +143,7 @@ class Scheduler:
         if not draft.rows:
             return None
         self._last_step += 1
+        self._replayed_last = draft.replays
         step = StepId(self._last_step)
         scheduled = draft.finish(step, self._tables.pop_frees())
         self._in_flight.append(_InFlight(draft.rows, scheduled, scheduled.num_samples))
@@ -177,16 +192,31 @@ class Scheduler:
             admitted_tokens=self._tables.admitted_tokens,
             cached_tokens=self._tables.cached_tokens,
             computed_tokens=self._computed_tokens,
+            kept_tokens=self._tables.kept_tokens,
+            replayed_tokens=self._tables.replayed_tokens,
         )
 
     # Filling a step
 
     def _fill(self) -> Draft:
         budget = self._policy.budget(self._load())
+        if (last_slice := self._tables.stale_to) is not None:
+            return self._fill_either(budget, last_slice)
+        return self._fill_whole(budget)
+
+    def _fill_whole(self, budget: StepBudget) -> Draft:
         draft = Draft()
         self._add_decodes(draft, budget.decode_rows)
         self._add_prefills(draft, budget.prefill_tokens)
         return draft
+
+    def _fill_either(self, budget: StepBudget, last_slice: int) -> Draft:
+        """A step of replayed tokens, or one through all slices; in turn while there is work for both."""
+        draft = self._fill_whole(budget) if self._replayed_last and self._ready else Draft()
+        if not draft.rows:
+            draft = Draft(last_slice=last_slice)
+            self._add_prefills(draft, budget.prefill_tokens)
+        return draft if draft.rows else self._fill_whole(budget)
 
     def _load(self) -> Load:
         return Load(
@@ -228,8 +258,9 @@ class Scheduler:
         return self._tables.grow(sequence)
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
+        replayed: list[Sequence] = []  # up to where nothing was lost; they go on in a step through all slices
         while budget > 0 and (sequence := self._next_prefill()) is not None and draft.admits(sequence):
-            count = min(sequence.unscheduled, budget)
+            count = min(sequence.next_tokens, budget)
             draft.add(sequence, count)
             budget -= count
             self._unscheduled_prefill -= count
@@ -237,6 +268,9 @@ class Scheduler:
                 self._prefilling.popleft()
                 sequence.phase = Phase.DECODE
                 self._num_decodes += 1
+            elif draft.replays and not sequence.replays:
+                replayed.append(self._prefilling.popleft())
+        self._prefilling.extendleft(reversed(replayed))
 
     def _next_prefill(self) -> Sequence | None:
         """Whose prompt goes on: the first in admission, but an interactive one passes batch prompts."""

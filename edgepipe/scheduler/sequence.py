@@ -36,6 +36,8 @@ class Sequence:
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
     scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones
+    replay_end: int = 0  # tokens [scheduled, replay_end): later slices have them, the first ones have lost them
+    carried: bool = False  # from an epoch before, and not admitted in this one yet
     in_flight: int = 0  # steps that touch its blocks
     preemptions: int = 0
     cached_prompt_tokens: int = 0  # found computed when it was first admitted
@@ -62,6 +64,16 @@ class Sequence:
     def unscheduled(self) -> int:
         """Known tokens that no step holds yet."""
         return len(self.tokens) - self.scheduled
+
+    @property
+    def replays(self) -> bool:
+        """Whether its next tokens are computed by the first slices only."""
+        return self.scheduled < self.replay_end
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that can go into one step."""
+        return (self.replay_end if self.replays else len(self.tokens)) - self.scheduled
 
     def grow(self, runs: tuple[BlockRun, ...]) -> None:
         """Append blocks to the table; adjoining runs become one."""

@@ -21,6 +21,8 @@ class BlockTables:
         self.draining_blocks = 0  # of sequences that left, and copied from: free once steps in flight have retired
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # of those, found in the prefix cache
+        self.kept_tokens = 0  # of sequences of an epoch before: computed then, and still there
+        self.replayed_tokens = 0  # of the same: computed again, up to the last slice that had lost them
 
     @property
     def num_blocks(self) -> int:
@@ -37,6 +39,21 @@ class BlockTables:
         """Whose contents are known by key."""
         return self._kv.cached_blocks
 
+    @property
+    def stale_to(self) -> int | None:
+        """The slice up to which some of what is known must be computed again; None if nothing has been lost."""
+        return self._kv.stale_to
+
+    def carry_over(self) -> KVPool:
+        """What is known by key, for the tables of the next epoch."""
+        return self._kv.carry_over()
+
+    def take_over(self, pool: KVPool) -> None:
+        """Begin with what an epoch before has left. Raises ValueError if that was another kind of pool."""
+        if pool.num_blocks != self._kv.num_blocks:
+            raise ValueError(f"a pool of {pool.num_blocks} blocks cannot be one of {self._kv.num_blocks}")
+        self._kv = pool
+
     def admit(self, sequence: Sequence, *, kept_blocks: int) -> bool:
         """A table for all known tokens, what is computed already shared or copied, the rest new.
 
@@ -48,13 +65,15 @@ class BlockTables:
         known = self._known_prefix(sequence) if left > 0 else None
         if known is None:
             return False
-        if self._limits.contiguous_kv:
-            known = self._affordable(known, max(left - count, 0))
+        copied = False
+        if self._limits.contiguous_kv and known and not self._kv.can_adopt(known, more=count - len(known)):
+            known = self._affordable(known[: self._kv.num_current(known)], max(left - count, 0))
+            copied = bool(known)
         else:
             left += len(known) - self._kv.num_idle(known)
         if count > left:
             return False
-        self._take(sequence, known, count)
+        self._take(sequence, known, count, copied=copied)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
@@ -114,7 +133,8 @@ class BlockTables:
         size = self._limits.block_size
         keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
         known = self._kv.find(keys)
-        return None if len(known) < len(keys) and self._kv.is_coming(keys[len(known)]) else known
+        current = self._kv.num_current(known)
+        return None if current < len(keys) and self._kv.is_coming(keys[current]) else known
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
         """As many of them as can stay while they are copied."""
@@ -122,22 +142,38 @@ class BlockTables:
             known = known[:-excess]
         return known
 
-    def _take(self, sequence: Sequence, known: list[int], count: int) -> None:
+    def _take(self, sequence: Sequence, known: list[int], count: int, *, copied: bool) -> None:
         size, room = self._limits.block_size, self._room(sequence)
+        current = self._kv.num_current(known)
         self._kv.hold(known)
-        if self._limits.contiguous_kv:
+        if copied:
             sequence.grow(self._kv.allocate(count, room=room))
             self.draining_blocks += len(known)
             sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
         else:
-            own = self._kv.allocate(count - len(known), room=room - len(known))
-            sequence.grow((*as_runs(known), *own))
-        sequence.scheduled = len(known) * size
-        sequence.known_blocks = len(known)
-        if not sequence.preemptions:
+            sequence.grow(as_runs(known))
+            self._take_more(sequence, count - len(known), room=room - len(known))
+        sequence.scheduled = current * size
+        sequence.replay_end = len(known) * size
+        sequence.known_blocks = current
+        if not sequence.preemptions and not sequence.carried:
             sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
         if self._limits.prefix_cache:
             keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
-            self._kv.expect(keys[len(known) :], sequence.sequence)
+            self._kv.expect(keys[current:], sequence.sequence)
+        self._count(sequence)
+
+    def _take_more(self, sequence: Sequence, count: int, *, room: int) -> None:
+        """New blocks behind those that are known, right behind them where it matters."""
+        if self._limits.contiguous_kv and sequence.table and count:
+            sequence.grow(self._kv.extend(sequence.table, count, room=room))
+        elif count:
+            sequence.grow(self._kv.allocate(count, room=room))
+
+    def _count(self, sequence: Sequence) -> None:
         self.admitted_tokens += len(sequence.tokens)
         self.cached_tokens += sequence.scheduled
+        if sequence.carried:
+            sequence.carried = False
+            self.kept_tokens += sequence.scheduled
+            self.replayed_tokens += max(0, sequence.replay_end - sequence.scheduled)

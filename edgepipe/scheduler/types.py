@@ -88,6 +88,7 @@ class ScheduledStep:
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
     frees: tuple[SequenceId, ...]  # sequences that are forgotten
     copies: tuple[BlockCopy, ...] = ()  # blocks computed for one sequence, into the table of another
+    last_slice: int | None = None  # with which it ends; None: with the pipeline's last
 
     @property
     def num_rows(self) -> int:

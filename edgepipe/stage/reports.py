@@ -30,9 +30,10 @@ class Reports:
         self._links: deque[LinkSample] = deque(maxlen=_MAX_TIMINGS)
         self._timer: asyncio.TimerHandle | None = None
 
-    def opened(self, epoch: Epoch) -> None:
-        """Plans may come."""
-        self._put(stage_pb2.StageReport(opened=stage_pb2.Opened(epoch=epoch_to_wire(epoch))))
+    def opened(self, epoch: Epoch, *, kv_since: Epoch) -> None:
+        """Plans may come. What the engine's steps wrote since ``kv_since`` is still there."""
+        opened = stage_pb2.Opened(epoch=epoch_to_wire(epoch), kv_since=epoch_to_wire(kv_since))
+        self._put(stage_pb2.StageReport(opened=opened))
 
     def done(self, done: StepDone) -> None:
         """A step is retired."""

@@ -14,7 +14,7 @@ import numpy as np
 from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
-from edgepipe.ids import StepId
+from edgepipe.ids import Epoch, StepId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
@@ -83,8 +83,10 @@ class _Over(Exception):
 class Session:
     """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
-    def __init__(self, spec: PipelineSpec, tools: Tools) -> None:
+    def __init__(self, spec: PipelineSpec, tools: Tools, *, kv_since: Epoch) -> None:
+        """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
+        self._kv_since = kv_since
         self.over = False
         self._tools = tools
         self._loop = asyncio.get_running_loop()
@@ -225,7 +227,7 @@ class Session:
     async def _announce(self, senders: list[Outgoing]) -> None:
         for sender in senders:
             await sender.connected()
-        self._reports.opened(self.spec.epoch)
+        self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
 
     def _obey(self, message: stage_pb2.ControlMessage) -> None:
         if self.over:

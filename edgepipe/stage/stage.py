@@ -14,7 +14,7 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout, PeerClosed, RemoteProtocolError, ShardMismatch, StageError, StaleEpoch
-from edgepipe.ids import Epoch, PipelineId
+from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.access import Kind
 from edgepipe.link.certificates import read_certificate
 from edgepipe.link.protocol import RingTarget
@@ -111,6 +111,8 @@ class Stage:
         )
         self._shard: LoadedShard | None = None
         self._kv = (0, 0)  # number of blocks and tokens per block that stand
+        self._kv_writer: tuple[PipelineId, EngineId] | None = None  # whose steps are in it
+        self._kv_since: Epoch | None = None  # its epoch from which on they are
         self._pipeline: PipelineId | None = None
         self._promised: Epoch | None = None  # the highest seen of that pipeline
         self._ended: Epoch | None = None  # set while the promised epoch is over
@@ -302,9 +304,9 @@ class Stage:
         self._security.set_neighbours(previous)
         async with self._opening:
             self._still_promised(spec)
-            await self._compute.call(lambda: self._allocate(spec))
+            kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            self._session = Session(spec, self._tools)
+            self._session = Session(spec, self._tools, kv_since=kv_since)
             self._tell_change()
         return self._session
 
@@ -349,13 +351,20 @@ class Stage:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _allocate(self, spec: PipelineSpec) -> None:
-        """On the compute thread. What an earlier epoch left in the KV is never read: rows write before they attend."""
-        wanted = (spec.num_blocks, spec.block_size)
+    def _allocate(self, spec: PipelineSpec) -> Epoch:
+        """On the compute thread, behind all steps of earlier epochs. Since when what the engine's steps wrote is there.
+
+        Another engine's KV is left as it is: it is never read, since rows write before they attend.
+        """
+        wanted, writer = (spec.num_blocks, spec.block_size), (spec.pipeline_id, spec.epoch.engine_id)
         if self._kv != wanted:
-            self._kv = (0, 0)
+            self._kv, self._kv_since = (0, 0), None
             self._backend.allocate_kv(num_blocks=spec.num_blocks, block_size=spec.block_size)
             self._kv = wanted
+        if self._kv_since is None or self._kv_writer != writer:
+            self._kv_since = spec.epoch
+        self._kv_writer = writer
+        return self._kv_since
 
     def _load(
         self,

@@ -4,8 +4,9 @@ One seed is one schedule: which message arrives next, which process dies when, w
 schedule takes milliseconds, so tens of thousands are tried where real processes try hundreds. After TigerBeetle's
 simulator and FoundationDB's. Everything that is wrong raises AssertionError with the seed and the newest happenings.
 
-What is modelled: stages that keep what earlier epochs left in their KV, messages of replaced epochs that arrive late,
-stage and engine processes that die with what they hold, gateways' streams that break and resume, clients that leave.
+What is modelled: stages that keep what earlier epochs left in their KV and replays up to the one that lost it, messages
+of replaced epochs that arrive late, stage and engine processes that die with what they hold, also while an epoch is
+being opened, gateways' streams that break and resume, clients that leave.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from edgepipe.engine.kept import KeptKV, KVSince
 from edgepipe.engine.requests import Choice, GatewayStream
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
 from edgepipe.gateway.log import RequestLog
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, SequenceId
-from edgepipe.model.facts import ModelConfig, Rope
+from edgepipe.model.facts import LayerRange, ModelConfig, Rope, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.wire.requests import Cancellation, Resumption, Submission
@@ -67,6 +69,7 @@ class SimulatedStage:
     index: int
     num_blocks: int
     epoch: Epoch
+    kv_since: Epoch  # as its ``Opened`` says
     slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     tables: dict[SequenceId, list[int]] = field(default_factory=dict[SequenceId, list[int]])
     plans: deque[ScheduledStep] = field(default_factory=deque[ScheduledStep])
@@ -75,7 +78,11 @@ class SimulatedStage:
     dead: bool = False
 
     def ready(self) -> bool:
-        """Whether the next planned step can be computed."""
+        """Whether the next planned step can be computed; those that end before this stage are noted only."""
+        while self.plans and self.plans[0].last_slice is not None and self.plans[0].last_slice < self.index:
+            passed = self.plans.popleft()
+            assert not passed.copies, "copies are made by all stages"
+            self._prepare(passed)
         return not self.dead and bool(self.plans) and self.plans[0].step in self.inputs
 
     def compute(self) -> tuple[ScheduledStep, list[int]]:
@@ -142,6 +149,7 @@ class Message:
     """Activations on their way, or a StepDone (``stage`` behind the last)."""
 
     epoch: Epoch
+    sender: int
     stage: int
     step: int
     values: tuple[int, ...]
@@ -154,7 +162,7 @@ class Simulation:
         draw = self._random = random.Random(seed)
         self.seed = seed
         self.story: deque[str] = deque(maxlen=_STORY)
-        self.recoveries = self.resumed = self.fenced = self.engines = 0
+        self.recoveries = self.resumed = self.fenced = self.engines = self.kept = self.replayed = 0
         self._num_stages = draw.randint(1, 4)
         self._limits = SchedulerLimits(
             num_blocks=draw.choice((18, 24, 64)),
@@ -173,9 +181,13 @@ class Simulation:
         self._faults_left = draw.randint(0, 4)
         self._to_ask = draw.randint(1, 4)
         self._table = self._new_table()
-        self._stages = [
-            SimulatedStage(i, self._limits.num_blocks, Epoch(0, self._engine_id)) for i in range(self._num_stages)
-        ]
+        self._ahead: dict[int, Message] = {}
+        self._scheduler = Scheduler(self._limits, ThrottledPolicy())
+        self._kept: KeptKV | None = None
+        nothing = Epoch(0, self._engine_id)
+        self._slices = make_slices([LayerRange(i, i + 1) for i in range(self._num_stages)], self._num_stages)
+        self._since: KVSince = {}
+        self._stages = [SimulatedStage(i, self._limits.num_blocks, nothing, nothing) for i in range(self._num_stages)]
         self._new_epoch()
 
     def run(self) -> None:
@@ -189,6 +201,7 @@ class Simulation:
             else:
                 raise AssertionError("the requests do not end")
             self._check()
+            self._close_epoch()
         except (AssertionError, RuntimeError, KeyError, IndexError) as error:
             story = "\n  ".join(self.story)
             raise AssertionError(f"seed {self.seed}: {type(error).__name__} {error}\n  {story}") from error
@@ -295,35 +308,37 @@ class Simulation:
             for stage in self._stages:
                 if not stage.dead and stage.epoch == self._epoch:
                     stage.plans.append(step)
-            self._wire.append(Message(self._epoch, 0, step.step, tuple(token + 1 for token in step.token_ids)))
+            self._wire.append(Message(self._epoch, -1, 0, step.step, tuple(token + 1 for token in step.token_ids)))
 
     def _retire(self, message: Message) -> None:
         if message.epoch != self._epoch:
             self.fenced += 1
             return
-        due = self._scheduler.next_to_retire()
-        assert due is not None, f"step {message.step} came back, none is in flight"
-        assert due == (message.step, len(message.values)), f"{message} came back, {due} is due"
-        self._table.note(self._scheduler.retire(due[0], [value % VOCAB for value in message.values]))
+        self._ahead[message.step] = message  # replayed tokens come back from another stage than sampled ones
+        while (due := self._scheduler.next_to_retire()) is not None and due[0] in self._ahead:
+            values = self._ahead.pop(due[0]).values
+            assert len(values) == due[1], f"{message} came back, {due} is due"
+            self._table.note(self._scheduler.retire(due[0], [value % VOCAB for value in values]))
 
     # What stages and wires do.
 
     def _compute(self, stage: SimulatedStage) -> None:
         step, made = stage.compute()
-        if stage.index + 1 < self._num_stages:
-            self._wire.append(Message(stage.epoch, stage.index + 1, step.step, tuple(made)))
+        last = self._num_stages - 1 if step.last_slice is None else step.last_slice
+        if stage.index < last:
+            self._wire.append(Message(stage.epoch, stage.index, stage.index + 1, step.step, tuple(made)))
             return
         ends, at = list[int](), 0
         for count, samples in zip(step.num_tokens, step.samples, strict=True):
             at += count
             ends += [made[at - 1]] if samples else []
-        self._wire.append(Message(stage.epoch, self._num_stages, step.step, tuple(ends)))
+        self._wire.append(Message(stage.epoch, stage.index, self._num_stages, step.step, tuple(ends)))
 
     def _deliverable(self) -> list[int]:
         """Links are first in, first out: of each, the oldest message may arrive."""
-        first: dict[tuple[Epoch, int], int] = {}
+        first: dict[tuple[Epoch, int, int], int] = {}
         for place, message in enumerate(self._wire):
-            first.setdefault((message.epoch, message.stage), place)
+            first.setdefault((message.epoch, message.sender, message.stage), place)
         return list(first.values())
 
     def _arrive(self, place: int) -> None:
@@ -362,12 +377,14 @@ class Simulation:
         else:
             self._note("a stream to a stage breaks")
         self._table.pause()
+        self._close_epoch()
         self._new_epoch()
 
     def _kill_engine(self) -> None:
         """All that it knew is gone; the gateway asks the next one, with what its log holds."""
         self._note("the engine dies")
         self.engines += 1
+        self._kept = None
         self._table.close()
         self._engine_id = EngineId(f"engine-{self.engines + 1}")
         self._stream = _Stream(NodeId("gateway"))
@@ -406,19 +423,48 @@ class Simulation:
 
     def _new_epoch(self) -> None:
         """A greater epoch at every stage: the dead ones are others now, the living keep what their KV holds."""
+        self.recoveries += self._counter > 0
+        while self._random.random() < 0.15:
+            self._fail_to_open()
         self._counter += 1
-        self.recoveries += self._counter > 1
         epoch = self._epoch = Epoch(self._counter, self._engine_id)
         self._ghosts += [message for message in self._wire if self._random.random() < _STALE_CHANCE]
-        self._wire = []
-        for index, stage in enumerate(self._stages):
-            assert stage.epoch < epoch, StaleEpoch(f"{epoch} does not replace {stage.epoch}")
-            slots = {} if stage.dead else stage.slots
-            self._stages[index] = SimulatedStage(index, self._limits.num_blocks, epoch, slots)
+        self._wire, self._ahead = [], {}
+        for stage in self._stages:
+            self._open(stage, epoch)
+        since = {(part,): stage.kv_since for part, stage in zip(self._slices, self._stages, strict=True)}
         self._scheduler = Scheduler(self._limits, ThrottledPolicy())
+        pool = self._kept.usable(self._limits, since) if self._kept is not None else None
+        if pool is not None:
+            self._scheduler.take_over(pool)
+        self._since = since
         self._down = False
         self._table.go_on(_Queue(self._scheduler))
-        self._note(f"epoch {epoch} stands")
+        self._note(f"epoch {epoch} stands, {pool.cached_blocks if pool is not None else 0} blocks are known")
+
+    def _fail_to_open(self) -> None:
+        """Some stages open an epoch that never stands, and others may die meanwhile."""
+        self._counter += 1
+        epoch = Epoch(self._counter, self._engine_id)
+        for stage in self._random.sample(self._stages, self._random.randrange(self._num_stages + 1)):
+            self._open(stage, epoch)
+        if self._random.random() < 0.5:
+            self._random.choice(self._stages).dead = True
+        self._note(f"epoch {epoch} cannot be opened")
+
+    def _open(self, stage: SimulatedStage, epoch: Epoch) -> None:
+        assert stage.epoch < epoch, StaleEpoch(f"{epoch} does not replace {stage.epoch}")
+        new = stage.dead or stage.kv_since.engine_id != epoch.engine_id or not stage.kv_since.counter
+        since = epoch if new else stage.kv_since
+        slots = {} if stage.dead else stage.slots
+        self._stages[stage.index] = SimulatedStage(stage.index, self._limits.num_blocks, epoch, since, slots)
+
+    def _close_epoch(self) -> None:
+        """What it computed is kept for the next one of the same engine."""
+        stats = self._scheduler.stats()
+        self.kept += stats.kept_tokens
+        self.replayed += stats.replayed_tokens
+        self._kept = KeptKV(pool=self._scheduler.hand_over(), contiguous=self._limits.contiguous_kv, since=self._since)
 
     def _new_table(self) -> RequestTable:
         return RequestTable(config=self._config, limits=EngineLimits(block_size=_BLOCK), timeouts=EngineTimeouts())
@@ -479,6 +525,8 @@ class Totals:
     engines: int = 0  # that died
     resumed: int = 0
     fenced: int = 0  # messages of replaced epochs, dropped
+    kept: int = 0  # positions that an epoch found computed by the one before
+    replayed: int = 0  # positions that stages up to one that had lost them computed again
 
 
 async def simulate(seeds: range) -> Totals:
@@ -493,6 +541,8 @@ async def simulate(seeds: range) -> Totals:
         totals.engines += simulation.engines
         totals.resumed += simulation.resumed
         totals.fenced += simulation.fenced
+        totals.kept += simulation.kept
+        totals.replayed += simulation.replayed
     return totals
 
 

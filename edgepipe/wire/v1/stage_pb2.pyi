@@ -532,16 +532,24 @@ class Opened(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    KV_SINCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def kv_since(self) -> _common_pb2.Epoch:
+        """Since which epoch this engine's steps have been in the KV without a gap: `epoch` itself if it is new and empty. What
+        the engine knows to have retired since then is still there.
+        """
+
     def __init__(
         self,
         *,
         epoch: _common_pb2.Epoch | None = ...,
+        kv_since: _common_pb2.Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_since", b"kv_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_since", b"kv_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgepipe.ids import SequenceId
@@ -71,6 +71,24 @@ class World:
             self.specs[spec.sequence] = spec
             self.output[spec.sequence] = list(spec.generated)
         self.note(events)
+
+    def next_epoch(self, *, lost_to: int | None = None) -> None:
+        """All steps in flight are lost; what has retired is still there, on slices behind ``lost_to``."""
+        pool = self.scheduler.hand_over()
+        if lost_to is not None:
+            pool.lose(lost_to)
+        self.scheduler = Scheduler(self.limits, self.policy)
+        self.scheduler.take_over(pool)
+        self.in_flight.clear()
+        self.tables, self.steps = {}, []
+        self._reads.clear()
+        self._snapshot.clear()
+        going_on = [
+            replace(spec, generated=tuple(self.output[sequence]))
+            for sequence, spec in self.specs.items()
+            if sequence not in self.ended
+        ]
+        self.note(self.scheduler.submit(going_on, accepted=True))
 
     def cancel(self, sequence: int, *, at_position: int = 0) -> None:
         self.note(self.scheduler.cancel(SequenceId(sequence), at_position=at_position))

@@ -27,6 +27,11 @@ def computed(world: World, sequence: int) -> int:
     )
 
 
+def copies_in(world: World) -> int:
+    """Blocks that were copied."""
+    return sum(len(step.copies) for step in world.steps)
+
+
 @pytest.fixture(params=[False, True], ids=["shared", "copied"])
 def contiguous_kv(request: pytest.FixtureRequest) -> bool:
     return request.param
@@ -42,10 +47,23 @@ def test_a_prompt_that_was_computed_is_found(contiguous_kv: bool) -> None:
     world.assert_invariants()
     assert computed(world, 2) == 2 + 2
     assert (world.ended[SequenceId(1)].cached_prompt_tokens, world.ended[SequenceId(2)].cached_prompt_tokens) == (0, 40)
-    copies = [copy for step in world.steps for copy in step.copies]
-    assert len(copies) == (10 if contiguous_kv else 0)
+    assert copies_in(world) == 0, "nobody else has them: they are taken as they are"
     stats = world.scheduler.stats()
     assert (stats.admitted_tokens, stats.cached_tokens) == (41 + 42, 40)
+
+
+def test_blocks_of_a_prompt_that_runs_are_copied_where_tables_are_runs(contiguous_kv: bool) -> None:
+    world = World(limits(contiguous_kv=contiguous_kv))
+    world.submit(spec(1, (*PROMPT, 50), max_tokens=30))
+    for _ in range(12):
+        world.fill()
+        world.retire()
+    world.submit(spec(2, (*PROMPT, 60, 61), max_tokens=3))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    assert computed(world, 2) == 2 + 2
+    assert copies_in(world) == (10 if contiguous_kv else 0)
 
 
 def test_the_last_token_of_a_prompt_is_computed_always(contiguous_kv: bool) -> None:
@@ -121,10 +139,12 @@ def test_a_cache_that_fills_the_pool_makes_room(contiguous_kv: bool) -> None:
 
 
 def test_a_prompt_is_admitted_even_if_its_own_copies_would_not_fit() -> None:
-    world = World(limits(num_blocks=16, contiguous_kv=True))
-    for index in (1, 2):
-        world.submit(spec(index, (*PROMPT, 1, 2), max_tokens=4))
-        world.run()
+    world = World(limits(num_blocks=22, contiguous_kv=True))
+    world.submit(spec(1, (*PROMPT, 1, 2), max_tokens=4))
+    world.run()
+    world.submit(spec(2, (*PROMPT[:4], 3), max_tokens=2))  # holds the first block while the next one comes
+    world.submit(spec(2 + 1, (*PROMPT, 1, 2), max_tokens=4))
+    world.run()
     assert 0 < world.ended[SequenceId(2)].cached_prompt_tokens < 40
     world.check_outputs()
     world.assert_invariants()
@@ -184,3 +204,65 @@ def test_runs_are_the_blocks_in_their_order(blocks: list[int]) -> None:
     runs = as_runs(blocks)
     assert [block for run in runs for block in range(run.start, run.start + run.count)] == blocks
     assert all(a.start + a.count != b.start for a, b in itertools.pairwise(runs))
+
+
+def test_a_scheduler_begins_with_what_the_one_before_it_left(contiguous_kv: bool) -> None:
+    world = World(limits(contiguous_kv=contiguous_kv))
+    world.submit(spec(1, (*PROMPT, 3), max_tokens=30))
+    for _ in range(12):
+        world.fill()
+        world.retire()
+    world.next_epoch()
+    world.run()
+    stats = world.scheduler.stats()
+    assert stats.kept_tokens >= 40
+    assert stats.replayed_tokens == 0
+    assert all(step.last_slice is None and not step.copies for step in world.steps)
+    assert world.ended[SequenceId(1)].cached_prompt_tokens == 0, "it was not cached when it was asked"
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_what_the_first_slices_lost_is_replayed_by_them_alone(contiguous_kv: bool) -> None:
+    world = World(limits(contiguous_kv=contiguous_kv), SarathiPolicy(max_tokens=16))
+    world.submit(spec(1, (*PROMPT, 3), max_tokens=30), spec(2, (*PROMPT, 4), max_tokens=30))
+    for _ in range(16):
+        world.fill()
+        world.retire()
+    world.next_epoch(lost_to=1)
+    world.run()
+    replayed = [step for step in world.steps if step.last_slice == 1]
+    assert sum(len(step.token_ids) for step in replayed) == world.scheduler.stats().replayed_tokens >= 40
+    assert not any(step.num_samples or step.copies for step in replayed)
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_replays_and_decodes_take_turns() -> None:
+    world = World(limits(num_blocks=200, micro_batches=1), SarathiPolicy(max_tokens=8))
+    world.submit(*(spec(index, tuple((index * 17 + i) % 90 for i in range(40)), max_tokens=40) for index in (1, 2, 3)))
+    for _ in range(40):
+        world.fill()
+        world.retire()
+    world.next_epoch(lost_to=0)
+    world.run()
+    kinds = [step.last_slice == 0 for step in world.steps if step.num_samples or step.last_slice == 0]
+    last_replay = len(kinds) - kinds[::-1].index(True)
+    assert kinds[:last_replay].count(False) > 3, "who has been replayed goes on while others are"
+    world.check_outputs()
+
+
+def test_what_is_computed_anew_takes_the_place_of_a_stale_block() -> None:
+    pool, key = KVPool(4, contiguous=False), next_key(b"", (1,))
+    pool.enter(key, pool.allocate(1, room=1)[0].start)
+    pool.release(as_runs([0]))
+    pool = pool.carry_over()
+    assert (pool.free_blocks, pool.find([key]), pool.num_current([0])) == (4, [0], 1)
+    pool.lose(2)
+    pool.lose(1)
+    assert (pool.num_current([0]), pool.stale_to) == (0, 2)
+    new = pool.allocate(1, room=1)
+    pool.enter(key, new[0].start)
+    assert (pool.find([key]), pool.num_current([new[0].start])) == ([1], 1)
+    pool.release(new)
+    assert pool.free_blocks == 4

@@ -35,7 +35,7 @@ policies = st.one_of(
     ),
 )
 actions = st.lists(
-    st.tuples(st.sampled_from("sssrrrrrcm"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
+    st.tuples(st.sampled_from("sssrrrrrcme"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
 )
 
 
@@ -72,6 +72,8 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
             world.scheduler.set_micro_batches(a % 6 + 1)
             world.scheduler.set_link_cap(b if c % 2 else None)
             world.scheduler.set_tiles((c + 1, c + b))
+        elif kind == "e":
+            world.next_epoch(lost_to=c % 2 if b % 2 else None)
         world.fill()
     world.run()
     world.check_outputs()
