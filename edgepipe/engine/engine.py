@@ -164,6 +164,8 @@ class Engine:
             preemptions=stats.preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,
+            kept_tokens=self._base.kept_tokens + stats.kept_tokens,
+            replayed_tokens=self._base.replayed_tokens + stats.replayed_tokens,
             tokens_per_s=pump.tokens.per_second(),
             stages=stages,
         )
@@ -280,6 +282,19 @@ class Engine:
             stall_ms = round(1e3 * (self._around.clock.monotonic_s() - self._stalled_since_s))
             self._stalled_since_s = None
             self._base = replace(self._base, stall_ms=self._base.stall_ms + stall_ms)
+            self._log_going_on(stall_ms)
+
+    def _log_going_on(self, stall_ms: int) -> None:
+        assert self._run is not None, "it has just computed a step"
+        stats = self._run.pump.stats()
+        logger.info(
+            "pipeline=%s epoch=%s goes on after %.1f s: %d tokens kept, %d replayed so far",
+            self._around.pipeline_id,
+            self._epoch,
+            stall_ms / 1e3,
+            stats.kept_tokens,
+            stats.replayed_tokens,
+        )
 
     async def _recover(self, table: RequestTable, cause: EdgepipeError | None) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
@@ -450,9 +465,15 @@ class Engine:
 
     async def _close_run(self) -> None:
         if self._run is not None:
-            self._kept = self._run.hand_over()
-            await self._run.close()
-            self._run = None
+            stats = self._run.pump.stats()
+            self._base = replace(
+                self._base,
+                kept_tokens=self._base.kept_tokens + stats.kept_tokens,
+                replayed_tokens=self._base.replayed_tokens + stats.replayed_tokens,
+            )
+            run, self._run = self._run, None
+            self._kept = run.hand_over()
+            await run.close()
 
     async def _give_back(self) -> None:
         """Close the stages' streams and release their memory, once."""

@@ -177,6 +177,8 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float
     ("prefix_cache_hits_tokens", "Of those, found in the prefix cache.", lambda e: e.cached_tokens),
     ("recoveries", "Epochs that replaced a failed one.", lambda e: e.recoveries),
     ("recovery_stall_seconds", "From failures to the first token after each.", lambda e: e.stall_ms / 1e3),
+    ("recovery_kept_tokens", "Of interrupted sequences, found in the KV cache as they were.", lambda e: e.kept_tokens),
+    ("recovery_replayed_tokens", "Of the same, computed again by some stages only.", lambda e: e.replayed_tokens),
 )
 _STAGE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
     ("stage_busy_seconds", "Time in which the stage's device computed.", lambda s: s.computed_s),

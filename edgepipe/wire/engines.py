@@ -100,6 +100,8 @@ class EngineState:
     cached_tokens: int = 0  # of those, found in the prefix cache
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
+    kept_tokens: int = 0  # of sequences that outlived a failure: found in the KV as they were
+    replayed_tokens: int = 0  # of the same: computed again, by the stages up to the last that had lost them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,8 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         cached_tokens=state.cached_tokens,
         recoveries=state.recoveries,
         stall_ms=state.stall_ms,
+        kept_tokens=state.kept_tokens,
+        replayed_tokens=state.replayed_tokens,
     )
 
 
@@ -225,6 +229,8 @@ def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
         cached_tokens=message.cached_tokens,
         recoveries=message.recoveries,
         stall_ms=message.stall_ms,
+        kept_tokens=message.kept_tokens,
+        replayed_tokens=message.replayed_tokens,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.backend.types import BlockCopy
-from edgepipe.scheduler import ScheduledStep
+from edgepipe.engine.kept import KeptKV
+from edgepipe.scheduler import KVPool, ScheduledStep
 from edgepipe.testing import simulation
 from edgepipe.testing.member_simulation import MemberSimulation
 from edgepipe.testing.simulation import Simulation, simulate
@@ -20,7 +21,9 @@ async def test_no_schedule_loses_doubles_or_changes_a_token(part: int):
     size = SCHEDULES // PARTS
     totals = await simulate(range(part * size, (part + 1) * size))
     assert totals.schedules == size
-    assert min(totals.recoveries, totals.engines, totals.resumed, totals.fenced) > 50, totals
+    assert min(totals.recoveries, totals.engines, totals.resumed, totals.fenced, totals.kept, totals.replayed) > 50, (
+        totals
+    )
 
 
 @pytest.mark.long
@@ -62,6 +65,24 @@ async def test_a_stage_without_epochs_is_found_out():
 
 async def test_a_stage_that_leaves_copies_out_is_found_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulation, "SimulatedStage", Forgetful)
+    with pytest.raises(AssertionError, match="instead of"):
+        run_many(Simulation)
+
+
+async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KeptKV, "lost_by", lambda *_: [])
+    with pytest.raises(AssertionError, match="instead of"):
+        run_many(Simulation)
+
+
+async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    lose = KVPool.lose
+
+    def lose_only(pool: KVPool, last_slice: int) -> None:
+        lose(pool, last_slice)
+        pool.stale_to = last_slice
+
+    monkeypatch.setattr(KVPool, "lose", lose_only)
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation)
 

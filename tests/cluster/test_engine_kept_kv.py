@@ -1,0 +1,109 @@
+"""What survives a failure in the stages' KV is not computed twice, and what does not is never taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
+
+from edgepipe.engine import EngineLimits, EngineTimeouts
+from edgepipe.errors import PeerClosed, StepFailed
+
+LIMITS = EngineLimits(max_prefill_tokens=64)
+SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with
+LAB: dict[str, Any] = {"num_stages": 3, "limits": LIMITS, "link": "1gbit,0.5ms"}
+
+
+def break_stage(lab: EngineLab, index: int) -> None:
+    """End the epoch there."""
+    session = lab.stages.stages[index]._session  # pyright: ignore[reportPrivateUsage]
+    assert session is not None
+    session.fault(PeerClosed("the stage is shutting down"))
+
+
+def lose_kv(lab: EngineLab, *stages: int) -> None:
+    """As when other processes take the stages' places: their KV is new and empty."""
+    for index in stages:
+        lab.stages.stages[index]._kv = (0, 0)  # pyright: ignore[reportPrivateUsage]
+
+
+async def ask_and_break(lab: EngineLab, lost: Collection[int]) -> None:
+    """Three requests, two of which begin alike; the epoch ends when all are under way."""
+    gateway = await lab.gateway()
+    prompts = {"a": [*SHARED, 1], "b": [*SHARED, 2, 3], "c": [5, 6, 7] * 9}
+    gateway.send(*(submission(name, prompt, 40) for name, prompt in prompts.items()))
+    for name in prompts:
+        await gateway.has(name, 16)
+    lose_kv(lab, *lost)
+    break_stage(lab, 1)
+    for name, prompt in prompts.items():
+        assert (await gateway.ended(name)).ids == oracle_tokens(prompt, 40), name
+    gateway.send(submission("later", [*SHARED, 9], 5))
+    later = await gateway.ended("later")
+    assert later.ids == oracle_tokens([*SHARED, 9], 5)
+    assert later.ended is not None
+    assert later.ended.cached_prompt_tokens == len(SHARED), "a prefix is found after a recovery, too"
+    await lab.settle()
+
+
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_a_stream_that_broke_costs_no_computing(contiguous_kv: bool) -> None:
+    async with engine_lab(contiguous_kv=contiguous_kv, **LAB) as lab:
+        await ask_and_break(lab, ())
+        state = lab.engine.state()
+        assert state.kept_tokens >= 160
+        assert state.replayed_tokens == 0
+        assert state.recoveries == 1
+
+
+@pytest.mark.parametrize(("lost", "contiguous_kv"), [((0,), False), ((1,), True), ((0, 1), False)], ids=str)
+async def test_stages_behind_the_one_that_lost_its_kv_compute_nothing_again(
+    lost: tuple[int, ...], contiguous_kv: bool
+) -> None:
+    async with engine_lab(contiguous_kv=contiguous_kv, **LAB) as lab:
+        await ask_and_break(lab, lost)
+        assert lab.engine.state().replayed_tokens >= 110
+        slices = [{entry.slice_index for entry in stage.trace()} for stage in lab.stages.stages]
+        steps = [sum(1 for _ in stage.trace()) for stage in lab.stages.stages]
+        assert slices == [{0}, {1}, {2}]
+        assert steps[2] < steps[max(lost)], "replays end before the last stage"
+
+
+@pytest.mark.parametrize("lost", [(0, 2)], ids=str)
+async def test_what_the_last_stage_lost_is_computed_by_all(lost: tuple[int, ...]) -> None:
+    async with engine_lab(**LAB) as lab:
+        await ask_and_break(lab, lost)
+        assert lab.engine.state().replayed_tokens == 0
+
+
+async def test_a_second_loss_while_the_first_is_replayed() -> None:
+    async with engine_lab(num_stages=3, limits=EngineLimits(max_prefill_tokens=16), link="1gbit,5ms") as lab:
+        gateway = await lab.gateway()
+        prompt = SHARED * 3
+        gateway.send(submission("a", prompt, 30), submission("b", [1, *prompt], 30))
+        await gateway.has("a", 4)
+        await gateway.has("b", 4)
+        lose_kv(lab, 1)
+        break_stage(lab, 1)
+        await lab.until(lambda: 0 < lab.engine.state().replayed_tokens)
+        lose_kv(lab, 0)
+        break_stage(lab, 2)
+        assert (await gateway.ended("a")).ids == oracle_tokens(prompt, 30)
+        assert (await gateway.ended("b")).ids == oracle_tokens([1, *prompt], 30)
+        assert lab.engine.state().recoveries == 2
+
+
+async def test_an_epoch_that_failed_to_open_loses_nothing_but_what_is_lost() -> None:
+    async with engine_lab(timeouts=EngineTimeouts(again_min_s=0.01), **LAB) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", SHARED, 60))
+        await gateway.has("a", 20)
+        lab.nodes[2].refusal = StepFailed("not now")
+        break_stage(lab, 1)
+        await lab.until(lambda: len(lab.nodes[2].prepared) >= 3)
+        lose_kv(lab, 0)
+        lab.nodes[2].refusal = None
+        assert (await gateway.ended("a")).ids == oracle_tokens(SHARED, 60)
+        assert lab.engine.state().replayed_tokens >= 96
