@@ -16,16 +16,17 @@ from starlette.types import ASGIApp
 
 from edgepipe.errors import EdgepipeError, ModelUnknown
 from edgepipe.gateway.access import AccessRules, Guard
+from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.door import Door
 from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.ollama import OllamaChatBody, OllamaDoor, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
-from edgepipe.gateway.schema import ChatBody, CompletionBody
+from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
-from edgepipe.gateway.tokenizing import DetokenizeBody, TokenizeBody, TokenPages
+from edgepipe.gateway.tokenizing import TokenPages
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,17 @@ _LIST = fields("object", "data", object="string", data="array")
 _CARD = fields("id", "object", "created", "owned_by", id="string", created="integer")
 
 
-def make_app(*, desk: Desk, pages: StatusPages, rules: AccessRules, timeouts: StreamTimeouts | None = None) -> ASGIApp:
+def make_app(
+    *,
+    desk: Desk,
+    bodies: BodyReader,
+    pages: StatusPages,
+    rules: AccessRules,
+    timeouts: StreamTimeouts | None = None,
+) -> ASGIApp:
     """The ASGI application."""
-    endpoints = _endpoints(desk, pages, timeouts or StreamTimeouts())
+    door = Door(desk=desk, bodies=bodies, timeouts=timeouts or StreamTimeouts())
+    endpoints = _endpoints(door, pages)
     document = make_document(endpoints)
     text = json.dumps(document)
 
@@ -66,9 +75,9 @@ def make_app(*, desk: Desk, pages: StatusPages, rules: AccessRules, timeouts: St
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 
 
-def _endpoints(desk: Desk, pages: StatusPages, timeouts: StreamTimeouts) -> Sequence[Endpoint]:
-    door = Door(desk=desk, timeouts=timeouts)
-    return [*_openai(door, pages), *_status(pages), *_tokens(TokenPages(models=desk.models)), *_ollama(desk, door)]
+def _endpoints(door: Door, pages: StatusPages) -> Sequence[Endpoint]:
+    tokens = TokenPages(models=door.desk.models, bodies=door.bodies)
+    return [*_openai(door, pages), *_status(pages), *_tokens(tokens), *_ollama(door)]
 
 
 def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
@@ -186,9 +195,9 @@ def _tokens(pages: TokenPages) -> list[Endpoint]:
     ]
 
 
-def _ollama(desk: Desk, door: Door) -> list[Endpoint]:
+def _ollama(door: Door) -> list[Endpoint]:
     group = "Ollama"
-    ollama = OllamaDoor(desk=desk, door=door)
+    ollama = OllamaDoor(desk=door.desk, door=door)
     models = fields("models", models="array")
     return [
         Endpoint(

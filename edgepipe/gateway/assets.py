@@ -8,6 +8,7 @@ from typing import Any
 
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.gateway.tool_calls import ToolFormat, detect_format
+from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
@@ -16,8 +17,9 @@ from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
 class ModelAssets:
     """``edgepipe.gateway.models.Assets`` over the model room's tokenizer and template."""
 
-    def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer, long_texts: LongTextEncoder) -> None:
         self._tokenizer = tokenizer
+        self._long_texts = long_texts
         self._renderer = renderer
         self._special = {token: text for text, token in tokenizer.special_ids.items()}
         sources = renderer.template.sources
@@ -42,6 +44,10 @@ class ModelAssets:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Assets."""
         return self._tokenizer.encode(text, add_special=special_tokens)
+
+    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
+        """See Assets."""
+        return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Assets."""
@@ -74,11 +80,12 @@ class ModelAssets:
         return await self._renderer.render(messages, **keywords)
 
     async def close(self) -> None:
-        """End the child."""
+        """End the children."""
         await self._renderer.close()
+        await self._long_texts.close()
 
 
 def load_assets(path: Path) -> ModelAssets:
     """Read the files of a model in the store. Blocks for some 100 ms. Raises ModelInvalid."""
     model = StoredModel(path.name, path)
-    return ModelAssets(model.tokenizer(), model.template())
+    return ModelAssets(model.tokenizer(), model.template(), LongTextEncoder(path))

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from edgepipe.errors import PromptTooLong, RequestInvalid
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
@@ -60,21 +59,6 @@ class _Track:
     choice: int  # within the generation
     text: ChoiceText
     scanner: ToolCallScanner | None
-
-
-def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: int) -> int:
-    """Output tokens that a request gets: what it asks for, cut to what the context leaves. Raises PromptTooLong,
-    RequestInvalid for an empty prompt."""
-    if num_prompt_tokens == 0:
-        raise RequestInvalid("the prompt is empty", next_step="send at least one token")
-    left = context_length - num_prompt_tokens
-    if left < 1:
-        raise PromptTooLong(
-            "the prompt is longer than the model's context",
-            fact=f"it has {num_prompt_tokens} tokens; the context has {context_length}, one of them for the answer",
-            next_step=f"shorten it by {1 - left} tokens",
-        )
-    return min(wanted, left) if wanted is not None else left
 
 
 async def run_completion(

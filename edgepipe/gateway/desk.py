@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError, RequestInvalid
+from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Ticket
-from edgepipe.gateway.completion import Completion, Counts, limit_tokens, run_completion
+from edgepipe.gateway.completion import Completion, Counts, run_completion
+from edgepipe.gateway.context import check_length
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
-from edgepipe.gateway.problems import bad_request, from_error
+from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.text import Delta
@@ -26,6 +27,7 @@ from edgepipe.wire.requests import Submission
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 _INLINE_CHARS = 4 << 10  # longer texts are tokenised in a thread
+_LONG_CHARS = 128 << 10  # and beyond this in another process
 _OWN_KEYWORDS = frozenset({"tools", "documents"})  # of templates; a request has fields for the first
 
 
@@ -67,7 +69,8 @@ class Desk:
             compiler=self.compiler,
         )
         text = await render_chat(assets, body, plan)
-        prompt = await encode(assets, text, special_tokens=False)
+        context_length = entry.served.context_length
+        prompt = await encode(assets, text, special_tokens=False, at_most=context_length, param="messages")
         sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
         completion = self._completion(body, entry, [prompt], sampling, wanted=wanted, param="messages", plan=plan)
@@ -77,8 +80,11 @@ class Desk:
         """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = self.models.get(body.model)
         assets = await entry.assets()
+        context_length = entry.served.context_length
         prompts = [
-            await encode(assets, prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            await encode(assets, prompt, special_tokens=True, at_most=context_length, param="prompt")
+            if isinstance(prompt, str)
+            else prompt
             for prompt in body.prompt
         ]
         sampling = self._sampling(
@@ -165,13 +171,7 @@ class Desk:
         plan: OutputPlan,
     ) -> Completion:
         context_length = entry.served.context_length
-        try:
-            limits = [
-                limit_tokens(num_prompt_tokens=len(prompt), wanted=wanted, context_length=context_length)
-                for prompt in prompts
-            ]
-        except RequestInvalid as exc:
-            raise from_error(exc, param=param) from exc
+        limits = [check_length(len(prompt), context_length, wanted=wanted, param=param) for prompt in prompts]
         if sampling.min_tokens > min(limits):
             raise bad_request(f"min_tokens is more than the {min(limits)} tokens that may come", param="min_tokens")
         requests = tuple(
@@ -210,11 +210,18 @@ async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
     return await assets.render(messages, **keywords)
 
 
-async def encode(assets: Assets, text: str, *, special_tokens: bool) -> list[int]:
-    """Ids of a text, without holding up the loop."""
+async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int, param: str) -> list[int]:
+    """Ids of a text, without holding up the loop. A long text that has more than ``at_most`` is an HttpProblem; a
+    shorter one's number is looked at later."""
     if len(text) <= _INLINE_CHARS:
         return assets.encode(text, special_tokens=special_tokens)
-    return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
+    if len(text) <= _LONG_CHARS:
+        return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
+    count, ids = await assets.encode_long(text, special_tokens=special_tokens, at_most=at_most)
+    if count > at_most:
+        message = f"the text has {count} tokens, at most {at_most} can be used"
+        raise bad_request(message, param=param, code="context_length_exceeded")
+    return ids
 
 
 def _message_for_template(message: Message) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class Assets(Protocol):
         """Ids of a text. ``special_tokens``: add those that the model expects around a raw prompt."""
         ...
 
+    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
+        """The number of a long text's ids, and the ids if there are not more than ``at_most``; the loop goes on
+        meanwhile. Raises CapacityError, ModelInvalid."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens' too."""
         ...

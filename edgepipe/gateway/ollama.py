@@ -8,29 +8,31 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.gateway.desk import Desk, Order
-from edgepipe.gateway.door import Door, owner_of, read_checked
+from edgepipe.gateway.door import Door, owner_of
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
+    MAX_SCHEMA_CHARS,
     MAX_TOKEN_ID,
     MAX_TOOLS,
     ChatBody,
     Checked,
     CompletionBody,
     Penalty,
-    RawTool,
+    RawTools,
     Stops,
     Text,
+    small,
     validate,
 )
 from edgepipe.gateway.text import Delta
@@ -103,7 +105,9 @@ class OllamaBody(Checked):
 
     model: Text
     stream: bool = True
-    format: str | dict[str, Any] | None = None  # "json", or a JSON schema
+    format: Annotated[str | dict[str, Any] | None, AfterValidator(small(MAX_SCHEMA_CHARS))] = (
+        None  # "json", or a schema
+    )
     options: Options | None = None
 
     def response_format(self) -> dict[str, Any] | None:
@@ -125,7 +129,7 @@ class OllamaChatBody(OllamaBody):
     """``POST /api/chat``."""
 
     messages: Annotated[list[Turn], Field(max_length=MAX_MESSAGES)]
-    tools: Annotated[list[RawTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: RawTools | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -224,13 +228,13 @@ class OllamaDoor:
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
-        body = await read_checked(request, OllamaChatBody)
+        body = await self.door.bodies.read(request, OllamaChatBody)
         messages = [turn.fields(index) for index, turn in enumerate(body.messages)]
         return await self._chat(request, body, messages, tools=body.tools, chat=True)
 
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
-        body = await read_checked(request, OllamaGenerateBody)
+        body = await self.door.bodies.read(request, OllamaGenerateBody)
         if body.raw:
             if body.response_format() is not None:
                 raise bad_request("format cannot be combined with raw", param="format")
@@ -262,7 +266,7 @@ class OllamaDoor:
 
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
-        body = await read_checked(request, ShowBody)
+        body = await self.door.bodies.read(request, ShowBody)
         entry = self.desk.models.get(_known_name(self.desk.models, body.model or body.name or ""))
         assets = await entry.assets()
         return JSONResponse(

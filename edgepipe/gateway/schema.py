@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
@@ -18,8 +28,13 @@ MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context bounds it further
 MAX_TOOLS = 128
+MAX_CONVERSATION_CHARS = 4 << 20  # templates render no more
+MAX_CALLS = 4096  # in all earlier turns together
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
+MAX_SCHEMA_CHARS = 64 << 10  # of JSON
+MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: what a grammar of them may have
+_MAX_KEYWORDS_CHARS = 64 << 10
 
 # Fields that are not supported: a value that changes nothing is taken, any other is refused rather than ignored.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -239,25 +254,52 @@ _FORMAT_SCHEMA = {
     ]
 }
 
+
+def small(limit: int) -> Callable[[Any], Any]:
+    """What is free in form is bounded in size: it is carried around as it is."""
+
+    def check(value: Any) -> Any:
+        if value and (size := len(json.dumps(value))) > limit:
+            raise ValueError(f"it is too large: {size} characters of JSON, at most {limit} can be used")
+        return value
+
+    return check
+
+
 # Read by edgepipe.gateway.structured, which checks them; here stands what the API's document tells of them.
-RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
-RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA)]
-RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA)]
+_RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
+RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), AfterValidator(small(MAX_TOOLS_CHARS))]
+RawToolChoice = Annotated[
+    str | dict[str, Any] | None, AfterValidator(small(MAX_SCHEMA_CHARS)), WithJsonSchema(_CHOICE_SCHEMA)
+]
+RawFormat = Annotated[
+    dict[str, Any] | None, AfterValidator(small(2 * MAX_SCHEMA_CHARS)), WithJsonSchema(_FORMAT_SCHEMA)
+]
+
+
+def _bounded(messages: list[Message]) -> list[Message]:
+    if sum(len(message.content or "") for message in messages) > MAX_CONVERSATION_CHARS:
+        raise ValueError(f"they have more than {MAX_CONVERSATION_CHARS} characters together")
+    if sum(len(message.tool_calls or ()) for message in messages) > MAX_CALLS:
+        raise ValueError(f"they have more than {MAX_CALLS} tool calls together")
+    return messages
 
 
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: RawFormat = None
-    tools: Annotated[list[RawTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: RawTools | None = None
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=32), AfterValidator(small(_MAX_KEYWORDS_CHARS))] | None
+    ) = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
@@ -276,6 +318,29 @@ class CompletionBody(RequestBody):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
+
+
+class TokenizeBody(Checked):
+    """``POST /tokenize``: a text, or a conversation as its prompt."""
+
+    model: Text | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None  # of a text; a template brings its own
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either prompt or messages is required")
+        return self
+
+
+class DetokenizeBody(Checked):
+    """``POST /detokenize``."""
+
+    model: Text | None = None
+    tokens: list[TokenId]
 
 
 def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:

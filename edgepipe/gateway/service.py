@@ -19,6 +19,7 @@ from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits
 from edgepipe.gateway.app import make_app
 from edgepipe.gateway.assets import load_assets
+from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, ConnectionLimits, Connections
 from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
@@ -81,7 +82,10 @@ class Gateway:
             metrics=metrics.requests,
         )
         pages = StatusPages(models=self._models, clock=clock, metrics=metrics)
-        self.app: ASGIApp = make_app(desk=desk, pages=pages, rules=rules or AccessRules(), timeouts=timeouts)
+        self._bodies = BodyReader(models=self._models)
+        self.app: ASGIApp = make_app(
+            desk=desk, bodies=self._bodies, pages=pages, rules=rules or AccessRules(), timeouts=timeouts
+        )
 
     def update(self, view: node_pb2.ClusterView) -> None:
         """Take the daemon's newest view; ``run`` acts on it."""
@@ -98,6 +102,7 @@ class Gateway:
                     self._changed.clear()
                     self._reconcile(tasks)
         finally:
+            await self._bodies.child.end()
             for entry in self._entries.values():
                 await entry.close()
 

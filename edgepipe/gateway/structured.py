@@ -18,12 +18,11 @@ from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.schema import MAX_SCHEMA_CHARS, MAX_TOOLS
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import check_grammar, json_grammar, json_rule, lark_grammar
 
-MAX_TOOLS = 128
-MAX_SCHEMA_CHARS = 64 << 10
 MAX_CACHED_GRAMMARS = 64
 _SCHEMA = "response_format.json_schema.schema"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import signal
-import struct
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +11,7 @@ from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid, TemplateFailed
 from edgepipe.model.strict_json import read_json_object
+from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use has about 20 KB
 KNOWN_KEYWORDS = frozenset(
@@ -38,7 +34,6 @@ KNOWN_KEYWORDS = frozenset(
 )
 """What a request may hand to a template besides its messages."""
 
-_HEAD = struct.Struct(">I")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -123,8 +118,7 @@ class TemplateRenderer:
     def __init__(self, template: ChatTemplate, timeouts: TemplateTimeouts | None = None) -> None:
         self._template = template
         self._timeouts = timeouts or TemplateTimeouts()
-        self._turn = asyncio.Lock()
-        self._child: Process | None = None
+        self._child = WarmChild("edgepipe.model.template_child", start_s=self._timeouts.start_s)
 
     @property
     def template(self) -> ChatTemplate:
@@ -133,8 +127,10 @@ class TemplateRenderer:
 
     async def start(self) -> None:
         """Start the child now, so that the first chat need not wait for it. Raises TemplateFailed."""
-        async with self._turn:
-            await self._ready_child()
+        try:
+            await self._child.start()
+        except ChildEnded as exc:
+            raise _failed(*_death(exc)) from exc
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **keywords: Any
@@ -153,8 +149,7 @@ class TemplateRenderer:
 
     async def close(self) -> None:
         """End the child. The renderer may be used again afterwards."""
-        async with self._turn:
-            await self._end_child()
+        await self._child.end()
 
     async def __aenter__(self) -> TemplateRenderer:
         return self
@@ -163,91 +158,30 @@ class TemplateRenderer:
         await self.close()
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request and its answer. Whatever interrupts it ends the child: a late answer must not meet the next
-        request."""
+        """One request and its answer."""
         frame = _frame(request)
-        async with self._turn:
-            child = await self._ready_child()
-            try:
-                async with asyncio.timeout(self._timeouts.render_s):
-                    answer = await _ask(child, frame)
-            except TimeoutError as exc:
-                await self._end_child()
-                raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc
-            except (asyncio.IncompleteReadError, ConnectionError) as exc:
-                raise _failed(*_death(await self._end_child(ended=True))) from exc
-            except BaseException:
-                await self._end_child()
-                raise
-            if answer.get("error") == "memory":
-                await self._end_child()
-            return answer
-
-    async def _ready_child(self) -> Process:
-        if self._child is not None and self._child.returncode is None:
-            return self._child
-        await self._end_child()
-        command = (sys.executable, "-P", "-m", "edgepipe.model.template_child")
-        self._child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         try:
-            async with asyncio.timeout(self._timeouts.start_s):
-                await _receive(self._child)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
-            code = await self._end_child()
-            raise _failed(f"its process did not start (exit code {code})", "start") from exc
-        except BaseException:
-            await self._end_child()
-            raise
-        return self._child
-
-    async def _end_child(self, *, ended: bool = False) -> int | None:
-        """Kill and reap; the exit code if the child had ended by itself.
-
-        ``ended``: its pipe broke, so it is about to be reaped; a kill now would look for it first and take its exit
-        code away from the loop's watcher.
-        """
-        child, self._child = self._child, None
-        if child is None:
-            return None
-        if ended:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.start_s):
-                    await child.wait()
-        if child.returncode is None:
-            try:
-                child.kill()
-            except ProcessLookupError:
-                pass
-        code = await child.wait()
-        cast("Any", child)._transport.close()  # frees the pipes now; asyncio offers no public way
-        return code
-
-
-async def _ask(child: Process, frame: bytes) -> dict[str, Any]:
-    if child.stdin is None:
-        raise RuntimeError("the child was started without a pipe")
-    child.stdin.write(frame)
-    await child.stdin.drain()
-    return await _receive(child)
-
-
-async def _receive(child: Process) -> dict[str, Any]:
-    if child.stdout is None:
-        raise RuntimeError("the child was started without a pipe")
-    (length,) = _HEAD.unpack(await child.stdout.readexactly(_HEAD.size))
-    return cast("dict[str, Any]", json.loads(await child.stdout.readexactly(length)))
+            answer = cast("dict[str, Any]", json.loads(await self._child.ask(frame, within_s=self._timeouts.render_s)))
+        except TimeoutError as exc:
+            raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc
+        except ChildEnded as exc:
+            raise _failed(*_death(exc)) from exc
+        if answer.get("error") == "memory":
+            await self._child.end()
+        return answer
 
 
 def _frame(request: dict[str, Any]) -> bytes:
     try:
-        data = json.dumps(request).encode("ascii")
+        return json.dumps(request, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as exc:
         raise TemplateFailed("the messages cannot be handed to the chat template", fact=str(exc)[:200]) from exc
-    return _HEAD.pack(len(data)) + data
 
 
-def _death(code: int | None) -> tuple[str, str]:
-    if code == -signal.SIGPROF:
+def _death(end: ChildEnded) -> tuple[str, str]:
+    if not end.started:
+        return f"its process did not start (exit code {end.code})", "start"
+    if end.code == -signal.SIGPROF:
         return "it used its 1 s of CPU time", "time"
     return "it wanted more memory than it may have, or crashed", "memory"
 

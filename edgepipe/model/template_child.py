@@ -1,6 +1,6 @@
 """The child process that renders chat templates: ``python -m edgepipe.model.template_child``.
 
-Frames on stdin and stdout: u32 big-endian length, then JSON. It says ``{"ready": true}`` once, then answers each
+Frames of JSON on stdin and stdout (``edgepipe.model.frames``). It says ``{"ready": true}`` once, then answers each
 ``{"template", "variables"}`` with ``{"text"}`` or ``{"error", "detail"}``. It ends when stdin ends.
 
 The sandbox stops a template from reaching Python, not from working for ever, so the kernel bounds it too:
@@ -18,11 +18,10 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -30,12 +29,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edgepipe.model.frames import read_frame, write_frame
+
 CPU_S = 1.0
 MEMORY_BYTES = 256 << 20
 MAX_TEXT_CHARS = 4 << 20  # ten times the longest context
 _WATCH_S = 0.02
 _TOO_LARGE = "it wanted more memory than it may have"
-_HEAD = struct.Struct(">I")
 
 
 class _Generation(Extension):
@@ -134,12 +134,6 @@ def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode("ascii")
-    stream.write(_HEAD.pack(len(data)) + data)
-    stream.flush()
-
-
 def main() -> None:
     """Serve requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -148,10 +142,10 @@ def main() -> None:
     compile_template("{{ 1 }}").render()  # jinja2 imports lazily; all of it should be mapped before the limit is taken
     limit_memory()
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    _send(target, {"ready": True})
-    while head := source.read(_HEAD.size):
-        request = json.loads(source.read(_HEAD.unpack(head)[0]))
-        _send(target, _answer(request, compile_template))
+    write_frame(target, b'{"ready": true}')
+    while (frame := read_frame(source)) is not None:
+        answer = _answer(json.loads(frame), compile_template)
+        write_frame(target, json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,10 @@ class ByteAssets:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(text.encode())
 
+    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
+        ids = self.encode(text, special_tokens=special_tokens)
+        return len(ids), ids if len(ids) <= at_most else []
+
     vocab_size = 257
     tool_format = ToolFormat.HERMES
     template_knows_tools = False

@@ -1,0 +1,49 @@
+"""From a request to its checked body, without holding up the loop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from edgepipe.gateway.body import parse_json_object, read_body
+from edgepipe.gateway.body_child import GOOD, kind_name, unpack
+from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.problems import RETRY_AFTER_S, HttpProblem
+from edgepipe.gateway.schema import BodyT, validate
+from edgepipe.model.warm_child import ChildEnded, WarmChild
+
+_INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; larger bodies are read in a child
+_READ_S = 30.0  # 8 MB of small things take 3-4 s of CPU
+_START_S = 20.0  # an interpreter starting on a starved machine
+
+
+def _new_child() -> WarmChild:
+    return WarmChild("edgepipe.gateway.body_child", start_s=_START_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyReader:
+    """Reads and checks. Everything that is wrong with a body is an HttpProblem."""
+
+    models: ModelTable
+    child: WarmChild = field(default_factory=_new_child)  # started by the first large body
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """The body as a checked value. Raises HttpProblem."""
+        body = await read_body(request)
+        if len(body) <= _INLINE_BYTES:
+            return validate(kind, parse_json_object(body))
+        context = max((served.context_length for served in self.models.served), default=0)
+        asked = json.dumps({"kind": kind_name(kind), "context": context}).encode()
+        try:
+            answer = await self.child.ask(asked, b"\n", body, within_s=_READ_S)
+        except (TimeoutError, ChildEnded) as exc:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            message = "the body could not be read: this machine has too little time or memory now"
+            raise HttpProblem(status=503, message=message, code="busy", headers=headers) from exc
+        if answer[:1] != GOOD:
+            raise HttpProblem(**cast("dict[str, Any]", json.loads(answer[1:])))
+        return unpack(kind, memoryview(answer)[1:])

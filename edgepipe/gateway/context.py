@@ -1,0 +1,29 @@
+"""How much of a model's context a request gets."""
+
+from __future__ import annotations
+
+from edgepipe.errors import PromptTooLong, RequestInvalid
+from edgepipe.gateway.problems import from_error
+
+
+def check_length(num_prompt_tokens: int, context_length: int, *, wanted: int | None = None, param: str) -> int:
+    """``limit_tokens``, its errors as HttpProblem that names the field."""
+    try:
+        return limit_tokens(num_prompt_tokens=num_prompt_tokens, wanted=wanted, context_length=context_length)
+    except RequestInvalid as exc:
+        raise from_error(exc, param=param) from exc
+
+
+def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: int) -> int:
+    """Output tokens that a request gets: what it asks for, cut to what the context leaves. Raises PromptTooLong,
+    RequestInvalid for an empty prompt."""
+    if num_prompt_tokens == 0:
+        raise RequestInvalid("the prompt is empty", next_step="send at least one token")
+    left = context_length - num_prompt_tokens
+    if left < 1:
+        raise PromptTooLong(
+            "the prompt is longer than the model's context",
+            fact=f"it has {num_prompt_tokens} tokens; the context has {context_length}, one of them for the answer",
+            next_step=f"shorten it by {1 - left} tokens",
+        )
+    return min(wanted, left) if wanted is not None else left

@@ -1,0 +1,46 @@
+"""Long texts to token ids, in a child process."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from pathlib import Path
+
+from edgepipe.errors import CapacityError, ModelInvalid
+from edgepipe.model.warm_child import ChildEnded, WarmChild
+
+_COUNT = struct.Struct(">I")
+_START_S = 20.0  # an interpreter starting on a starved machine
+_ENCODE_S = 60.0  # 8 MB take 4-8 s, and the first text reads the tokenizer
+
+
+class LongTextEncoder:
+    """Encodes with one model's tokenizer. The child is started by the first text and kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._child = WarmChild("edgepipe.model.encoding_child", start_s=_START_S)
+
+    async def encode(self, text: str, *, add_special: bool, at_most: int) -> tuple[int, list[int]]:
+        """How many tokens the text has, and their ids if there are not more than ``at_most``.
+
+        Raises CapacityError where the machine has too little time or memory, ModelInvalid.
+        """
+        asked = json.dumps({"folder": str(self._folder), "add_special": add_special, "at_most": at_most}).encode()
+        try:
+            answer = await self._child.ask(asked, b"\n", text.encode(), within_s=_ENCODE_S)
+        except (TimeoutError, ChildEnded) as exc:
+            raise CapacityError(
+                "the text could not be turned into tokens",
+                fact="this machine has too little time or memory now",
+                next_step="try again in a moment, or send a shorter text",
+            ) from exc
+        if answer[:1] != b"+":
+            raise ModelInvalid("the tokenizer failed", fact=answer[1:].decode(errors="replace")[:300])
+        (count,) = _COUNT.unpack_from(answer, 1)
+        return count, array("I", answer[1 + _COUNT.size :]).tolist()
+
+    async def close(self) -> None:
+        """End the child."""
+        await self._child.end()

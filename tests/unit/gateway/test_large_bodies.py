@@ -1,0 +1,141 @@
+"""Bodies that are read in another process mean what they would mean here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpack
+from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody, validate
+from edgepipe.model.encoding import LongTextEncoder
+from edgepipe.model.store import StoredModel
+from edgepipe.model.warm_child import ChildEnded, WarmChild
+from tests.unit.gateway.conftest import Served, serving
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
+
+WIDE = 200 << 10  # characters: more than is parsed on the loop
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "x": [1, 2.5, None]}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (
+            ChatBody,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a\u0000ü"}, {"type": "text", "text": "🚀"}]},
+                    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                ],
+                "stop": "x",
+                "logit_bias": {"7": 1.5, "9": -3},
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "look"}},
+                "seed": -(1 << 63),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "unknown": [1],
+            },
+        ),
+        (CompletionBody, {"prompt": ["text", [1, 2, 3], [(1 << 31) - 1]], "echo": True, "logprobs": 0}),
+        (CompletionBody, {"prompt": "text", "temperature": 0.1}),
+        (CompletionBody, {"prompt": [4, 5]}),
+        (DetokenizeBody, {"tokens": [1, 70_000]}),
+        (TokenizeBody, {"messages": [{"role": "user", "content": "x"}], "return_token_strs": True}),
+    ],
+)
+def test_what_is_packed_is_unpacked(kind: type[Checked], fields: dict[str, Any]) -> None:
+    body: BaseModel = validate(kind, fields)
+    assert unpack(kind, memoryview(b"".join(pack(validate(kind, fields))))) == body
+
+
+def test_the_child_answers_with_the_body_or_with_what_is_wrong() -> None:
+    def asked(body: bytes, context: int = 0) -> tuple[bytes, ...]:
+        return answer(b'{"kind": "%s", "context": %d}\n%s' % (kind_name(CompletionBody).encode(), context, body))
+
+    good, *parts = asked(b'{"prompt": [1, 2]}')
+    assert good == GOOD
+    assert unpack(CompletionBody, memoryview(b"".join(parts))).prompt == [[1, 2]]
+    for body, code in (
+        (b'{"prompt": NaN}', b"invalid_json"),
+        (b'{"prompt": "x", "n": 1, "n": 2}', b"invalid_json"),
+        (b'{"prompt": "x", "n": 0}', b"invalid_value"),
+        (b'{"prompt": "x", "suffix": "y"}', b"unsupported_parameter"),
+        (b'{"prompt": [1, 2, 3]}', b"context_length_exceeded"),
+    ):
+        bad, problem = asked(body, context=3)
+        assert bad == BAD
+        assert code in problem
+
+
+async def test_large_bodies_are_served_and_refused_as_small_ones(served: Served) -> None:
+    wide = " " * WIDE
+    told = (await served.complete("ab", user=None, junk=wide)).json()
+    assert told["usage"]["prompt_tokens"] == 2
+    told = (await served.complete([[97, 98], [99]], junk=wide, max_tokens=2, echo=True)).json()
+    assert [choice["text"] for choice in told["choices"]] == ["abTh", "cTh"]
+    for response, code in (
+        (await served.complete([97] * 100_000), "context_length_exceeded"),
+        (await served.complete("x" * WIDE), "context_length_exceeded"),
+        (await served.chat("x" * WIDE), "context_length_exceeded"),
+        (await served.complete("x", n=0, junk=wide), "invalid_value"),
+        (await served.chat(model="y" * 300, junk=wide), "invalid_value"),
+    ):
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == code
+    told = (await served.http.post("/detokenize", json={"tokens": [97, 98], "junk": wide})).json()
+    assert told == {"prompt": "ab"}
+    told = (await served.http.post("/tokenize", json={"prompt": "x" * WIDE})).json()
+    assert told["count"] == WIDE
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": False, "junk": wide}
+    assert (await served.http.post("/api/chat", json=body)).json()["done"]
+    assert len(served.engine.submits[-1].prompt) < CONTEXT
+
+
+async def test_a_reader_that_ends_is_told_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks: list[int] = []
+    ask = WarmChild.ask
+
+    async def dies_once(self: WarmChild, *parts: bytes, within_s: float) -> bytes:
+        asks.append(len(parts))
+        if len(asks) == 1:
+            await ask(self, b"no question", within_s=within_s)  # what it cannot read ends it
+        return await ask(self, *parts, within_s=within_s)
+
+    monkeypatch.setattr(WarmChild, "ask", dies_once)
+    async with serving(FakeEngine()) as served:
+        response = await served.complete("ab", junk=" " * WIDE)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert (await served.complete("ab", junk=" " * WIDE)).status_code == 200
+
+
+async def test_a_child_that_does_not_start_says_so() -> None:
+    with pytest.raises(ChildEnded) as caught:
+        await WarmChild("edgepipe.no_such_module", start_s=20).start()
+    assert not caught.value.started
+
+
+async def test_long_texts_have_the_same_tokens_in_another_process(demo_model: StoredModel) -> None:
+    text = "The quick brown fox, größer als 東京. " * 50
+    encoder = LongTextEncoder(demo_model.path)
+    try:
+        ids = demo_model.tokenizer().encode(text, add_special=False)
+        assert await encoder.encode(text, add_special=False, at_most=len(ids)) == (len(ids), ids)
+        assert await encoder.encode(text, add_special=False, at_most=len(ids) - 1) == (len(ids), [])
+    finally:
+        await encoder.close()
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    encoder = LongTextEncoder(tmp_path)
+    try:
+        with pytest.raises(ModelInvalid):
+            await encoder.encode("x", add_special=False, at_most=9)
+    finally:
+        await encoder.close()
