@@ -50,7 +50,7 @@ async def bench_emulated(runs: Sequence[EmulatedRun], on_progress: OnProgress) -
     for cluster, group in groupby(runs, key=lambda each: each.cluster):
         on_progress(f"starting {len(cluster.devices)} nodes", 0, 0)
         async with emulated_cluster(cluster) as admin:
-            async for report in _runs_on(admin, list(group), on_progress):
+            async for report in runs_on(admin, list(group), on_progress):
                 reports.append(report)
     return reports
 
@@ -62,7 +62,8 @@ async def bench_served(admin: Admin, runs: Sequence[BenchRun], model: str, on_pr
     return [await _measure(admin, engine, run, on_progress) for run in runs]
 
 
-async def _runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
+async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
+    """Runs on one emulated cluster, each with its own serving of the model. Raises what hinders one."""
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
         engine = await serve_model(admin, each.serve)

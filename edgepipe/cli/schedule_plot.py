@@ -10,7 +10,6 @@ from edgepipe.cli.report_plot import new_figure, save_figure
 
 if TYPE_CHECKING:
     from edgepipe.planner.schedule_runs import ScheduleRun
-    from edgepipe.planner.schedules import Op
 
 _FORWARD = ("#9ecae1", "#4e79a7")  # neighbouring micro-batches, so that they can be told apart
 _BACKWARD = ("#fdd0a2", "#f28e2b")
@@ -34,25 +33,19 @@ def _draw(axes: Any, run: ScheduleRun) -> None:
     axes.set_title(
         f"{run.name}: idle {run.idle:.1%} of the run, {run.bubble:.1%} by its formula", loc="left", fontsize=10
     )
-    first_stream = timeline.first_stream
     numbered = sum(map(len, timeline.devices)) <= _MOST_NUMBERED
     for device, spans in enumerate(timeline.devices):
         axes.broken_barh(
             [(span.start, span.end - span.start) for span in spans],
             (device - 0.45, 0.9),
-            facecolors=[(_BACKWARD if op.backward else _FORWARD)[_number(op, first_stream) % 2] for op, _, _ in spans],
+            facecolors=[(_BACKWARD if op.backward else _FORWARD)[timeline.number(op) % 2] for op, _, _ in spans],
             edgecolor="white",
             linewidth=0.3,
         )
         for op, start, end in spans if numbered else ():
-            axes.text((start + end) / 2, device, _number(op, first_stream), ha="center", va="center", fontsize=6)
+            axes.text((start + end) / 2, device, timeline.number(op), ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(timeline.devices)))
     axes.set_xlim(0, timeline.length)
     axes.set_ylim(len(timeline.devices) - 0.5, -0.5)
     unit = "all as one batch" if run.name == "naive" else "one micro-batch"
     axes.set_xlabel(f"passes of {unit} through one stage; blue forward, orange backward", fontsize=8)
-
-
-def _number(op: Op, first_stream: int) -> int:
-    """Of a micro-batch among all: those that enter at the other end follow."""
-    return op.micro_batch + (first_stream if op.stream else 0)

@@ -76,7 +76,7 @@ def draw(timeline: Timeline, *, width: int) -> Iterator[Text]:
 
 
 def _cells(spans: Sequence[Span], timeline: Timeline, columns: int) -> Iterator[tuple[str, str]]:
-    at, step, first_stream = 0, timeline.length / columns, timeline.first_stream
+    at, step = 0, timeline.length / columns
     for column in range(columns):
         middle = (column + 0.5) * step
         while at < len(spans) and spans[at].end <= middle:
@@ -85,8 +85,10 @@ def _cells(spans: Sequence[Span], timeline: Timeline, columns: int) -> Iterator[
             yield _IDLE, "idle"
             continue
         op = spans[at].op
-        number = op.micro_batch + (first_stream if op.stream else 0)
-        yield (_BACKWARD if op.backward else _FORWARD)[number % 10], "backward" if op.backward else "forward"
+        yield (
+            (_BACKWARD if op.backward else _FORWARD)[timeline.number(op) % 10],
+            "backward" if op.backward else "forward",
+        )
 
 
 def _table(runs: Sequence[ScheduleRun]) -> Table:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from edgepipe.errors import ConfigInvalid
@@ -44,7 +45,7 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: it caches
 class Timeline:
     """A schedule that was run."""
 
@@ -61,10 +62,14 @@ class Timeline:
         busy = sum(span.end - span.start for spans in self.devices for span in spans)
         return 1 - busy / (self.length * len(self.devices))
 
-    @property
-    def first_stream(self) -> int:
+    @cached_property
+    def _first_stream(self) -> int:
         """Micro-batches that enter at the first device."""
         return 1 + max(span.op.micro_batch for span in self.devices[0] if not span.op.stream)
+
+    def number(self, op: Op) -> int:
+        """A pass's micro-batch among all: those that enter at the other end follow."""
+        return op.micro_batch + (self._first_stream if op.stream else 0)
 
     @property
     def peak_activations(self) -> int:
