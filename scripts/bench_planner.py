@@ -9,6 +9,7 @@ clusters and a real model over unequal stages; ``right-emulated`` and ``right-re
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 import math
 import statistics
@@ -41,6 +42,7 @@ from edgepipe.planner.placement import Need, Placed, stage_bytes
 from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
 from edgepipe.planner.profiles import Machine
+from edgepipe.planner.report import RunReport
 from edgepipe.planner.schedules import published, run_schedule
 from edgepipe.planner.simulator import Run, simulate
 from edgepipe.scheduler import make_policy
@@ -354,11 +356,26 @@ async def _predictions_on(admin: Admin, cluster: Cluster, run: EmulatedRun, name
         chats = "1 chat" if sequences == 1 else f"{sequences} chats, M={forecast.micro_batches}"
         found.append(Prediction(f"{name}, {chats}", forecast.tokens_per_s, report.steady_tokens_per_s))
         steps = [f"{1e3 * a:.1f}/{1e3 * b.step_s:.1f}" for a, b in zip(forecast.step_s, report.stages, strict=True)]
+        between_s = forecast.turn_s - sum(forecast.step_s)
         _tell(
-            f"{found[-1].name}: {forecast.tokens_per_s:.1f}/{report.steady_tokens_per_s:.1f} tok/s, steps "
-            f"{' '.join(steps)} ms, turn {1e3 * forecast.turn_s:.1f} ms, M {report.micro_batches_mean:.1f} in the run"
+            f"{found[-1].name}: {forecast.tokens_per_s:.1f}/{report.steady_tokens_per_s:.1f} tok/s, {serve.plan}, "
+            f"steps {' '.join(steps)} ms, between them {1e3 * between_s:.1f}/{sum(_legs_ms(report)):.1f} ms "
+            f"{[round(leg, 1) for leg in _legs_ms(report)]}, M {report.micro_batches_mean:.1f} in the run"
         )
     return found
+
+
+def _legs_ms(report: RunReport) -> list[float]:
+    """Medians between a step's plan and its first stage, between its stages, and from the last one to the next plan."""
+    planned = sorted(step.planned_s for step in report.steps)
+    legs: list[list[float]] = []
+    for step in report.steps:
+        following = bisect.bisect_right(planned, step.stages[-1][1]) if step.stages else len(planned)
+        if step.prefill_tokens or following == len(planned):
+            continue
+        times = [step.planned_s, *(moment for span in step.stages for moment in span), planned[following]]
+        legs.append([times[i + 1] - times[i] for i in range(0, len(times), 2)])
+    return [1e3 * statistics.median(leg) for leg in zip(*legs, strict=True)]
 
 
 def _real_predictions() -> list[Prediction]:

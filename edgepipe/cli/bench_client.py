@@ -197,7 +197,7 @@ async def connected(
     """
     async with make_channel(engine.address, security.to_process(engine.certificate)) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
-        call: Any = stub.Generate()
+        call: Any = stub.Generate(wait_for_ready=True)  # it may learn of this client a moment later
         with translated(_PEER):
             try:
                 async with asyncio.timeout(_RPC_S):

@@ -50,7 +50,7 @@ def make_app() -> typer.Typer:
     app.add_typer(peers.app, name="peers")
     app.add_typer(models.app, name="models")
     app.command("plan")(plan.plan)
-    app.command("serve")(serve.serve)
+    app.command("serve", cls=serve.ServeCommand)(serve.serve)
     app.command("chat")(chat.chat)
     app.command("ps")(ps.ps)
     app.command("stop")(stop.stop)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, complete_model, data_dir_of
 from edgepipe.cli.output import make_console, printable
@@ -14,6 +15,22 @@ from edgepipe.errors import ConfigInvalid, PeerClosed
 if TYPE_CHECKING:
     from edgepipe.cli.admin import Admin
     from edgepipe.wire.v1 import engine_pb2, node_pb2
+
+
+_MOVES = {"": "UNCHANGED", "now": "UNCHANGED", "auto": "AUTO", "off": "OFF"}
+
+
+class ServeCommand(TyperCommand):
+    """``--rebalance`` may stand alone; then it means now."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See ``click.Command.parse_args``."""
+        given: list[str] = []
+        for index, word in enumerate(args):
+            given.append(word)
+            if word == "--rebalance" and (args[index + 1 : index + 2] or [""])[0] not in _MOVES.keys() - {""}:
+                given.append("now")
+        return super().parse_args(ctx, given)
 
 
 def serve(
@@ -36,17 +53,28 @@ def serve(
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
     activations: Annotated[str, typer.Option("--activations", help="bf16 or float32, between stages.")] = "bf16",
     rebalance: Annotated[
-        bool, typer.Option("--rebalance", help="Place a model that is served already anew over all nodes.")
-    ] = False,
+        str,
+        typer.Option(
+            "--rebalance",
+            metavar="[now|auto|off]",
+            help="Place a model anew that is served already; auto: and whenever another placement is clearly better.",
+            show_default=False,
+        ),
+    ] = "",
     data_dir: DataDir = None,
 ) -> None:
     """Load a model over the nodes; returns when it answers."""
     from edgepipe.cli.admin import connect, run_async
+    from edgepipe.wire.v1 import node_pb2
 
     if nodes and plan:
         raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
     if first and plan:
         raise ConfigInvalid("--first and --plan contradict each other", next_step="give one of them")
+    if rebalance not in _MOVES:
+        raise ConfigInvalid(f"--rebalance cannot be '{rebalance}'", next_step="give now, auto or off")
+    if rebalance and plan:
+        raise ConfigInvalid("--rebalance and --plan contradict each other", next_step="give one of them")
     if objective not in ("", "latency", "throughput"):
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
     request = serve_request(
@@ -63,7 +91,8 @@ def serve(
     request.exclude.extend(name.strip() for name in exclude.split(",") if name.strip())
     request.first, request.throughput = first, objective == "throughput"
     request.concurrency, request.must_keep_context = concurrency, bool(context)
-    request.rebalance = rebalance
+    request.rebalance = bool(rebalance)
+    request.moves = node_pb2.Moves.Value(f"MOVES_{_MOVES[rebalance]}")
 
     async def work(folder: Path) -> engine_pb2.EngineState:
         async with connect(folder) as admin:

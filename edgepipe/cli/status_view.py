@@ -145,6 +145,8 @@ def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
         yield _stages(engine)
     if engine.state == "ready" and engine.why:
         yield _sizing(engine)
+    if engine.state == "ready" and engine.HasField("advice"):
+        yield _advice(engine)
 
 
 def _figures(engine: engine_pb2.EngineState) -> str:
@@ -166,6 +168,14 @@ def _sizing(engine: engine_pb2.EngineState) -> Text:
     if engine.preemptions:
         lines.append(f"  preempted {engine.preemptions} times: the KV cache is short")
     return Text("\n".join(lines), style="dim")
+
+
+def _advice(engine: engine_pb2.EngineState) -> Text:
+    """What a better placement would gain, why, and what it costs to go there."""
+    advice = engine.advice
+    line = Text(f"  better: {printable(advice.plan)}, +{advice.gain:.0%}", style="yellow")
+    line.append(f"\n  {printable(advice.why)}; moving pauses answers for about {format_duration_s(advice.pause_s)}")
+    return line.append(f"\n  edgepipe serve {printable(engine.model)} --rebalance")
 
 
 def _place(engine: engine_pb2.EngineState) -> str:

@@ -168,6 +168,8 @@ class DeviceHost:
         key = self._profile_key(request)
         if key and (known := self._layers.get(key)) is not None:
             return known
+        if request.known_only:
+            raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
         async with self._profiling:
             spare = self._spare
             if spare is None or not key:

@@ -32,6 +32,7 @@ class _Run:
     model_config: str
     spec: pb.ServeSpec
     state: engine_pb2.EngineState
+    advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
     child: Child | None = None
     restartable: bool = False  # it served, or goes on with what another one served
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
@@ -76,6 +77,19 @@ class EngineHost:
     def ready(self) -> list[tuple[str, pb.ServeSpec]]:
         """Pipelines that answer, with where their stages are now."""
         return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
+
+    def state_of(self, pipeline_id: str) -> engine_pb2.EngineState | None:
+        """What one engine tells of itself; None if it does not run here."""
+        run = self._runs.get(pipeline_id)
+        return run.state if run is not None else None
+
+    def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
+        """Tell everybody of a better placement, or that there is none."""
+        run = self._runs.get(pipeline_id)
+        if run is not None and run.advice != advice:
+            run.advice = advice
+            self._show_advice(run)
+            self._on_change(False)
 
     async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
         """Start an engine process and give it its task; returns once it has that. Raises what hinders its start.
@@ -169,25 +183,46 @@ class EngineHost:
         if not run.state.address and child.port:
             run.state.address = f"{child.settings.host}:{child.port}"
         run.state.certificate = child.certificate
+        self._show_advice(run)
         self._on_change(before != (run.state.state, run.state.message))
 
-    async def rebalance(self, pipeline_id: str, *, num_nodes: int) -> bool:
+    @staticmethod
+    def _show_advice(run: _Run) -> None:
+        run.state.ClearField("advice")
+        if run.advice is not None:
+            run.state.advice.CopyFrom(run.advice)
+
+    async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
         """Move a pipeline's stages to where they would be placed now; whether that is elsewhere.
 
-        Raises NoFeasiblePlacement, and ModelUnknown if its engine does not serve here.
+        ``moves``: whether they go on moving by themselves. Raises NoFeasiblePlacement, and ModelUnknown if its engine
+        does not serve here.
         """
         run = self._runs.get(pipeline_id)
         if run is None or run.child is None or run.state.state != "ready":
             raise ModelUnknown("the model is not served by this node now", next_step="see 'edgepipe ps'")
-        made = await self._replanner.anew(pipeline_id, run.spec, num_nodes=num_nodes)
-        if made.spec == run.spec:
+        if moves != pb.MOVES_UNCHANGED:
+            run.spec.moves = moves == pb.MOVES_AUTO
+        if moves == pb.MOVES_OFF:
             return False
-        run.spec = made.spec
-        run.child.send(pb.ChildCommand(plan=made))
-        return True
+        return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, num_nodes=num_nodes))
+
+    def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
+        """Let a pipeline's stages go to a placement; whether that is elsewhere."""
+        run = self._runs.get(pipeline_id)
+        if run is None or run.child is None:
+            return False
+        elsewhere = list(made.spec.stages) != list(run.spec.stages)
+        run.spec, run.advice = made.spec, None
+        if elsewhere:
+            run.child.send(pb.ChildCommand(plan=made))
+        self._show_advice(run)
+        self._on_change(False)
+        return elsewhere
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
         """Answer an engine that asks where its stages go."""
+        wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # it is not told of new wishes
         try:
             made = await self._replanner.plan(run.state.pipeline_id, wanted)
             run.spec = made.spec

@@ -36,6 +36,11 @@ class LinkProbes:
         self._known: dict[str, tuple[float, pb.LinkProfile]] = {}  # by address: when, what
         self._busy = asyncio.Lock()  # two at a time would share the wire
 
+    def known(self, node_ids: list[str]) -> list[pb.LinkProfile]:
+        """What was measured, however long ago; others are left out."""
+        wanted = frozenset(node_ids)
+        return [found for _, found in self._known.values() if found.receiver in wanted]
+
     async def measure(self, node_ids: list[str]) -> list[pb.LinkProfile]:
         """One after the other. Raises NodeUnreachable, LinkError."""
         return [await self._one(self._peers.node(node_id)) for node_id in node_ids]

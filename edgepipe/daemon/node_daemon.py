@@ -38,6 +38,7 @@ from edgepipe.daemon.neighbours import Neighbours
 from edgepipe.daemon.pairing_host import PairingHost
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.remembered import RememberedAddresses
+from edgepipe.daemon.replan_watch import ReplanWatch
 from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
@@ -231,16 +232,25 @@ class NodeDaemon:
             on_change=self._local.refresh,
             layers=self._layers,
         )
+        surveyor = Surveyor(self._peers)
+        replanner = Replanner(peers=self._peers, models=self._models, surveyor=surveyor)
         self._engines = EngineHost(
             children=self.children,
             new_settings=lambda: self._child_settings("engine"),
             peers=self._peers,
-            replanner=Replanner(peers=self._peers, models=self._models),
+            replanner=replanner,
             changes=self._local.changes.watch,
             spread=self._heartbeats.spread,
             tasks=tasks,
             own_highest=self._own_highest,
             on_change=lambda urgent: self._local.refresh(urgent=urgent),
+        )
+        self._replan_watch = ReplanWatch(
+            engines=self._engines,
+            replanner=replanner,
+            clock=self._clock,
+            changes=self._local.changes.watch,
+            tasks=tasks,
         )
         self._book = ServeBook(self._data_dir.path / "served.bin", on_change=self._local.refresh)
         self._drain = Drain(
@@ -277,7 +287,7 @@ class NodeDaemon:
             gateway_knows=self._gateway.knows,
             refused=self._heartbeats.refusals.values,
             book=self._book,
-            surveyor=Surveyor(self._peers),
+            surveyor=surveyor,
             tasks=tasks,
         )
         self._local.add_part(self._fill_state)
@@ -403,6 +413,7 @@ class NodeDaemon:
         tasks.create_task(self._sleep.run(), name="sleep")
         tasks.create_task(self._book.run(), name="serve-book")
         tasks.create_task(self._keeper.run(), name="engine-keeper")
+        tasks.create_task(self._replan_watch.run(), name="replan-watch")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
         for address in self._config.peers:
             self._heartbeats.found(address, manual=True)

@@ -23,6 +23,7 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 logger = logging.getLogger(__name__)
 
 _PROFILE_S = 60.0  # several shapes may wait for one device
+_KNOWN_S = 0.5  # to tell what was measured before: who does not, while an answer waits, is estimated
 
 
 class Peers:
@@ -90,9 +91,9 @@ class Peers:
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
 
-    async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int) -> bool:
+    async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
         """``Node.Rebalance`` there: whether stages move. Raises its errors and LinkError."""
-        request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes)
+        request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
         with translated(self.node(node_id).name):
             return (await self._stub(node_id).Rebalance(request, timeout=self._timeouts.child_start_s)).changed
 
@@ -119,13 +120,15 @@ class Peers:
 
     async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
         """``Node.ProfileLayer`` there. Raises its errors and LinkError."""
+        timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
-            return await self._stub(node_id).ProfileLayer(request, timeout=_PROFILE_S)
+            return await self._stub(node_id).ProfileLayer(request, timeout=timeout_s)
 
     async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
         """``Node.ProfileLinks`` there. Raises its errors and LinkError."""
+        timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
-            return list((await self._stub(node_id).ProfileLinks(request, timeout=_PROFILE_S)).links)
+            return list((await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)).links)
 
     async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
         """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""

@@ -1,26 +1,76 @@
-"""Where the stages of a running model go when nodes are gone."""
+"""Where the stages of a running model go: when nodes are gone, when somebody asks, when another place is better."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from edgepipe.daemon.models import Models
+from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
+from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.planner.placement import Need, NodeRoom, Placed, place
+from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.placement import Placed
+from edgepipe.planner.plan import Wishes, plan
 from edgepipe.planner.replacement import replace_lost
+from edgepipe.units import LinkShape
 from edgepipe.wire.common import slices_from_wire
+from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2 as pb
+
+DEFAULT_SEQUENCES = 16
+"""Chats side by side that a home cluster's users make, when nobody says."""
+DEFAULT_SEQUENCE_TOKENS = 4096
+"""A long chat; a longer context shares the same room among fewer sequences."""
+_READ_TOKENS = 1024  # that a token attends to on average, as far as a plan is concerned
+_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # of links that nobody measured yet: a cable at home
+
+
+def demand_of(config: ModelConfig, spec: pb.ServeSpec, *, must_keep_tokens: int = 0) -> Demand:
+    """How a model is used that is served so."""
+    context = min(spec.context_length or config.context_length, config.context_length)
+    conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
+    return Demand(
+        config=config,
+        objective=Objective.THROUGHPUT if spec.throughput else Objective.LATENCY,
+        concurrency=spec.concurrency or DEFAULT_SEQUENCES,
+        context_tokens=conversation,
+        must_keep_tokens=must_keep_tokens,
+        read_tokens=min(_READ_TOKENS, conversation),
+    )
+
+
+def placed_of(spec: pb.ServeSpec) -> tuple[Placed, ...]:
+    """Where a spec has its slices, in the order of a token's way."""
+    placed = [
+        Placed(node_id=NodeId(stage.node_id), part=part)
+        for stage in spec.stages
+        for part in slices_from_wire(stage.slices)
+    ]
+    return tuple(sorted(placed, key=lambda one: one.part.index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of the cluster for a model that runs; nothing was measured for it."""
+
+    model: LocalModel
+    demand: Demand
+    cluster: Cluster
 
 
 class Replanner:
-    """Answers engines beside this daemon with what it knows of the cluster."""
+    """Answers for engines beside this daemon with what it knows of the cluster."""
 
-    def __init__(self, *, peers: Peers, models: Models) -> None:
+    def __init__(self, *, peers: Peers, models: Models, surveyor: Surveyor) -> None:
         self._peers = peers
         self._models = models
+        self._surveyor = surveyor
 
     def reachable(self) -> pb.Reachable:
         """The nodes that are there, this one included."""
@@ -38,31 +88,68 @@ class Replanner:
             for node in self._peers.nodes()
         )
 
+    def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
+        """Nodes that could hold stages of a running pipeline."""
+        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, own=own))
+
+    def name(self, node_id: str) -> str:
+        """Of a node, for people. Raises NodeUnreachable."""
+        return self._peers.node(node_id).name
+
     async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
         """Survivors keep their stages where lost ones fit on others; else everything is placed anew.
 
         Raises NoFeasiblePlacement, ModelUnknown.
         """
-        model = await self._models.adopt(wanted.spec.model, manifest_hash=wanted.spec.manifest_hash)
-        need = placement_need(model.config, wanted.spec.context_length)
-        rooms = [room for node in self._peers.nodes() for room in rooms_of(node, wanted.spec.dtype, own=pipeline_id)]
-        try:
-            placed = self._place(need, wanted.spec, rooms, avoided=frozenset(wanted.barred))
-        except NoFeasiblePlacement:
-            if not wanted.barred:
-                raise
-            placed = self._place(need, wanted.spec, rooms, avoided=frozenset())
-        return self._made(wanted.spec, placed)
+        spec = wanted.spec
+        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        barred = frozenset(wanted.barred)
+        placed = self._replaced(model, spec, pipeline_id, avoided=barred)
+        if placed is None:
+            known = await self.known(pipeline_id, spec)
+            try:
+                placed = await self.search(known, spec, avoided=barred)
+            except NoFeasiblePlacement:
+                if not barred:
+                    raise
+                placed = self._replaced(model, spec, pipeline_id) or await self.search(known, spec)
+        return self.made(spec, placed)
 
     async def anew(self, pipeline_id: str, spec: pb.ServeSpec, *, num_nodes: int) -> pb.PlanMade:
-        """Everything placed anew over ``num_nodes`` nodes (0: all that can compute). Raises NoFeasiblePlacement."""
-        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        need = placement_need(model.config, spec.context_length)
-        rooms = [room for node in self._peers.nodes() for room in rooms_of(node, spec.dtype, own=pipeline_id)]
-        count = num_nodes or min(len(rooms), model.config.num_layers)
-        return self._made(spec, place(need, rooms, num_nodes=count))
+        """The best placement over ``num_nodes`` nodes (0: as was wished before). Raises NoFeasiblePlacement."""
+        wanted = pb.ServeSpec()
+        wanted.CopyFrom(spec)
+        wanted.num_nodes = num_nodes or spec.num_nodes
+        return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted))
 
-    def _made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
+    async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
+        """The cluster as far as it has been measured; nodes that do nothing yet may be measured for it.
+
+        Raises ModelUnknown.
+        """
+        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        survey = await self._surveyor.known(model, spec.dtype, own=pipeline_id, measure=measure)
+        cluster = cluster_from_wire(survey)
+        links = replace(cluster.links, assumed=_UNMEASURED)
+        return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
+
+    async def search(self, known: Known, spec: pb.ServeSpec, *, avoided: Collection[str] = ()) -> tuple[Placed, ...]:
+        """The best placement as far as is known. Raises NoFeasiblePlacement.
+
+        What somebody once wished counts as far as the nodes that are there allow.
+        """
+        machines = [one for one in known.cluster.machines if one.node_id not in avoided]
+        names = {name for one in machines for name in (one.name, str(one.node_id))}
+        wishes = Wishes(
+            num_nodes=min(spec.num_nodes, len(machines)),
+            exclude=tuple(name for name in spec.exclude if name in names),
+            first=spec.first if spec.first in names else "",
+        )
+        found = await asyncio.to_thread(plan, known.demand, machines, known.cluster.links, wishes, explain=False)
+        return found.placed
+
+    def made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
+        """A placement as engines take it. Raises NodeUnreachable."""
         made = pb.PlanMade(spec=spec)
         del made.spec.stages[:]
         made.spec.stages.extend(stages_of(placed))
@@ -71,18 +158,7 @@ class Replanner:
             made.nodes.add(node_id=node_id, address=node.address, name=node.name)
         return made
 
-    def _place(
-        self, need: Need, spec: pb.ServeSpec, rooms: Sequence[NodeRoom], *, avoided: Collection[str]
-    ) -> tuple[Placed, ...]:
-        rooms = [room for room in rooms if room.node_id not in avoided]
-        standing = [
-            Placed(node_id=NodeId(stage.node_id), part=part)
-            for stage in spec.stages
-            for part in slices_from_wire(stage.slices)
-        ]
-        return replace_lost(need, standing, rooms, fetch_bytes=self._fetch_bytes(spec)) or place(need, rooms)
-
-    def _fetch_bytes(self, spec: pb.ServeSpec) -> dict[NodeId, int]:
+    def missing_bytes(self, spec: pb.ServeSpec) -> Mapping[NodeId, int]:
         """What of the model is not on a node's disk; of a node that never told of it, more than of any that did."""
         on_disk = {
             node.node_id: next((one for one in node.models if one.manifest_hash == spec.manifest_hash), None)
@@ -93,3 +169,12 @@ class Replanner:
             NodeId(node_id): whole + 1 if one is None else 0 if one.complete else whole - one.num_bytes
             for node_id, one in on_disk.items()
         }
+
+    def _replaced(
+        self, model: LocalModel, spec: pb.ServeSpec, own: str, *, avoided: Collection[str] = ()
+    ) -> tuple[Placed, ...] | None:
+        """Lost stages elsewhere, the others where they are; None if they do not fit so."""
+        nodes = [node for node in self._peers.nodes() if node.node_id not in avoided]
+        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
+        need = placement_need(model.config, spec.context_length)
+        return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.missing_bytes(spec))

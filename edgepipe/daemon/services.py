@@ -129,7 +129,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Place a pipeline anew whose engine runs here."""
         self._admit(request.hello)
         return pb.RebalanceReply(
-            changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes)
+            changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes, moves=request.moves)
         )
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
@@ -140,7 +140,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """What the way from here to others is like."""
         self._admit(request.hello)
-        return pb.ProfileLinksReply(links=await self._links.measure(list(request.node_ids)))
+        wanted = list(request.node_ids)
+        links = self._links.known(wanted) if request.known_only else await self._links.measure(wanted)
+        return pb.ProfileLinksReply(links=links)
 
 
 class WeightsService(node_pb2_grpc.WeightsServicer):

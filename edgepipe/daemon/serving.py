@@ -11,6 +11,7 @@ from edgepipe.backend.types import ActivationType
 from edgepipe.daemon.memory import modest_kv_bytes
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.survey import Surveyor
@@ -24,7 +25,6 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import Epoch, IdSource
 from edgepipe.model.facts import ModelConfig
-from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Plan, Wishes, plan
 from edgepipe.wire.common import activation_type_to_wire, epoch_from_wire, error_from_wire
@@ -34,9 +34,6 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_SEQUENCES = 16  # room in the KV cache that a home cluster's users fill
-_DEFAULT_SEQUENCE_TOKENS = 4096  # a long chat; a longer context shares the same room among fewer sequences
-_READ_TOKENS = 1024  # that a token attends to on average, as far as a plan is concerned
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
 
@@ -82,7 +79,7 @@ class Serving:
         if running := self._running(model.name):
             node, engine = running
             if request.rebalance:
-                async for event in self._rebalance(node.node_id, engine, num_nodes=request.num_nodes):
+                async for event in self._rebalance(node.node_id, engine, request):
                     yield event
                 return
             _check_served_as_asked(request, engine)
@@ -119,12 +116,14 @@ class Serving:
         return await self._surveyor.links()
 
     async def _rebalance(
-        self, node_id: str, engine: engine_pb2.EngineState, *, num_nodes: int
+        self, node_id: str, engine: engine_pb2.EngineState, request: pb.ServeRequest
     ) -> AsyncGenerator[pb.ServeEvent]:
         """Events until the model's stages are where they would be placed now."""
         yield pb.ServeEvent(message=f"placing {engine.model} anew")
         before = epoch_from_wire(engine.epoch)
-        if not await self._peers.rebalance(node_id, engine.pipeline_id, num_nodes=num_nodes):
+        if not await self._peers.rebalance(
+            node_id, engine.pipeline_id, num_nodes=request.num_nodes, moves=request.moves
+        ):
             yield pb.ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
             return
         async for event in self._follow(node_id, engine.pipeline_id, after=before):
@@ -203,22 +202,20 @@ class Serving:
             spec.activation_type = activation_type_to_wire(ActivationType.BF16)
         del spec.stages[:]
         spec.stages.extend(stages_of(placed))
+        spec.throughput, spec.concurrency = request.throughput, request.concurrency
+        spec.num_nodes, spec.first = request.num_nodes, request.first
+        spec.exclude.extend(request.exclude)
+        spec.moves = request.moves == pb.MOVES_AUTO
         return spec, engine_node
 
     async def _planned(self, request: pb.ServeRequest, model: LocalModel, context: int) -> Plan:
         """The best placement that the request allows. Raises as ``plan``."""
         cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
-        conversation = min(context, _DEFAULT_SEQUENCE_TOKENS)
-        demand = Demand(
-            config=model.config,
-            objective=Objective.THROUGHPUT if request.throughput else Objective.LATENCY,
-            concurrency=request.concurrency or _DEFAULT_SEQUENCES,
-            context_tokens=conversation,
-            must_keep_tokens=context if request.must_keep_context else 0,
-            read_tokens=min(_READ_TOKENS, conversation),
-        )
+        asked = pb.ServeSpec(context_length=context, throughput=request.throughput, concurrency=request.concurrency)
+        must_keep_tokens = context if request.must_keep_context else 0
+        demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
         wishes = Wishes(num_nodes=request.num_nodes, exclude=tuple(request.exclude), first=request.first)
-        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes)
+        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
 
     def _describe(self, spec: pb.ServeSpec) -> str:
         """``layers 0-14 on gamer, 15-29 on mac``."""
@@ -273,7 +270,7 @@ class Serving:
 
 def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:
     """Tokens of KV when nobody says how many: some long chats' worth, less where stages take the host's memory."""
-    tokens = _DEFAULT_SEQUENCES * min(context, _DEFAULT_SEQUENCE_TOKENS)
+    tokens = DEFAULT_SEQUENCES * min(context, DEFAULT_SEQUENCE_TOKENS)
     by_id = {room.node_id: room for room in rooms}
     for one in placed:
         room = by_id[one.node_id]

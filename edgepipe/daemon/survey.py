@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from edgepipe.daemon.memory import headroom_bytes, uses_host_memory
@@ -25,21 +25,58 @@ class Surveyor:
 
     async def survey(self, model: LocalModel, dtype: str) -> pb.SurveyReply:
         """Raises LinkNotMeasured when a node goes while its links are measured."""
+        told, usable = self._machines(model, dtype)
+        hosts = groupby(sorted(usable, key=_host), key=_host)
+        await asyncio.gather(*(self._profile_all(list(nodes), told, dtype) for _, nodes in hosts))
+        if len(usable) > 1:
+            told.links.extend(await self._links(usable))
+        return told
+
+    async def known(
+        self, model: LocalModel, dtype: str, *, own: str = "", measure: Collection[str] = ()
+    ) -> pb.SurveyReply:
+        """The same at once, with what was measured before; the rest is left out.
+
+        own      a running pipeline that is placed again: what it holds counts as free
+        measure  nodes that do nothing yet: they are measured, with the links from and to them
+        """
+        told, usable = self._machines(model, dtype, own=own)
+        new = frozenset(measure)
+        machines = {one.node_id: one for one in told.machines}
+        layers = [
+            self._profile(machines[node.node_id], node, told, dtype, known_only=node.node_id not in new)
+            for node in usable
+        ]
+        links = [
+            self._links_from(node, ids, known_only=known_only)
+            for node in usable
+            for known_only, ids in _links_to_ask(node, usable, new)
+        ]
+        _, found = await asyncio.gather(asyncio.gather(*layers), asyncio.gather(*links))
+        for each in found:
+            told.links.extend(each)
+        return told
+
+    def _machines(self, model: LocalModel, dtype: str, *, own: str = "") -> tuple[pb.SurveyReply, list[pb.NodeState]]:
+        """A survey with every node that can compute, and those nodes."""
         told = pb.SurveyReply(model=model.name, model_config=model.config_json)
         usable: list[pb.NodeState] = []
         for node in self._peers.nodes():
-            machine = _machine(node, dtype)
+            machine = _machine(node, dtype, own=own)
             if machine is not None:
                 usable.append(node)
                 told.machines.append(machine)
             else:
                 told.unusable.append(_why_not(node))
-        await asyncio.gather(
-            *(self._profile_all(list(nodes), told, dtype) for _, nodes in groupby(sorted(usable, key=_host), key=_host))
-        )
-        if len(usable) > 1:
-            told.links.extend(await self._links(usable))
-        return told
+        return told, usable
+
+    async def _links_from(self, node: pb.NodeState, ids: Sequence[str], *, known_only: bool) -> list[pb.LinkProfile]:
+        request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=ids, known_only=known_only)
+        try:
+            return await self._peers.profile_links(node.node_id, request)
+        except EdgepipeError as error:
+            logger.info("links not known node=%s: %s", node.name, error)
+            return []
 
     async def links(self) -> list[pb.LinkProfile]:
         """Every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
@@ -50,13 +87,27 @@ class Surveyor:
         """Nodes of one machine one after the other: side by side they would slow each other."""
         machines = {one.node_id: one for one in told.machines}
         for node in nodes:
-            request = pb.ProfileLayerRequest(
-                hello=self._peers.hello, model_config=told.model_config, dtype="" if dtype == "auto" else dtype
-            )
-            try:
-                machines[node.node_id].layer.CopyFrom(await self._peers.profile_layer(node.node_id, request))
-            except EdgepipeError as error:  # what it can do is then estimated from its memory's and matrix rates
-                logger.info("not measured node=%s: %s", node.name, error)
+            await self._profile(machines[node.node_id], node, told, dtype)
+
+    async def _profile(
+        self,
+        machine: pb.SurveyedMachine,
+        node: pb.NodeState,
+        told: pb.SurveyReply,
+        dtype: str,
+        *,
+        known_only: bool = False,
+    ) -> None:
+        request = pb.ProfileLayerRequest(
+            hello=self._peers.hello,
+            model_config=told.model_config,
+            dtype="" if dtype == "auto" else dtype,
+            known_only=known_only,
+        )
+        try:
+            machine.layer.CopyFrom(await self._peers.profile_layer(node.node_id, request))
+        except EdgepipeError as error:  # what it can do is then estimated from its memory's and matrix rates
+            logger.info("not measured node=%s: %s", node.name, error)
 
     async def _links(self, nodes: Sequence[pb.NodeState]) -> list[pb.LinkProfile]:
         """All directed links; each node begins with its successor, so that few pairs meet at one node."""
@@ -83,12 +134,24 @@ def _host(node: pb.NodeState) -> str:
     return node.address.rpartition(":")[0]
 
 
-def _machine(node: pb.NodeState, dtype: str) -> pb.SurveyedMachine | None:
+def _links_to_ask(
+    node: pb.NodeState, usable: Sequence[pb.NodeState], new: Collection[str]
+) -> list[tuple[bool, list[str]]]:
+    """Whether a node shall only tell what it knows, and of the links to whom: those that touch a new node are
+    measured."""
+    others = [one.node_id for one in usable if one.node_id != node.node_id]
+    measured = [one for one in others if node.node_id in new or one in new]
+    known = [one for one in others if one not in measured]
+    return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
+
+
+def _machine(node: pb.NodeState, dtype: str, *, own: str = "") -> pb.SurveyedMachine | None:
     """What a node offers; None while it cannot compute."""
-    room = next(iter(rooms_of(node, dtype)), None)
+    room = next(iter(rooms_of(node, dtype, own=own)), None)
     if room is None:
         return None
-    device = next(one for one in node.devices if one.state not in ("starting", "failed"))
+    unusable = ("failed",) if own else ("starting", "failed")  # as ``rooms_of`` has it
+    device = next(one for one in node.devices if one.state not in unusable)
     profile = device.profile
     on_host = uses_host_memory(profile)
     ours = device.free_bytes + device.reserved_bytes

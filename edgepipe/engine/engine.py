@@ -148,13 +148,19 @@ class Engine:
             return self._base
         pump, stats = self._run.pump, self._run.pump.stats()
         sizing = pump.micro_batches.sizing
-        stages = tuple(meter.told(stage) for stage, meter in zip(self._base.stages, pump.meters, strict=True))
+        rows = stats.running / min(sizing.micro_batches, stats.running) if stats.running else 0.0
+        decodes = [pump.micro_batches.decode_s(index, rows) for index in range(len(pump.meters))]
+        stages = tuple(
+            replace(meter.told(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
+            for stage, meter, (step_s, upload_s) in zip(self._base.stages, pump.meters, decodes, strict=True)
+        )
         return replace(
             self._base,
             micro_batches=sizing.micro_batches,
             why=sizing.why,
             bottleneck=sizing.bottleneck,
             predicted_tokens_per_s=sizing.tokens_per_s,
+            decode_rows=rows,
             latency_ms=pump.micro_batches.latency_s * 1e3,
             in_flight=stats.in_flight,
             running=stats.running,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES
@@ -54,6 +56,15 @@ class MicroBatches:
     def latency_s(self) -> float:
         """Of the whole ring: one-way delays, sampling, the token's return."""
         return self._turns.latency_s
+
+    def decode_s(self, stage: int, rows: float) -> tuple[float, float]:
+        """Seconds of a decode step of so many rows on a stage, and of its upload; 0 for what is not known."""
+        if not rows:
+            return 0.0, 0.0
+        at = np.array([rows])
+        curves = self._curves[stage].values()
+        step_s = float(sum(curve.at(at)[0] for curve in curves)) if all(curve.known for curve in curves) else 0.0
+        return step_s, self._links[stage].seconds(round(rows * self._row_bytes))
 
     def limit(self, *, prompts_wait: bool) -> int:
         """Steps that may be in flight. Chunks of a prompt follow one another through the stages, also where few

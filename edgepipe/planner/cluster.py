@@ -45,6 +45,12 @@ class Cluster:
                     links = links.with_shape(a, b, shape)
         return replace(self, links=links)
 
+    def with_speeds_of(self, known: Iterable[Machine]) -> Cluster:
+        """The same machines, as fast as others have shown themselves to be."""
+        speeds = {one.node_id: one.speed for one in known}
+        machines = (replace(one, speed=speeds.get(one.node_id, one.speed)) for one in self.machines)
+        return replace(self, machines=tuple(machines))
+
     def with_memory(self, node: NodeId, more_bytes: int) -> Cluster:
         """One machine with so much more."""
         return replace(

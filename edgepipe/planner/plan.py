@@ -87,8 +87,10 @@ class Plan:
         return hops and all(stage.machine.speed.source == "measured" for stage in self.stages)
 
 
-def plan(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes | None = None) -> Plan:
-    """The best placement that the wishes allow.
+def plan(
+    demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes | None = None, *, explain: bool = True
+) -> Plan:
+    """The best placement that the wishes allow; without ``explain`` no reasons for machines that are left out.
 
     Raises PlanInvalid where wishes contradict each other or the cluster, NoFeasiblePlacement with the arithmetic,
     LinkNotMeasured where a link's figures are missing and nothing may be assumed.
@@ -105,7 +107,8 @@ def plan(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wish
     share, kv_tokens = found
     result = describe(demand, search.placed(share), able, links)
     gap = max(0.0, 1 - share.bound_s / share.cycle_s)
-    return replace(result, left_out=(*excluded, *search.left_out(share, kv_tokens)), gap=gap)
+    left_out = [*excluded, *search.left_out(share, kv_tokens)] if explain else excluded
+    return replace(result, left_out=tuple(left_out), gap=gap)
 
 
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:

@@ -24,10 +24,11 @@ _HEAD_ROWS = (1, 8, 32)
 _CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
 _WEIGHTS_BYTES = 256 << 20  # more than any cache holds: a stage streams its weights from memory
 _MOST_LAYERS = 16
-_POINT_S = 0.03  # spent on a point after its first run
+_POINT_S = 0.05  # spent on a point after its first run
 _TOO_SLOW_S = 0.4  # of one run: larger sizes follow from the slope
-_LEAST_RUNS, _MOST_RUNS = 5, 20
-_QUARTILE = 0.25  # of a point's runs: whatever else the machine does only makes runs longer
+_LEAST_RUNS, _MOST_RUNS = 7, 30
+_QUANTILE = 0.35  # of a point's runs: what else the machine does only makes runs longer
+_LOAD_S = 0.5  # for the largest probe's weights
 
 
 def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_bytes: int) -> LayerProfile:
@@ -37,9 +38,12 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
     """
     layer_bytes = config.layer_parameters() * value_bytes
     many = min(_MOST_LAYERS, max(2, math.ceil(_WEIGHTS_BYTES / layer_bytes)))
-    few = max(1, many // 2)
-    probe = _Probe(backend, replace(config, num_layers=max(config.num_layers, many + 2), sliding_windows=()), clock)
+    most = max(config.num_layers, _MOST_LAYERS + 2)
+    probe = _Probe(backend, replace(config, num_layers=most, sliding_windows=()), clock)
     try:
+        if probe.load_s(1) * _MOST_LAYERS < _LOAD_S:
+            many = _MOST_LAYERS  # the more layers, the less a step's overheads and the clock's noise count
+        few = many // 2
         probe.load(few, head=False)
         few_s = probe.decode_s(1, _CONTEXT)
         probe.load(few, head=True)
@@ -50,7 +54,7 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
         short_s, long_s = (probe.decode_s(_LONG_ROWS, context) for context in (_CONTEXT, _LONG_CONTEXT))
     finally:
         backend.close()
-    slope_s = max(0.0, decode[0].seconds - few_s) / (many - few) if many > few else decode[0].seconds / many
+    slope_s = max(0.0, decode[0].seconds - few_s) / (many - few)
     base_s = max(0.0, decode[0].seconds - many * slope_s)
     layers = tuple(Point(one.size, max(0.0, one.seconds - base_s) / many) for one in decode)
     head = [Point(one.size, max(0.0, one.seconds - base_s - few * _at(layers, one.size))) for one in headed]
@@ -84,6 +88,12 @@ class _Probe:
         self._steps = 0
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
+    def load_s(self, num_layers: int) -> float:
+        """How long so many layers take to load."""
+        started_s = self._clock.monotonic_s()
+        self.load(num_layers, head=False)
+        return self._clock.monotonic_s() - started_s
+
     def load(self, num_layers: int, *, head: bool) -> None:
         """Replace what is loaded."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
@@ -115,7 +125,7 @@ class _Probe:
         runs.clear()  # the first one warmed up
         while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
             runs.append(self._run_s(rows))
-        return float(np.quantile(runs, _QUARTILE))
+        return float(np.quantile(runs, _QUANTILE))
 
     def _run_s(self, rows: Sequence[tuple[int, int]]) -> float:
         step_rows: list[StepRow] = []

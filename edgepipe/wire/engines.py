@@ -42,6 +42,12 @@ class ServeSpec:
     dtype: str = "auto"
     activation_type: ActivationType = ActivationType.BF16
     policy: str = ""  # of the scheduler; empty: the default
+    throughput: bool = False  # placed for many chats instead of one
+    concurrency: int = 0  # how many; 0: some
+    moves: bool = False  # stages move by themselves when another placement is clearly better
+    num_nodes: int = 0  # that somebody asked for; 0: as is best
+    exclude: tuple[str, ...] = ()  # names or ids of nodes to leave out
+    first: str = ""  # the node that holds the first layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class StageState:
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link
     one_way_ms: float = 0.0  # EWMA of its outgoing link
+    decode_ms: float = 0.0  # a step of ``EngineState.decode_rows`` sequences, as measured; 0 while not known
+    decode_upload_ms: float = 0.0  # likewise of its outgoing link
     # Since the epoch began:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
@@ -98,6 +106,7 @@ class EngineState:
     preemptions: int = 0  # since the epoch began
     admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
     cached_tokens: int = 0  # of those, found in the prefix cache
+    decode_rows: float = 0.0  # of a micro-batch of the sequences that run; 0 while none does
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
     kept_tokens: int = 0  # of sequences that outlived a failure: found in the KV as they were
@@ -140,6 +149,12 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
         dtype=spec.dtype,
         activation_type=activation_type_to_wire(spec.activation_type),
         policy=spec.policy,
+        throughput=spec.throughput,
+        concurrency=spec.concurrency,
+        moves=spec.moves,
+        num_nodes=spec.num_nodes,
+        exclude=spec.exclude,
+        first=spec.first,
     )
 
 
@@ -159,6 +174,12 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
         dtype=message.dtype or "auto",
         activation_type=ActivationType.BF16 if unspecified else activation_type_from_wire(message.activation_type),
         policy=message.policy,
+        throughput=message.throughput,
+        concurrency=message.concurrency,
+        moves=message.moves,
+        num_nodes=message.num_nodes,
+        exclude=tuple(message.exclude),
+        first=message.first,
     )
 
 
@@ -191,6 +212,7 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         preemptions=state.preemptions,
         admitted_tokens=state.admitted_tokens,
         cached_tokens=state.cached_tokens,
+        decode_rows=state.decode_rows,
         recoveries=state.recoveries,
         stall_ms=state.stall_ms,
         kept_tokens=state.kept_tokens,
@@ -227,6 +249,7 @@ def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
         preemptions=message.preemptions,
         admitted_tokens=message.admitted_tokens,
         cached_tokens=message.cached_tokens,
+        decode_rows=message.decode_rows,
         recoveries=message.recoveries,
         stall_ms=message.stall_ms,
         kept_tokens=message.kept_tokens,
@@ -248,6 +271,8 @@ def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
         step_ms=stage.step_ms,
         upload_ms=stage.upload_ms,
         one_way_ms=stage.one_way_ms,
+        decode_ms=stage.decode_ms,
+        decode_upload_ms=stage.decode_upload_ms,
         computed_s=stage.computed_s,
         bubble_s=stage.bubble_s,
         hop_bytes=stage.hop_bytes,
@@ -270,6 +295,8 @@ def _stage_from_wire(message: engine_pb2.StageState) -> StageState:
         step_ms=message.step_ms,
         upload_ms=message.upload_ms,
         one_way_ms=message.one_way_ms,
+        decode_ms=message.decode_ms,
+        decode_upload_ms=message.decode_upload_ms,
         computed_s=message.computed_s,
         bubble_s=message.bubble_s,
         hop_bytes=message.hop_bytes,

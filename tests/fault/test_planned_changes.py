@@ -55,7 +55,7 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(stream.run(a.http_port))
         await stream.has(20)
-        assert (await a.serve("tiny", rebalance=True))[-1].engine.state == "ready"
+        assert (await a.serve("tiny", rebalance=True, num_nodes=2))[-1].engine.state == "ready"
     stream.assert_right()
     assert sorted(places(await a.status())) == ["a", "b"]
 

@@ -12,6 +12,7 @@ from edgepipe.wire.v1 import trust_pb2 as _trust_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,6 +23,23 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Moves:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MovesEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Moves.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MOVES_UNCHANGED: _Moves.ValueType  # 0
+    MOVES_OFF: _Moves.ValueType  # 1
+    MOVES_AUTO: _Moves.ValueType  # 2
+
+class Moves(_Moves, metaclass=_MovesEnumTypeWrapper): ...
+
+MOVES_UNCHANGED: Moves.ValueType  # 0
+MOVES_OFF: Moves.ValueType  # 1
+MOVES_AUTO: Moves.ValueType  # 2
+Global___Moves: _TypeAlias = Moves  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -549,6 +567,12 @@ class ServeSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -561,8 +585,22 @@ class ServeSpec(_message.Message):
     activation_type: _common_pb2.ActivationType.ValueType
     policy: _builtins.str
     """of the scheduler; empty: the default"""
+    throughput: _builtins.bool
+    """placed for many chats instead of one"""
+    concurrency: _builtins.int
+    """how many; 0: some"""
+    moves: _builtins.bool
+    """stages move by themselves when another placement is clearly better"""
+    num_nodes: _builtins.int
+    """that somebody asked for; 0: as is best"""
+    first: _builtins.str
+    """the node that holds the first layers"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names or ids of nodes to leave out"""
+
     def __init__(
         self,
         *,
@@ -575,10 +613,16 @@ class ServeSpec(_message.Message):
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
         policy: _builtins.str = ...,
+        throughput: _builtins.bool = ...,
+        concurrency: _builtins.int = ...,
+        moves: _builtins.bool = ...,
+        num_nodes: _builtins.int = ...,
+        exclude: _abc.Iterable[_builtins.str] | None = ...,
+        first: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "context_length", b"context_length", "dtype", b"dtype", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "policy", b"policy", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,9 +721,12 @@ class RebalanceRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     NUM_NODES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     num_nodes: _builtins.int
-    """0: all that can compute"""
+    """0: as is best"""
+    moves: Global___Moves.ValueType
+    """whether stages move by themselves from now on"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -688,10 +735,11 @@ class RebalanceRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         pipeline_id: _builtins.str = ...,
         num_nodes: _builtins.int = ...,
+        moves: Global___Moves.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "num_nodes", b"num_nodes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "num_nodes", b"num_nodes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1867,6 +1915,7 @@ class ServeRequest(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     REBALANCE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     EXCLUDE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     THROUGHPUT_FIELD_NUMBER: _builtins.int
@@ -1879,6 +1928,8 @@ class ServeRequest(_message.Message):
     """"a:0-14,b:15-29"; empty: by free memory"""
     rebalance: _builtins.bool
     """place a model that is served already anew"""
+    moves: Global___Moves.ValueType
+    """whether stages move by themselves from now on"""
     first: _builtins.str
     """the node that holds the first layers"""
     throughput: _builtins.bool
@@ -1906,6 +1957,7 @@ class ServeRequest(_message.Message):
         plan: _builtins.str = ...,
         options: Global___ServeSpec | None = ...,
         rebalance: _builtins.bool = ...,
+        moves: Global___Moves.ValueType = ...,
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         first: _builtins.str = ...,
         throughput: _builtins.bool = ...,
@@ -1914,7 +1966,7 @@ class ServeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "rebalance", b"rebalance", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "moves", b"moves", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "rebalance", b"rebalance", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1927,10 +1979,13 @@ class ProfileLayerRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     MODEL_CONFIG_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
     dtype: _builtins.str
     """empty: the node's own"""
+    known_only: _builtins.bool
+    """nothing is measured now"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -1939,10 +1994,11 @@ class ProfileLayerRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         model_config: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        known_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "model_config", b"model_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2023,6 +2079,9 @@ class ProfileLinksRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
+    KNOWN_ONLY_FIELD_NUMBER: _builtins.int
+    known_only: _builtins.bool
+    """nothing is measured now; what was measured long ago counts, too"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -2034,10 +2093,11 @@ class ProfileLinksRequest(_message.Message):
         *,
         hello: _common_pb2.Hello | None = ...,
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        known_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "node_ids", b"node_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "known_only", b"known_only", "node_ids", b"node_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

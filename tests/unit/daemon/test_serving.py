@@ -6,7 +6,8 @@ import pytest
 
 from edgepipe.daemon.serving import default_kv_tokens, model_matches
 from edgepipe.ids import NodeId
-from edgepipe.planner.placement import Need, NodeRoom, place
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.testing.tiny_model import tiny_config
 
 
@@ -21,16 +22,21 @@ def room(*, host: bool) -> NodeRoom:
     )
 
 
+def alone(config: ModelConfig) -> tuple[Placed, ...]:
+    (whole,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    return (Placed(node_id=NodeId("node-a"), part=whole),)
+
+
 @pytest.mark.parametrize("context", [256, 100_000])
 def test_gpus_get_room_for_sixteen_long_chats_and_at_least_one_context(context: int):
     config = tiny_config()
-    placed = place(Need(config=config, kv_tokens=1), [room(host=False)])
+    placed = alone(config)
     assert default_kv_tokens(config, context, placed, [room(host=False)]) == max(16 * min(context, 4096), context)
 
 
 def test_host_memory_is_taken_modestly():
     config = tiny_config(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=64)
-    placed = place(Need(config=config, kv_tokens=1), [room(host=True)])
+    placed = alone(config)
     tokens = default_kv_tokens(config, 1024, placed, [room(host=True)])
     token_bytes = config.kv_bytes_per_token(num_layers=32, bytes_per_value=4)
     weights = 4 * config.slice_parameters(placed[0].part)

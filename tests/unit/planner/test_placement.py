@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgepipe.backend.cost import CostModel
+from edgepipe.backend.devices import named_device
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Rope
-from edgepipe.planner.placement import Need, NodeRoom, Placed, place, place_by_plan, stage_bytes
+from edgepipe.planner.demand import Demand
+from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
+from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.units import parse_link
 
 MB = 10**6
 
@@ -46,37 +52,6 @@ def layers(placed: tuple[Placed, ...]) -> list[str]:
 
 
 NEED = Need(config=config(), kv_tokens=512)
-
-
-def test_one_node_that_holds_it_is_enough():
-    assert layers(place(NEED, [node("a", 100 * MB), node("b", 200 * MB)])) == ["b:0-29"]
-
-
-def test_asked_for_two_nodes_they_share_by_memory():
-    placed = place(NEED, [node("a", 200 * MB), node("b", 100 * MB)], num_nodes=2)
-    assert layers(placed) == ["a:0-19", "b:20-29"]
-
-
-def test_too_little_everywhere_says_how_much_is_missing():
-    with pytest.raises(NoFeasiblePlacement) as error:
-        place(NEED, [node("a", 2 * MB), node("b", 1 * MB)])
-    assert "missing" in error.value.fact
-    assert "a 2.0 MB" in error.value.fact
-
-
-def test_more_nodes_than_there_are():
-    with pytest.raises(NoFeasiblePlacement):
-        place(NEED, [node("a", 200 * MB)], num_nodes=2)
-
-
-def test_no_node_at_all():
-    with pytest.raises(NoFeasiblePlacement):
-        place(NEED, [])
-
-
-def test_more_nodes_than_layers():
-    with pytest.raises(PlanInvalid):
-        place(Need(config=config(2), kv_tokens=1), [node(str(i), 100 * MB) for i in range(3)], num_nodes=3)
 
 
 def test_a_plan_is_followed():
@@ -127,16 +102,27 @@ ROOMS = st.lists(
 )
 
 
+def searched(nodes: list[NodeRoom], shape: ModelConfig, *, num_nodes: int = 0) -> tuple[Placed, ...]:
+    """By the search, with nodes that are fast alike."""
+    speed = TableSpeed(CostModel(shape, named_device("rtx4090")))
+    machines = [Machine(room=room, device="", speed=speed) for room in nodes]
+    demand = Demand(config=shape, context_tokens=256, must_keep_tokens=256)
+    links = Links(assumed=parse_link("1gbit,0.3ms"))
+    return plan(demand, machines, links, Wishes(num_nodes=num_nodes), explain=False).placed
+
+
+@settings(max_examples=60)
 @given(rooms=ROOMS, num_layers=st.integers(1, 40), num_nodes=st.integers(0, 6), tied=st.booleans())
 def test_every_layer_once_and_nothing_overfull(
     rooms: list[tuple[int, int]], num_layers: int, num_nodes: int, tied: bool
 ):
     nodes = [node(str(i), free, bytes_per_weight=size) for i, (free, size) in enumerate(rooms)]
-    need = Need(config=config(num_layers, tied=tied), kv_tokens=256)
+    shape = config(num_layers, tied=tied)
     try:
-        placed = place(need, nodes, num_nodes=num_nodes)
+        placed = searched(nodes, shape, num_nodes=num_nodes)
     except EdgepipeError:
         return
+    need = Need(config=shape, kv_tokens=256)
     by_id = {one.node_id: one for one in nodes}
     assert [layer for one in placed for layer in one.part.layers] == list(range(num_layers))
     assert placed[0].part.embedding
@@ -145,13 +131,14 @@ def test_every_layer_once_and_nothing_overfull(
     assert all(stage_bytes(need, by_id[one.node_id], one.part) <= by_id[one.node_id].free_bytes for one in placed)
 
 
+@settings(max_examples=60)
 @given(room=st.integers(0, 30 * MB), num_layers=st.integers(1, 40))
 def test_a_node_that_holds_everything_is_never_refused(room: int, num_layers: int):
-    need = Need(config=config(num_layers), kv_tokens=256)
-    whole = place(need, [node("big", 10**12)])[0].part
-    fits = stage_bytes(need, node("a", room), whole) <= room
+    shape = config(num_layers)
+    whole = searched([node("big", 10**12)], shape)[0].part
+    fits = stage_bytes(Need(config=shape, kv_tokens=256), node("a", room), whole) <= room
     try:
-        assert layers(place(need, [node("a", room)])) == [f"a:{whole.layers}"]
+        assert layers(searched([node("a", room)], shape)) == [f"a:{whole.layers}"]
         assert fits
     except NoFeasiblePlacement:
         assert not fits

@@ -1,0 +1,100 @@
+"""What a running ring shows against what its plan said, and the cluster as it shows it to be. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.forecast import Forecast
+from edgepipe.planner.placement import Placed
+from edgepipe.planner.profiles import MEASURED, Speed, StepParts
+
+DRIFT = 0.15
+"""A time that differs from the plan by more than this part of it has left the plan."""
+_LEAST_S = 0.0005  # what hosts add to a hop varies by as much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A ring that decodes S sequences in M micro-batches; times as measured, 0 where nothing is known."""
+
+    micro_batches: int
+    sequences: int
+    step_s: tuple[float, ...]  # by slice
+    upload_s: tuple[float, ...]  # by hop
+    one_way_s: tuple[float, ...]  # by hop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A device or link that takes another time than planned."""
+
+    place: str  # "stage 1", "link 0-1", counted from 0
+    planned_s: float
+    seen_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Seen over planned."""
+        return self.seen_s / self.planned_s if self.planned_s else 1.0
+
+    @property
+    def size(self) -> float:
+        """How far it is off, whichever way."""
+        return max(self.ratio, 1 / self.ratio) - 1 if self.ratio else 0.0
+
+
+def departures(planned: Forecast, seen: Seen) -> list[Departure]:
+    """All that have left the plan, the farthest first. ``planned`` is of the same S and M."""
+    found = [
+        Departure(place=f"stage {index}", planned_s=a, seen_s=b)
+        for index, (a, b) in enumerate(zip(planned.step_s, seen.step_s, strict=True))
+        if b
+    ]
+    for index, hop in enumerate(planned.hops):
+        place = f"link {index}-{index + 1}"
+        for a, b in ((hop.upload_s, seen.upload_s[index]), (hop.link.shape.one_way_s, seen.one_way_s[index])):
+            if b and abs(a - b) > _LEAST_S:
+                found.append(Departure(place=place, planned_s=a, seen_s=b))
+    left = [one for one in found if one.size > DRIFT]
+    return sorted(left, key=lambda one: -one.size)
+
+
+def corrected(cluster: Cluster, placed: Sequence[Placed], planned: Forecast, seen: Seen) -> Cluster:
+    """The cluster with the speeds and links that the ring shows, where those have left the plan."""
+    left = {(one.place, one.planned_s): one for one in departures(planned, seen)}
+    machines = {one.node_id: one for one in cluster.machines}
+    for index, one in enumerate(placed):
+        off = left.get((f"stage {index}", planned.step_s[index]))
+        if off is not None:
+            machine = machines[one.node_id]
+            machines[one.node_id] = replace(machine, speed=ScaledSpeed(machine.speed, off.ratio))
+    links = cluster.links
+    for index, hop in enumerate(planned.hops):
+        shape, place = hop.link.shape, f"link {index}-{index + 1}"
+        if (off := left.get((place, shape.one_way_s))) is not None:
+            shape = replace(shape, one_way_s=off.seen_s)
+        if hop.upload_s and (off := left.get((place, hop.upload_s))) is not None:
+            shape = replace(shape, bytes_per_s=shape.bytes_per_s / off.ratio)
+        if shape != hop.link.shape:
+            links = links.with_shape(placed[index].node_id, placed[index + 1].node_id, shape)
+    return replace(cluster, machines=tuple(machines.values()), links=links)
+
+
+class ScaledSpeed:
+    """A device that takes so many times as long as was thought."""
+
+    source = MEASURED
+
+    def __init__(self, thought: Speed, ratio: float) -> None:
+        self._thought = thought
+        self._ratio = ratio
+
+    def parts(self, work: StepWork) -> StepParts:
+        """See ``Speed.parts``."""
+        parts = self._thought.parts(work)
+        return StepParts(
+            base_s=parts.base_s * self._ratio, layer_s=parts.layer_s * self._ratio, head_s=parts.head_s * self._ratio
+        )
