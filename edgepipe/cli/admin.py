@@ -50,9 +50,9 @@ class Admin:
             async for event in self._stub.Serve(request, timeout=_SERVE_S):
                 yield event
 
-    async def survey(self, model: str, *, dtype: str) -> pb.SurveyReply:
+    async def survey(self, model: str, *, dtype: str, fresh: bool = False) -> pb.SurveyReply:
         """What a plan for a model is made of; measures what is not known yet. Raises ModelUnknown, LinkNotMeasured."""
-        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype)
+        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh)
         with translated(_PEER):
             return await self._stub.Survey(request, timeout=_SURVEY_S)
 

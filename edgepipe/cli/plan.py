@@ -40,6 +40,7 @@ def plan(
     ] = "",
     link: Annotated[str, typer.Option("--link", help="Between those devices: 1gbit,0.3ms.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
     data_dir: DataDir = None,
@@ -49,6 +50,8 @@ def plan(
 
     if link and not emulate:
         raise ConfigInvalid("--link goes with --emulate", fact="links of a running cluster are measured")
+    if emulate and measure:
+        raise ConfigInvalid("--emulate and --measure contradict each other", fact="devices of the table are known")
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate imagines a cluster of its own", next_step="leave --data-dir out, or --emulate")
     wishes = Wishes(
@@ -60,7 +63,7 @@ def plan(
     if emulate:
         cluster = _imagined(model, emulate, link or "1gbit,0.3ms")
     else:
-        cluster = _surveyed(model, dtype, data_dir)
+        cluster = _surveyed(model, dtype, data_dir, fresh=measure)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
     _show(cluster if not force else _all_memory(cluster), demand, wishes, what_if=what_if, as_json=as_json)
 
@@ -95,14 +98,14 @@ def _imagined(model: str, devices: str, link: str) -> Cluster:
     return known_cluster(parse_devices(devices), named_shape(model), link=parse_link(link), model=model)
 
 
-def _surveyed(model: str, dtype: str, data_dir: Path | None) -> Cluster:
+def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
     """The cluster of this machine's node, with what is not known measured first."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.wire.profiles import cluster_from_wire
 
     async def work(folder: Path) -> Cluster:
         async with connect(folder) as admin:
-            return cluster_from_wire(await admin.survey(model, dtype=dtype))
+            return cluster_from_wire(await admin.survey(model, dtype=dtype, fresh=fresh))
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from edgepipe.config import Timeouts
 from edgepipe.daemon.backends import NONE
 from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.layer_profiles import LayerProfiles, profile_key
+from edgepipe.daemon.layer_profiles import LayerProfiles, machine_busy, profile_key
 from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
@@ -163,10 +163,14 @@ class DeviceHost:
     async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
         """What a layer of a shape takes here: as kept from an earlier time, else measured by the spare.
 
+        What was measured while the machine was busy is measured again once it is not, and everything when asked to.
         Raises BackendUnavailable while no spare is there, and where the shape cannot be measured.
         """
         key = self._profile_key(request)
-        if key and (known := self._layers.get(key)) is not None:
+        known = self._layers.get(key) if key else None
+        busy = machine_busy()
+        again = request.fresh or (known is not None and known.busy and not busy)
+        if known is not None and (request.known_only or not again or self._spare is None):
             return known
         if request.known_only:
             raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
@@ -182,6 +186,7 @@ class DeviceHost:
             found = await self._profiled(answer, spare)
         if not found.decode:
             raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
+        found.busy = busy
         self._layers.keep(key, found)
         return found
 

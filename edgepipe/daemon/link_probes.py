@@ -41,14 +41,14 @@ class LinkProbes:
         wanted = frozenset(node_ids)
         return [found for _, found in self._known.values() if found.receiver in wanted]
 
-    async def measure(self, node_ids: list[str]) -> list[pb.LinkProfile]:
-        """One after the other. Raises NodeUnreachable, LinkError."""
-        return [await self._one(self._peers.node(node_id)) for node_id in node_ids]
+    async def measure(self, node_ids: list[str], *, fresh: bool = False) -> list[pb.LinkProfile]:
+        """One after the other; ``fresh``: also what is known. Raises NodeUnreachable, LinkError."""
+        return [await self._one(self._peers.node(node_id), fresh=fresh) for node_id in node_ids]
 
-    async def _one(self, node: pb.NodeState) -> pb.LinkProfile:
+    async def _one(self, node: pb.NodeState, *, fresh: bool) -> pb.LinkProfile:
         async with self._busy:
             at_s, known = self._known.get(node.address, (float("-inf"), None))
-            if known is not None and self._clock.monotonic_s() - at_s < _KEPT_S:
+            if known is not None and not fresh and self._clock.monotonic_s() - at_s < _KEPT_S:
                 return known
             try:
                 async with asyncio.timeout(_LONGEST_S):

@@ -141,7 +141,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """What the way from here to others is like."""
         self._admit(request.hello)
         wanted = list(request.node_ids)
-        links = self._links.known(wanted) if request.known_only else await self._links.measure(wanted)
+        links = (
+            self._links.known(wanted) if request.known_only else await self._links.measure(wanted, fresh=request.fresh)
+        )
         return pb.ProfileLinksReply(links=links)
 
 
@@ -227,7 +229,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         """What a plan for a model is made of."""
         admit_command_line(request.hello)
         self._refresh_models()
-        return await self._serving.survey(request.model, request.dtype)
+        return await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """How far nodes are from each other, and how much passes between them."""

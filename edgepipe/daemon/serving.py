@@ -104,12 +104,12 @@ class Serving:
             if engine_node and not ready and not self._has_failed(pipeline_id):
                 self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
 
-    async def survey(self, name: str, dtype: str) -> pb.SurveyReply:
+    async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
         """What a plan for a model is made of. Raises ModelUnknown, LinkNotMeasured."""
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
-        return await self._surveyor.survey(model, dtype)
+        return await self._surveyor.survey(model, dtype, fresh=fresh)
 
     async def measure_links(self) -> list[pb.LinkProfile]:
         """Every directed link between nodes. Raises LinkNotMeasured."""

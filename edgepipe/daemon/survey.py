@@ -23,13 +23,13 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: LocalModel, dtype: str) -> pb.SurveyReply:
-        """Raises LinkNotMeasured when a node goes while its links are measured."""
+    async def survey(self, model: LocalModel, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
+        """``fresh``: what is known is measured again. Raises LinkNotMeasured when a node goes meanwhile."""
         told, usable = self._machines(model, dtype)
         hosts = groupby(sorted(usable, key=_host), key=_host)
-        await asyncio.gather(*(self._profile_all(list(nodes), told, dtype) for _, nodes in hosts))
+        await asyncio.gather(*(self._profile_all(list(nodes), told, dtype, fresh=fresh) for _, nodes in hosts))
         if len(usable) > 1:
-            told.links.extend(await self._links(usable))
+            told.links.extend(await self._links(usable, fresh=fresh))
         return told
 
     async def known(
@@ -83,11 +83,13 @@ class Surveyor:
         nodes = list(self._peers.nodes())
         return await self._links(nodes) if len(nodes) > 1 else []
 
-    async def _profile_all(self, nodes: Sequence[pb.NodeState], told: pb.SurveyReply, dtype: str) -> None:
+    async def _profile_all(
+        self, nodes: Sequence[pb.NodeState], told: pb.SurveyReply, dtype: str, *, fresh: bool
+    ) -> None:
         """Nodes of one machine one after the other: side by side they would slow each other."""
         machines = {one.node_id: one for one in told.machines}
         for node in nodes:
-            await self._profile(machines[node.node_id], node, told, dtype)
+            await self._profile(machines[node.node_id], node, told, dtype, fresh=fresh)
 
     async def _profile(
         self,
@@ -97,25 +99,27 @@ class Surveyor:
         dtype: str,
         *,
         known_only: bool = False,
+        fresh: bool = False,
     ) -> None:
         request = pb.ProfileLayerRequest(
             hello=self._peers.hello,
             model_config=told.model_config,
             dtype="" if dtype == "auto" else dtype,
             known_only=known_only,
+            fresh=fresh,
         )
         try:
             machine.layer.CopyFrom(await self._peers.profile_layer(node.node_id, request))
         except EdgepipeError as error:  # what it can do is then estimated from its memory's and matrix rates
             logger.info("not measured node=%s: %s", node.name, error)
 
-    async def _links(self, nodes: Sequence[pb.NodeState]) -> list[pb.LinkProfile]:
+    async def _links(self, nodes: Sequence[pb.NodeState], *, fresh: bool = False) -> list[pb.LinkProfile]:
         """All directed links; each node begins with its successor, so that few pairs meet at one node."""
         ids = [node.node_id for node in nodes]
 
         async def ask(index: int) -> list[pb.LinkProfile]:
             others = [*ids[index + 1 :], *ids[:index]]
-            request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=others)
+            request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=others, fresh=fresh)
             return await self._peers.profile_links(ids[index], request)
 
         found: list[pb.LinkProfile] = []

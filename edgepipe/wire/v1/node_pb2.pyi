@@ -1980,12 +1980,15 @@ class ProfileLayerRequest(_message.Message):
     MODEL_CONFIG_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
+    FRESH_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
     dtype: _builtins.str
     """empty: the node's own"""
     known_only: _builtins.bool
     """nothing is measured now"""
+    fresh: _builtins.bool
+    """measured again where that can be done"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -1995,10 +1998,11 @@ class ProfileLayerRequest(_message.Message):
         model_config: _builtins.str = ...,
         dtype: _builtins.str = ...,
         known_only: _builtins.bool = ...,
+        fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2037,12 +2041,15 @@ class LayerProfile(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     KV_TOKEN_S_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
     base_s: _builtins.float
     """per step, whatever the layers"""
     kv_token_s: _builtins.float
     """one layer, per token of context"""
     decode_context: _builtins.int
     """tokens that each row of `decode` attended to"""
+    busy: _builtins.bool
+    """the machine did other things while it was measured"""
     @_builtins.property
     def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
         """one layer, by rows"""
@@ -2064,10 +2071,11 @@ class LayerProfile(_message.Message):
         head: _abc.Iterable[Global___ProfilePoint] | None = ...,
         kv_token_s: _builtins.float = ...,
         decode_context: _builtins.int = ...,
+        busy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "decode", b"decode", "decode_context", b"decode_context", "head", b"head", "kv_token_s", b"kv_token_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "busy", b"busy", "decode", b"decode", "decode_context", b"decode_context", "head", b"head", "kv_token_s", b"kv_token_s", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2080,8 +2088,11 @@ class ProfileLinksRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
+    FRESH_FIELD_NUMBER: _builtins.int
     known_only: _builtins.bool
     """nothing is measured now; what was measured long ago counts, too"""
+    fresh: _builtins.bool
+    """measured again"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -2094,10 +2105,11 @@ class ProfileLinksRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
         known_only: _builtins.bool = ...,
+        fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "known_only", b"known_only", "node_ids", b"node_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "node_ids", b"node_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2201,8 +2213,11 @@ class SurveyRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    FRESH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
+    fresh: _builtins.bool
+    """devices and links are measured again"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -2211,10 +2226,11 @@ class SurveyRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         model: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hello", b"hello", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

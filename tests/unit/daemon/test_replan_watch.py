@@ -1,0 +1,192 @@
+"""When another placement is searched, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from typing import Any, cast
+
+from edgepipe.backend.cost import CostModel
+from edgepipe.backend.devices import named_device
+from edgepipe.daemon.replan_watch import ReplanWatch
+from edgepipe.daemon.replanning import Known, Replanner, demand_of, placed_of
+from edgepipe.daemon.rooms import stages_of
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.forecast import Ring
+from edgepipe.planner.placement import NodeRoom, Placed
+from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.testing.clock import FakeClock
+from edgepipe.units import parse_link
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+SHAPE = named_shape("qwen2.5-7b")
+PIPELINE = "p"
+
+
+class World:
+    """Machines a, b, ... (all M4 Max), a model over some of them, and the watch that looks at it."""
+
+    def __init__(self, *counts: int, moves: bool = False) -> None:
+        self.clock = FakeClock()
+        self.nodes = [NodeId("ab"[i]) for i in range(len(counts))]
+        self.advice: engine_pb2.Advice | None = None
+        self.moved: list[pb.PlanMade] = []
+        self.measured: list[str] = []
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        slices = make_slices([LayerRange(e - n, e) for e, n in zip(ends, counts, strict=True)], SHAPE.num_layers)
+        stages = stages_of([Placed(node_id=one, part=part) for one, part in zip(self.nodes, slices, strict=True)])
+        self.spec = pb.ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
+        self._news = asyncio.Event()
+        self.slower = 1.0  # stage b, than planned
+        self._real = Replanner(peers=cast("Any", None), models=cast("Any", None), surveyor=cast("Any", None))
+
+    # what the watch asks of the engines
+    def ready(self) -> list[tuple[str, pb.ServeSpec]]:
+        return [(PIPELINE, self.spec)]
+
+    def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
+        self.advice = advice
+
+    def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
+        self.moved.append(made)
+        self.spec = made.spec
+        return True
+
+    def state_of(self, pipeline_id: str) -> engine_pb2.EngineState:
+        machines = {one.node_id: one for one in self.cluster().machines}
+        placed = placed_of(self.spec)
+        planned = Ring(demand_of(SHAPE, self.spec), placed, machines, self.cluster().links).of(2, 16)
+        state = engine_pb2.EngineState(running=16, decode_rows=8)
+        for one, seconds in zip(placed, planned.step_s, strict=True):
+            factor = self.slower if one.node_id == "b" else 1.0
+            state.stages.add(node_id=one.node_id, decode_ms=1e3 * seconds * factor)
+        return state
+
+    # and of the replanner
+    def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
+        return frozenset(self.nodes)
+
+    def name(self, node_id: str) -> str:
+        return node_id
+
+    def missing_bytes(self, spec: pb.ServeSpec) -> dict[NodeId, int]:
+        return {}
+
+    async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
+        self.measured += measure
+        model = cast("Any", type("Model", (), {"config": SHAPE})())
+        return Known(model=model, demand=demand_of(SHAPE, spec), cluster=self.cluster())
+
+    async def search(self, known: Known, spec: pb.ServeSpec) -> tuple[Placed, ...]:
+        return await self._real.search(known, spec)
+
+    def made(self, spec: pb.ServeSpec, placed: tuple[Placed, ...]) -> pb.PlanMade:
+        made = pb.PlanMade(spec=spec)
+        del made.spec.stages[:]
+        made.spec.stages.extend(stages_of(placed))
+        return made
+
+    def cluster(self) -> Cluster:
+        speed = TableSpeed(CostModel(SHAPE, named_device("m4max")))
+        machines = tuple(
+            Machine(
+                room=NodeRoom(node_id=one, name=one, free_bytes=17 * 10**9, bytes_per_weight=2, bytes_per_kv=2),
+                device="M4 Max",
+                speed=speed,
+            )
+            for one in self.nodes
+        )
+        return Cluster(model="m", config=SHAPE, machines=machines, links=Links(assumed=parse_link("1gbit,0.5ms")))
+
+    async def changes(self) -> AsyncIterator[None]:
+        while True:
+            yield
+            await self._news.wait()
+            self._news.clear()
+
+    async def after(self, seconds: float) -> None:
+        """Time passes, something is told, and what that starts ends."""
+        self.clock.advance(seconds)
+        self._news.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        searches = [one for one in asyncio.all_tasks() if one.get_name().startswith("replan:")]
+        if searches:
+            await asyncio.wait(searches)
+
+    async def __aenter__(self) -> World:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        watch = ReplanWatch(
+            engines=cast("Any", self),
+            replanner=cast("Any", self),
+            clock=self.clock,
+            changes=self.changes,
+            tasks=self._tasks,
+        )
+        self._running = self._tasks.create_task(watch.run())
+        await self.after(0)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._running.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def minutes(self, count: float) -> None:
+        for _ in range(round(12 * count)):
+            await self.after(5.0)
+
+
+async def test_a_ring_as_planned_gets_no_advice():
+    async with World(15, 13) as world:
+        await world.minutes(2)
+        assert world.advice is None
+        assert world.moved == []
+
+
+async def test_a_machine_that_stays_slow_is_told_of_once_it_has_for_a_while():
+    async with World(15, 13) as world:
+        world.slower = 2.0
+        await world.after(15)
+        await world.after(20)
+        assert world.advice is None, "it was slow for a moment only"
+        await world.minutes(1)
+        assert world.advice is not None
+        assert world.advice.gain > 0.05
+        assert world.advice.why.startswith("stage b takes")
+        assert world.moved == [], "nobody asked for that"
+
+
+async def test_a_short_disturbance_is_nobodys_business():
+    async with World(15, 13) as world:
+        for _ in range(6):
+            world.slower = 2.0
+            await world.after(20)
+            world.slower = 1.0
+            await world.after(20)
+        assert world.advice is None
+
+
+async def test_a_machine_that_joins_is_measured_and_told_of():
+    async with World(28) as world:
+        world.nodes.append(NodeId("b"))
+        await world.after(1)
+        assert world.measured == ["b"]
+        assert world.advice is not None
+        assert world.advice.why == "b joined"
+        assert "b:" in world.advice.plan
+
+
+async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest():
+    async with World(15, 13, moves=True) as world:
+        world.slower = 2.0
+        await world.minutes(1.5)
+        assert len(world.moved) == 1
+        assert world.advice is None
+        world.slower = 0.5
+        await world.minutes(1.5)
+        assert len(world.moved) == 1, "it rests after a move"
+        assert world.advice is not None

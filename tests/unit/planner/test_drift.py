@@ -1,0 +1,116 @@
+"""What a running ring shows against its plan, and when moving is worth it."""
+
+from __future__ import annotations
+
+import pytest
+from planner_world import GB, machine
+
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.drift import Seen, corrected, departures
+from edgepipe.planner.forecast import Forecast, Ring
+from edgepipe.planner.moving import MoveCost, move_cost, worth_moving
+from edgepipe.planner.placement import Placed
+from edgepipe.planner.plan import plan
+from edgepipe.planner.profiles import Links
+from edgepipe.units import parse_link
+
+SHAPE = named_shape("qwen2.5-7b")
+CLUSTER = Cluster(  # one machine alone does not hold the model
+    model="",
+    config=SHAPE,
+    machines=tuple(machine(name, "m4max", SHAPE, free_bytes=14 * GB) for name in "ab"),
+    links=Links(assumed=parse_link("1gbit,1ms")),
+)
+DEMAND = Demand(config=SHAPE, objective=Objective.THROUGHPUT)
+
+
+def placed(*counts: int) -> tuple[Placed, ...]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    ranges = [LayerRange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    slices = make_slices(ranges, SHAPE.num_layers)
+    return tuple(Placed(node_id=NodeId("ab"[i]), part=part) for i, part in enumerate(slices))
+
+
+HALVES = placed(15, 13)
+
+
+def forecast(cluster: Cluster = CLUSTER) -> Forecast:
+    ring = Ring(DEMAND, HALVES, {one.node_id: one for one in cluster.machines}, cluster.links)
+    return ring.of(2, 16)
+
+
+def seen(*, slower: float = 1.0, one_way_s: float = 0.001, rate: float = 1.0) -> Seen:
+    """Stage b that much slower, the link with that latency and that much of its rate."""
+    planned = forecast()
+    return Seen(
+        micro_batches=2,
+        sequences=16,
+        step_s=(planned.step_s[0], slower * planned.step_s[1]),
+        upload_s=(planned.hops[0].upload_s / rate,),
+        one_way_s=(one_way_s,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shown", "left"),
+    [
+        (seen(slower=1.1), []),
+        (seen(slower=1.3), ["stage 1"]),
+        (seen(slower=0.7), ["stage 1"]),
+        (seen(one_way_s=0.0014), []),  # hosts are not steadier than that
+        (seen(slower=1.3, one_way_s=0.02), ["link 0-1", "stage 1"]),
+        (seen(rate=0.2), ["link 0-1"]),
+        (Seen(micro_batches=2, sequences=16, step_s=(0, 0), upload_s=(0,), one_way_s=(0,)), []),
+    ],
+)
+def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[str]):
+    assert [one.place for one in departures(forecast(), shown)] == left
+
+
+def test_a_corrected_cluster_shows_what_the_ring_showed():
+    shown = seen(slower=1.6, one_way_s=0.03, rate=0.25)
+    again = forecast(corrected(CLUSTER, HALVES, forecast(), shown))
+    assert again.step_s == pytest.approx(shown.step_s)
+    assert again.hops[0].upload_s == pytest.approx(shown.upload_s[0])
+    assert again.hops[0].link.shape.one_way_s == 0.03
+    assert departures(again, shown) == []
+
+
+def test_a_machine_that_got_slower_gets_fewer_layers():
+    before = plan(DEMAND, CLUSTER.machines, CLUSTER.links)
+    slowed = corrected(CLUSTER, HALVES, forecast(), seen(slower=2.0))
+    after = plan(DEMAND, slowed.machines, slowed.links)
+    count = {one.machine.name: len(one.part.layers) for one in after.stages}
+    assert count["b"] < {one.machine.name: len(one.part.layers) for one in before.stages}["b"]
+
+
+def test_moving_costs_what_is_loaded_fetched_and_computed_again():
+    rooms = {one.node_id: one.room for one in CLUSTER.machines}
+
+    def cost(after: tuple[Placed, ...], missing: int = 0) -> MoveCost:
+        return move_cost(
+            SHAPE,
+            HALVES,
+            after,
+            rooms,
+            missing_bytes={NodeId("b"): missing},
+            fetch_bytes_per_s=1e8,
+            replay_s=3.0,
+        )
+
+    assert cost(HALVES).load_s == 0
+    assert 5 < cost(placed(14, 14)).load_s < 15  # half of 15 GB from an SSD
+    assert cost(placed(14, 14), missing=2 * GB).load_s == pytest.approx(cost(placed(14, 14)).load_s + 20)
+    assert cost(HALVES).pause_s > 3
+
+
+def test_stages_move_for_clear_gains_that_pay_soon():
+    cheap, dear = MoveCost(load_s=10, pause_s=2), MoveCost(load_s=300, pause_s=60)
+    assert worth_moving(0.2, cheap)
+    assert not worth_moving(0.08, cheap)
+    assert not worth_moving(0.15, dear)
+    assert worth_moving(0.5, dear)
