@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DEVICES = "4x rtx4090"  # where none are named
 _STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
-_KEYS = ("devices", "trim-to-tiles", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
+_KEYS = ("devices", "layout", "slices", "trim-to-tiles", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
 @options.with_run_options
@@ -35,6 +35,14 @@ def simulate(
     trim_to_tiles: Annotated[bool, typer.Option("--trim-to-tiles", help="Experiment: prefill up to tile edges.")] = (
         False
     ),
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="pipeline, replicas (two shorter ones) or interleaved (--slices per device).  [default: pipeline]",
+            show_default=False,
+        ),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -57,17 +65,23 @@ def simulate(
     """Predict what a cluster would do, without it."""
     from edgepipe.cli.report_plot import check_plot, plot_reports
     from edgepipe.cli.report_view import render_reports, reports_as_json
+    from edgepipe.planner.layouts import verdict
 
     check_plot(plot)
     if schedule is not None:
-        given = {"compare": compare, "devices": devices, "trim-to-tiles": trim_to_tiles, **settings}
+        given = {"compare": compare, "devices": devices, "layout": layout, "trim-to-tiles": trim_to_tiles, **settings}
         given.pop("micro-batches", None)
         _refuse([name for name, value in given.items() if value], "does not go with --schedule")
         count = _fixed_micro_batches(settings.get("micro-batches", "auto")) or _MICRO_BATCHES
         _compare_schedules(schedule, sizes=(stages or _STAGES, count, slices or _SLICES), plot=plot, as_json=as_json)
         return
-    _refuse([name for name, value in (("stages", stages), ("slices", slices)) if value], "goes with --schedule")
-    own = {"devices": devices or _DEVICES, "trim-to-tiles": "yes" if trim_to_tiles else "no"}
+    _refuse(["stages"] if stages else [], "goes with --schedule")
+    own = {
+        "devices": devices or _DEVICES,
+        "trim-to-tiles": "yes" if trim_to_tiles else "no",
+        "layout": layout or "pipeline",
+        "slices": str(slices or _SLICES),
+    }
     variants = read_comparisons(compare or (), keys=_KEYS)
     reports = _simulate_all({**options.CLUSTER_DEFAULTS, **own, **settings}, variants)
     if plot is not None:
@@ -78,6 +92,11 @@ def simulate(
     console = make_console()
     for part in render_reports(reports):
         console.print(part)
+    layouts = [
+        (dict(variant.changes).get("layout", ""), report) for variant, report in zip(variants, reports, strict=True)
+    ]
+    if len({name for name, _ in layouts}) == len(layouts) > 1:
+        console.print(f"\nverdict: {verdict(layouts)}")
 
 
 def _refuse(flags: Sequence[str], why: str) -> None:
@@ -106,22 +125,25 @@ def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | N
 
 def _simulate_all(settings: Mapping[str, str], variants: tuple[Variant, ...]) -> list[RunReport]:
     """All runs are made ready before the first begins: a mistake in the last is told at once."""
-    runs = [_make_run({**settings, **variant.changes}, variant.label) for variant in variants]
+    made = [_make_runs({**settings, **variant.changes}, variant.label) for variant in variants]
     reports: list[RunReport] = []
     with make_console(stderr=True).status("simulating") as status:
-        for run in runs:
-            status.update(f"simulating {run.label}")
-            reports.append(_timed(run))
+        for runs in made:
+            status.update(f"simulating {runs[0].label}")
+            reports.append(_timed(runs))
     return reports
 
 
-def _timed(run: Run) -> RunReport:
+def _timed(runs: Sequence[Run]) -> RunReport:
+    """Of pipelines that serve one workload together."""
     from dataclasses import replace
 
+    from edgepipe.planner.layouts import merged
     from edgepipe.planner.simulator import simulate as simulate_run
 
     started_s = time.perf_counter()
-    report = simulate_run(run)
+    reports = [simulate_run(run) for run in runs]
+    report = reports[0] if len(reports) == 1 else merged(reports)
     return replace(report, facts=replace(report.facts, real_s=time.perf_counter() - started_s))
 
 
@@ -134,29 +156,26 @@ def _fixed_micro_batches(text: str) -> int:
     return int(text)
 
 
-def _make_run(settings: Mapping[str, str], label: str) -> Run:
-    """Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
+    """One per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
     from edgepipe.planner.imagined import imagine
+    from edgepipe.planner.layouts import Layout, clusters_of, shares
     from edgepipe.planner.simulator import Run
     from edgepipe.scheduler import make_policy
 
     cluster = options.imagined_cluster(settings, devices=settings["devices"])
+    layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
+    clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
-    micro_batches = settings["micro-batches"]
-    return Run(
-        cluster=imagine(cluster),
-        workload=workload,
-        policy=make_policy(settings["policy"], trim_to_tiles=settings["trim-to-tiles"] == "yes"),
-        micro_batches=_fixed_micro_batches(micro_batches),
-        label=label,
-        settings={
-            "devices": settings["devices"],
-            "model": settings["as-model"],
-            "link": settings["link"],
-            "policy": settings["policy"],
-            "micro-batches": micro_batches,
-            "workload": workload.description,
-            "jitter": settings["jitter"],
-            "seed": settings["seed"],
-        },
-    )
+    told = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
+    return [
+        Run(
+            cluster=imagine(each),
+            workload=share,
+            policy=make_policy(settings["policy"], trim_to_tiles=settings["trim-to-tiles"] == "yes"),
+            micro_batches=_fixed_micro_batches(settings["micro-batches"]),
+            label=label,
+            settings={**told, "model": settings["as-model"], "workload": workload.description},
+        )
+        for each, share in zip(clusters, shares(workload, len(clusters)), strict=True)
+    ]

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
-from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.planner.cluster import known_cluster, table_free_bytes
 from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Wishes, plan
 from edgepipe.planner.ring import RingModel, RingStage
 from edgepipe.scheduler import SchedulerLimits
@@ -30,6 +31,7 @@ class ImaginedCluster:
     link: LinkShape  # between any two devices
     adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
     plan: str = ""  # "a:0-15,b:16-31": layers by hand; devices are named a, b, c, ...
+    slices: int = 1  # V: of each device; more than one are interleaved
     context_length: int = 0  # tokens; 0: the model's
     kv_tokens: int = 0  # 0: what fits
     block_size: int = 16
@@ -57,7 +59,11 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
     wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
-    placed = plan(_demand(cluster), known.machines, known.links, wishes).placed
+    demand = _demand(cluster)
+    placed = plan(demand, known.machines, known.links, wishes, explain=False).placed
+    if cluster.slices > 1:
+        by_hand = Wishes(layers=_interleaved(placed, cluster.slices))
+        placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
     parts = [(str(one.node_id), one.part, CostModel(cluster.config, devices[str(one.node_id)])) for one in placed]
     row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
     link = replace(cluster.link, one_way_s=cluster.link.one_way_s + cluster.hop_s)
@@ -69,6 +75,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
             token_bytes=0 if part.head else row_bytes,
             jitter=devices[name].jitter,
             first_layer=part.layers.start,
+            device=name,
         )
         for name, part, cost in parts
     ]
@@ -80,6 +87,25 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         tile_edges=tuple(sorted({first - 1 for one in devices.values() for first, _ in one.tile_steps})),
         link_cap_tokens=_link_cap_tokens(stages),
     )
+
+
+def _interleaved(placed: Sequence[Placed], slices: int) -> str:
+    """The same layers per device in V turns through all of them. Raises PlanInvalid for devices with fewer layers."""
+    parts: list[str] = []
+    start = 0
+    for turn in range(slices):
+        for one in placed:
+            whole = len(one.part.layers)
+            count = whole * (turn + 1) // slices - whole * turn // slices
+            if not count:
+                raise PlanInvalid(
+                    f"{whole} layers cannot be {slices} slices",
+                    fact=f"device {one.node_id} has no more of this model",
+                    next_step="ask for fewer slices",
+                )
+            parts.append(f"{one.node_id}:{start}-{start + count - 1}")
+            start += count
+    return ",".join(parts)
 
 
 def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
@@ -102,9 +128,10 @@ def _limits(
     cluster: ImaginedCluster, devices: Mapping[str, DeviceModel], parts: Sequence[tuple[str, Slice, CostModel]]
 ) -> SchedulerLimits:
     """One number of blocks for all stages: what the smallest can hold."""
+    held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
     room = min(
-        (table_free_bytes(devices[name]) - cost.weight_bytes([part])) * _KV_SHARE / cost.kv_bytes_per_token([part])
-        for name, part, cost in parts
+        (table_free_bytes(devices[name]) - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
+        for name, (cost, slices) in held.items()
     )
     tokens = min(room, cluster.kv_tokens) if cluster.kv_tokens else room
     num_blocks = int(tokens) // cluster.block_size
@@ -118,7 +145,7 @@ def _limits(
         num_blocks=num_blocks,
         block_size=cluster.block_size,
         context_length=_context(cluster),
-        micro_batches=len(parts),
+        micro_batches=len(held),
         max_running=cluster.max_running,
     )
 

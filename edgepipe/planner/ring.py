@@ -26,6 +26,7 @@ class RingStage:
     token_bytes: int  # on that link: per token, on the last one per sampled token
     jitter: float = 0.0  # coefficient of variation of step times
     first_layer: int = 0  # of its layers: makes its jitter its own
+    device: str = ""  # slices with one device share it; empty: it is its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,12 @@ class RingModel:
     stages: Sequence[RingStage]
     turn_s: float = 0.0  # sampling, and the scheduler's turn until the next step is planned
     seed: int = 0  # of the jitter
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the ring passes through a device more than once."""
+        named = [stage.device for stage in self.stages if stage.device]
+        return len(set(named)) < len(named)
 
     @property
     def latency_s(self) -> float:

@@ -15,6 +15,7 @@ from edgepipe.backend.cost import StepWork
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import SequenceId
 from edgepipe.planner.imagined import Imagined
+from edgepipe.planner.interleaved import InterleavedTraffic
 from edgepipe.planner.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
 from edgepipe.planner.ring import Course, RingTraffic
 from edgepipe.planner.sizing_feed import SizingFeed
@@ -59,14 +60,14 @@ class _Simulation:
         cluster = run.cluster
         limits = replace(
             cluster.limits,
-            micro_batches=run.micro_batches or len(cluster.ring.stages),
+            micro_batches=run.micro_batches or cluster.limits.micro_batches,
             max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients that try again
         )
         self._run = run
         self._scheduler = Scheduler(limits, run.policy)
         self._scheduler.set_tiles(cluster.tile_edges)
         self._scheduler.set_link_cap(cluster.link_cap_tokens)
-        self._traffic = RingTraffic(cluster.ring)
+        self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
         self._waiting = deque(run.workload.requests)  # not made yet

@@ -11,19 +11,22 @@ class SizingFeed:
     """Tells which M to use next, once a step has come back."""
 
     def __init__(self, ring: RingModel, *, row_bytes: int) -> None:
-        num_stages = len(ring.stages)
+        self._curves = [StageCurve() for _ in ring.stages]
+        devices: dict[str, list[StageCurve]] = {}
+        for index, (stage, curve) in enumerate(zip(ring.stages, self._curves, strict=True)):
+            devices.setdefault(stage.device or str(index), []).append(curve)
         self._ring = Ring(
-            stages=[[StageCurve()] for _ in range(num_stages)],
-            links=[LinkCurve() for _ in range(num_stages - 1)],
+            stages=list(devices.values()),
+            links=[LinkCurve() for _ in self._curves[1:]],
             row_bytes=row_bytes,
             latency_s=ring.latency_s,
         )
-        self._sizer = Sizer(num_stages=num_stages)
+        self._sizer = Sizer(num_stages=len(devices))
 
     def retired(self, step: ScheduledStep, course: Course) -> bool:
         """Take a step's times; whether it is time to ask for ``micro_batches``."""
         num_tokens = len(step.token_ids)
-        for (curve,), (start_s, end_s) in zip(self._ring.stages, course.stages, strict=True):
+        for curve, (start_s, end_s) in zip(self._curves, course.stages, strict=True):
             curve.note(num_rows=step.num_rows, num_tokens=num_tokens, seconds=end_s - start_s)
         for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
             link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
