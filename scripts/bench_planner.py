@@ -357,10 +357,12 @@ async def _predictions_on(admin: Admin, cluster: Cluster, run: EmulatedRun, name
         found.append(Prediction(f"{name}, {chats}", forecast.tokens_per_s, report.steady_tokens_per_s))
         steps = [f"{1e3 * a:.1f}/{1e3 * b.step_s:.1f}" for a, b in zip(forecast.step_s, report.stages, strict=True)]
         between_s = forecast.turn_s - sum(forecast.step_s)
+        hosts_ms = [round(1e3 * cluster.links.host_s(one.node_id), 2) for one in cluster.machines]
         _tell(
             f"{found[-1].name}: {forecast.tokens_per_s:.1f}/{report.steady_tokens_per_s:.1f} tok/s, {serve.plan}, "
             f"steps {' '.join(steps)} ms, between them {1e3 * between_s:.1f}/{sum(_legs_ms(report)):.1f} ms "
-            f"{[round(leg, 1) for leg in _legs_ms(report)]}, M {report.micro_batches_mean:.1f} in the run"
+            f"{[round(leg, 1) for leg in _legs_ms(report)]}, hosts {hosts_ms} ms, "
+            f"M {report.micro_batches_mean:.1f} in the run"
         )
     return found
 

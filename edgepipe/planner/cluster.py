@@ -29,9 +29,8 @@ class Cluster:
 
     def with_machine(self, machine: Machine) -> Cluster:
         """One more; its links are as assumed, or as the fastest measured one."""
-        assumed = self.links.assumed or min(
-            self.links.measured.values(), key=lambda link: link.one_way_s, default=LinkShape()
-        )
+        between = (shape for (a, b), shape in self.links.measured.items() if a != b)
+        assumed = self.links.assumed or min(between, key=lambda link: link.one_way_s, default=LinkShape())
         return replace(self, machines=(*self.machines, machine), links=replace(self.links, assumed=assumed))
 
     def with_links(self, shape: LinkShape, nodes: Iterable[NodeId] = ()) -> Cluster:

@@ -31,7 +31,6 @@ class Demand:
     read_tokens: int = 1024  # of them a token attends to, on average
     prompt_share: float = 0.0  # prompt tokens computed beside each output token
     row_bytes: int = 0  # one token's activations on a link; 0: bf16
-    turn_s: float = 0.001  # sampling, one message to the engine, its step of scheduling
 
     @property
     def least_kv_tokens(self) -> int:

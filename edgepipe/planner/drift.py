@@ -13,7 +13,7 @@ from edgepipe.planner.profiles import MEASURED, Speed, StepParts
 
 DRIFT = 0.15
 """A time that differs from the plan by more than this part of it has left the plan."""
-_LEAST_S = 0.0005  # what hosts add to a hop varies by as much
+_LEAST_S = 0.001  # what hosts add to a hop varies by as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def departures(planned: Forecast, seen: Seen) -> list[Departure]:
     ]
     for index, hop in enumerate(planned.hops):
         place = f"link {index}-{index + 1}"
-        for a, b in ((hop.upload_s, seen.upload_s[index]), (hop.link.shape.one_way_s, seen.one_way_s[index])):
+        for a, b in ((hop.upload_s, seen.upload_s[index]), (hop.latency_s, seen.one_way_s[index])):
             if b and abs(a - b) > _LEAST_S:
                 found.append(Departure(place=place, planned_s=a, seen_s=b))
     left = [one for one in found if one.size > DRIFT]
@@ -74,8 +74,8 @@ def corrected(cluster: Cluster, placed: Sequence[Placed], planned: Forecast, see
     links = cluster.links
     for index, hop in enumerate(planned.hops):
         shape, place = hop.link.shape, f"link {index}-{index + 1}"
-        if (off := left.get((place, shape.one_way_s))) is not None:
-            shape = replace(shape, one_way_s=off.seen_s)
+        if (off := left.get((place, hop.latency_s))) is not None:
+            shape = replace(shape, one_way_s=max(0.0, off.seen_s - hop.host_s))
         if hop.upload_s and (off := left.get((place, hop.upload_s))) is not None:
             shape = replace(shape, bytes_per_s=shape.bytes_per_s / off.ratio)
         if shape != hop.link.shape:

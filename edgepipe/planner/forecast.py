@@ -13,6 +13,7 @@ from math import ceil
 
 from edgepipe.ids import NodeId
 from edgepipe.planner.demand import Demand, batch_parts, prompt_work
+from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import Link, Links, Machine, StepParts
 from edgepipe.scheduler.sizing import most_micro_batches
@@ -29,6 +30,12 @@ class Hop:
 
     link: Link
     upload_s: float  # of a micro-batch; 0 where both slices are on one node
+    host_s: float  # that the receiver adds
+
+    @property
+    def latency_s(self) -> float:
+        """Beside the upload."""
+        return self.link.shape.one_way_s + self.host_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,9 @@ class Ring:
         self._machines = [machines[one.node_id] for one in placed]
         ids = [one.node_id for one in placed]
         self._links = [None if a == b else links.between(a, b) for a, b in pairwise(ids)]
-        self._closing_s = demand.turn_s + (links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0)
+        self._hosts_s = [links.host_s(one) for one in ids]
+        home_s = links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0
+        self._closing_s = home_s + turn_host_s(self._hosts_s[0])
 
     def of(self, micro_batches: int, sequences: int) -> Forecast:
         """With S sequences in M micro-batches."""
@@ -68,13 +77,16 @@ class Ring:
             for machine, one in zip(self._machines, self._placed, strict=True)
         ]
         tokens = rows * (1 + self._demand.prompt_share)
-        hops = [_hop(link, tokens * self._demand.hop_bytes) for link in self._links]
+        hops = [
+            _hop(link, tokens * self._demand.hop_bytes, host_s)
+            for link, host_s in zip(self._links, self._hosts_s[1:], strict=True)
+        ]
         busy: dict[NodeId, float] = {}
         for one, seconds in zip(self._placed, steps, strict=True):
             busy[one.node_id] = busy.get(one.node_id, 0.0) + seconds
         uploads = [hop.upload_s for hop in hops]
         server_s = max([*busy.values(), *uploads])
-        latency_s = sum(hop.link.shape.one_way_s for hop in hops) + self._closing_s
+        latency_s = sum(hop.latency_s for hop in hops) + self._closing_s
         turn_s = sum(steps) + sum(uploads) + latency_s
         return Forecast(
             micro_batches=micro_batches,
@@ -105,8 +117,8 @@ class Ring:
             seconds = _slice_s(machine.speed.parts(work), one)
             way_s, slowest_s = way_s + seconds, max(slowest_s, seconds)
             if index < len(self._links) and (link := self._links[index]) is not None:
-                upload_s = link.shape.upload_s(size * self._demand.hop_bytes)
-                way_s, slowest_s = way_s + upload_s + link.shape.one_way_s, max(slowest_s, upload_s)
+                hop = _hop(link, size * self._demand.hop_bytes, self._hosts_s[index + 1])
+                way_s, slowest_s = way_s + hop.upload_s + hop.latency_s, max(slowest_s, hop.upload_s)
         return way_s + (chunks - 1) * slowest_s
 
     def _bottleneck(self, busy: Mapping[NodeId, float], uploads: Sequence[float], server_s: float) -> str:
@@ -121,7 +133,7 @@ def _slice_s(parts: StepParts, one: Placed) -> float:
     return parts.base_s + len(one.part.layers) * parts.layer_s + (parts.head_s if one.part.head else 0.0)
 
 
-def _hop(link: Link | None, num_bytes: float) -> Hop:
+def _hop(link: Link | None, num_bytes: float, host_s: float) -> Hop:
     if link is None:
-        return Hop(link=Link(shape=_NOTHING, measured=True), upload_s=0.0)
-    return Hop(link=link, upload_s=num_bytes / link.shape.bytes_per_s)
+        return Hop(link=Link(shape=_NOTHING, measured=True), upload_s=0.0, host_s=0.0)
+    return Hop(link=link, upload_s=num_bytes / link.shape.bytes_per_s, host_s=hop_host_s(host_s, num_bytes))

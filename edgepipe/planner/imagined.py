@@ -120,7 +120,6 @@ def _demand(cluster: ImaginedCluster) -> Demand:
         config=cluster.config,
         objective=Objective.THROUGHPUT,
         context_tokens=min(_CONVERSATION_TOKENS, _context(cluster)),
-        turn_s=cluster.turn_s,
     )
 
 

@@ -14,6 +14,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.forecast import Forecast, Ring
+from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Instance, Share
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
@@ -177,6 +178,7 @@ class _Search:
         self._first = machines.index(_named(machines, wishes.first)) if wishes.first else None
         ids = [one.node_id for one in machines]
         self._shapes = [[None if a == b else links.between(a, b).shape for b in ids] for a in ids]
+        self._hosts_s = [links.host_s(one) for one in ids]
         one_way = [[0.0 if shape is None else shape.one_way_s for shape in row] for row in self._shapes]
         self._latency_s = np.array(one_way, dtype=np.float64).reshape(len(ids), len(ids))
         self._micro_batches = 1  # of the share that was found last
@@ -319,6 +321,8 @@ class _Search:
         parts = [self._parts_of(machine.speed, rows) for machine in self._machines]
         num_bytes = rows * (1 + demand.prompt_share) * demand.hop_bytes
         uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
+        hop_hosts_s = np.array([hop_host_s(one, num_bytes) for one in self._hosts_s])
+        turn_hosts_s = np.array([turn_host_s(one) for one in self._hosts_s])
         return Instance(
             num_layers=self._layers,
             micro_batches=micro_batches,
@@ -327,8 +331,8 @@ class _Search:
             head_s=np.array([one.head_s for one in parts]),
             most_layers=room,
             upload_s=np.array(uploads, dtype=np.float64),
-            latency_s=self._latency_s,
-            closing_s=demand.turn_s + self._latency_s.T,
+            latency_s=self._latency_s + hop_hosts_s[None, :],
+            closing_s=self._latency_s.T + turn_hosts_s[:, None],
         )
 
     def _parts_of(self, speed: Speed, rows: float) -> StepParts:

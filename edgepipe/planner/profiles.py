@@ -14,6 +14,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.units import LinkShape
 
@@ -164,7 +165,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Every directed link: those measured, and what the others are taken to be."""
+    """Every directed link: those measured, and what the others are taken to be. A node's link to itself is its host."""
 
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
     assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
@@ -177,6 +178,11 @@ class Links:
         if self.assumed is None:
             raise LinkNotMeasured(f"the link from {sender} to {receiver} has not been measured")
         return Link(shape=self.assumed, measured=False)
+
+    def host_s(self, node: NodeId) -> float:
+        """What one small message costs a node, network left out; measured by calls to itself."""
+        own = self.measured.get((node, node))
+        return own.one_way_s if own is not None else HOST_S
 
     def with_shape(self, sender: NodeId, receiver: NodeId, shape: LinkShape) -> Links:
         """The same with one link replaced."""

@@ -43,15 +43,15 @@ def forecast(cluster: Cluster = CLUSTER) -> Forecast:
     return ring.of(2, 16)
 
 
-def seen(*, slower: float = 1.0, one_way_s: float = 0.001, rate: float = 1.0) -> Seen:
-    """Stage b that much slower, the link with that latency and that much of its rate."""
+def seen(*, slower: float = 1.0, later_s: float = 0.0, rate: float = 1.0) -> Seen:
+    """Stage b that much slower, the link with that much more latency and that much of its rate."""
     planned = forecast()
     return Seen(
         micro_batches=2,
         sequences=16,
         step_s=(planned.step_s[0], slower * planned.step_s[1]),
         upload_s=(planned.hops[0].upload_s / rate,),
-        one_way_s=(one_way_s,),
+        one_way_s=(planned.hops[0].latency_s + later_s,),
     )
 
 
@@ -61,8 +61,8 @@ def seen(*, slower: float = 1.0, one_way_s: float = 0.001, rate: float = 1.0) ->
         (seen(slower=1.1), []),
         (seen(slower=1.3), ["stage 1"]),
         (seen(slower=0.7), ["stage 1"]),
-        (seen(one_way_s=0.0014), []),  # hosts are not steadier than that
-        (seen(slower=1.3, one_way_s=0.02), ["link 0-1", "stage 1"]),
+        (seen(later_s=0.0008), []),  # hosts are not steadier than that
+        (seen(slower=1.3, later_s=0.02), ["link 0-1", "stage 1"]),
         (seen(rate=0.2), ["link 0-1"]),
         (Seen(micro_batches=2, sequences=16, step_s=(0, 0), upload_s=(0,), one_way_s=(0,)), []),
     ],
@@ -72,11 +72,11 @@ def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[s
 
 
 def test_a_corrected_cluster_shows_what_the_ring_showed():
-    shown = seen(slower=1.6, one_way_s=0.03, rate=0.25)
+    shown = seen(slower=1.6, later_s=0.029, rate=0.25)
     again = forecast(corrected(CLUSTER, HALVES, forecast(), shown))
     assert again.step_s == pytest.approx(shown.step_s)
     assert again.hops[0].upload_s == pytest.approx(shown.upload_s[0])
-    assert again.hops[0].link.shape.one_way_s == 0.03
+    assert again.hops[0].link.shape.one_way_s == pytest.approx(0.030)
     assert departures(again, shown) == []
 
 

@@ -127,7 +127,7 @@ def test_figures_of_a_placement_add_up():
     able = machines("2x rtx4090, m4max", BIG)
     found = describe(Demand(config=BIG), place_by_plan_of(able, "a:0-20,b:21-41,c:42-63"), able, LAN)
     one = found.one
-    hops = sum(hop.upload_s + hop.link.shape.one_way_s for hop in one.hops)
+    hops = sum(hop.upload_s + hop.latency_s for hop in one.hops)
     assert one.turn_s == pytest.approx(sum(one.step_s) + hops + one.closing_s)
     assert one.tokens_per_s == pytest.approx(1 / one.turn_s)
     assert found.many.tokens_per_s > one.tokens_per_s
