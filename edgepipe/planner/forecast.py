@@ -66,8 +66,7 @@ class Ring:
         ids = [one.node_id for one in placed]
         self._links = [None if a == b else links.between(a, b) for a, b in pairwise(ids)]
         self._hosts_s = [links.host_s(one) for one in ids]
-        home_s = links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0
-        self._closing_s = home_s + turn_host_s(self._hosts_s[0])
+        self._home_s = links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0
 
     def of(self, micro_batches: int, sequences: int) -> Forecast:
         """With S sequences in M micro-batches."""
@@ -86,14 +85,15 @@ class Ring:
             busy[one.node_id] = busy.get(one.node_id, 0.0) + seconds
         uploads = [hop.upload_s for hop in hops]
         server_s = max([*busy.values(), *uploads])
-        latency_s = sum(hop.latency_s for hop in hops) + self._closing_s
+        closing_s = self._home_s + turn_host_s(self._hosts_s[0], rows)
+        latency_s = sum(hop.latency_s for hop in hops) + closing_s
         turn_s = sum(steps) + sum(uploads) + latency_s
         return Forecast(
             micro_batches=micro_batches,
             sequences=sequences,
             step_s=tuple(steps),
             hops=tuple(hops),
-            closing_s=self._closing_s,
+            closing_s=closing_s,
             server_s=server_s,
             turn_s=turn_s,
             tokens_per_s=sequences / max(micro_batches * server_s, turn_s, 1e-9),
@@ -111,7 +111,7 @@ class Ring:
         """From a prompt's arrival in an idle ring to its first token; chunks follow each other through the stages."""
         chunks = max(1, ceil(prompt_tokens / _CHUNK_TOKENS))
         size = ceil(prompt_tokens / chunks)
-        way_s, slowest_s = self._closing_s, 0.0
+        way_s, slowest_s = self._home_s + turn_host_s(self._hosts_s[0], 1), 0.0
         for index, (machine, one) in enumerate(zip(self._machines, self._placed, strict=True)):
             work = prompt_work(size, start=(chunks - 1) * size // 2, logits=one.part.head)
             seconds = _slice_s(machine.speed.parts(work), one)

@@ -11,6 +11,7 @@ HOST_S = 0.00025
 """Of one small message, where nobody measured it: gRPC one way on loopback, on an ordinary PC."""
 _HOP_MESSAGES = 3.5  # from one stage's device to the next one's, beside the message itself
 _TURN_MESSAGES = 10.0  # from the last device to the first one's next step: sampling, scheduling, two messages
+_ROW_MESSAGES = 0.18  # and for each sequence: it is sampled, told of and scheduled
 _MESSAGE_BYTES = 27_000  # that are encrypted, copied and converted in the time of a small message
 _CHUNK_BYTES = 512 << 10  # of a large frame; chunks follow one another
 
@@ -20,6 +21,6 @@ def hop_host_s(host_s: float, num_bytes: float) -> float:
     return host_s * (_HOP_MESSAGES + min(num_bytes, _CHUNK_BYTES) / _MESSAGE_BYTES)
 
 
-def turn_host_s(host_s: float) -> float:
-    """Seconds between a step's logits and the next step's beginning, without links."""
-    return host_s * _TURN_MESSAGES
+def turn_host_s(host_s: float, rows: float) -> float:
+    """Seconds between the logits of so many sequences and their next step's beginning, without links."""
+    return host_s * (_TURN_MESSAGES + rows * _ROW_MESSAGES)

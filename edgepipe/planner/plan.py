@@ -322,7 +322,7 @@ class _Search:
         num_bytes = rows * (1 + demand.prompt_share) * demand.hop_bytes
         uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
         hop_hosts_s = np.array([hop_host_s(one, num_bytes) for one in self._hosts_s])
-        turn_hosts_s = np.array([turn_host_s(one) for one in self._hosts_s])
+        turn_hosts_s = np.array([turn_host_s(one, rows) for one in self._hosts_s])
         return Instance(
             num_layers=self._layers,
             micro_batches=micro_batches,
