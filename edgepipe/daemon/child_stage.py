@@ -27,6 +27,7 @@ from edgepipe.model.weights import open_weights
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
+from edgepipe.stage.step_mark import StepMark
 from edgepipe.wire.common import activation_type_from_wire, make_hello, profile_to_wire, slices_from_wire
 from edgepipe.wire.profiles import layer_profile_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -41,7 +42,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Serve one stage until cancelled. Raises BackendUnavailable and what loading raises."""
     clock = SystemClock()
     network = make_network(settings.link, clock)
-    compute = ComputeThread(clock=clock)
+    mark = StepMark(settings.mark) if settings.mark >= 0 else None
+    compute = ComputeThread(clock=clock, mark=mark)
     server = make_server(link.security)
     options = _options(settings)
     backend = await compute.call(lambda: create_backend(settings.backend, options))

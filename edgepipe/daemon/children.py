@@ -8,15 +8,19 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import replace
 
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.hang_watch import HangWatch
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
+from edgepipe.ids import StepId
 from edgepipe.link.security import Peer
+from edgepipe.stage.step_mark import StepMark
 from edgepipe.wire.common import error_from_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -33,7 +37,11 @@ _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it
 class Child:
     """One running child process. Its reports arrive by ``on_report``; ``exited`` is set when the process is gone."""
 
-    def __init__(self, settings: ChildSettings, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, settings: ChildSettings, process: asyncio.subprocess.Process, *, mark: StepMark | None = None
+    ) -> None:
+        self._mark = mark
+        self.crashed_in: tuple[int, StepId] | None = None  # a stage: epoch's counter and step in which it crashed
         self.settings = settings
         self.process = process
         self.started: asyncio.Future[pb.ChildStarted] = asyncio.get_running_loop().create_future()
@@ -150,6 +158,10 @@ class Child:
 
     def ended(self) -> None:
         """The process is gone: whoever waits for it or for its start wakes."""
+        if self._mark is not None:
+            self.crashed_in = self._mark.read() if self.hang or _crashed(self.process.returncode) else None
+            self._mark.close()
+            self._mark = None
         self.exited.set()
         with contextlib.suppress(asyncio.QueueFull):
             self._commands.put_nowait(None)
@@ -196,19 +208,11 @@ class Children:
 
     async def start(self, settings: ChildSettings, tasks: asyncio.TaskGroup) -> Child:
         """Spawn the process and watch it from ``tasks``; returns before it has attached."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # what lies in the current folder is no module of ours
-            *_MAIN,
-            settings.kind,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=child_environment(threads=settings.threads),
-            limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # ^C in the terminal is the daemon's to handle
-        )
-        child = Child(settings, process)
+        with contextlib.ExitStack() as passed:
+            mark, descriptor = _new_mark(passed) if settings.kind == "stage" else (None, -1)
+            settings = replace(settings, mark=descriptor)
+            process = await self._spawn(settings)
+        child = Child(settings, process, mark=mark)
         self._children[settings.child_id] = child
         child.on_denied = self._on_denied
         self._on_new(child)
@@ -219,6 +223,21 @@ class Children:
             process.stdin.write(settings.to_line())
             await process.stdin.drain()
         return child
+
+    async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # what lies in the current folder is no module of ours
+            *_MAIN,
+            settings.kind,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(threads=settings.threads),
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # ^C in the terminal is the daemon's to handle
+            pass_fds=(settings.mark,) if settings.mark >= 0 else (),
+        )
 
     async def wait_started(self, child: Child) -> pb.ChildStarted:
         """The child's first report. Raises what ended it, or BackendUnavailable (after a kill) if it hangs."""
@@ -321,6 +340,17 @@ async def _next_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readline()
     except ValueError:
         return b"(a line too long to show)\n"
+
+
+def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark, int]:
+    """A mark for a new stage, and the descriptor to pass on; that is closed here once the stage has it."""
+    file = passed.enter_context(tempfile.TemporaryFile())
+    return StepMark(file.fileno()), file.fileno()
+
+
+def _crashed(status: int | None) -> bool:
+    """Whether a process broke by itself: whoever is killed or told to end, by people or for want of memory, did not."""
+    return status is not None and status != 0 and -status not in (signal.SIGKILL, signal.SIGTERM)
 
 
 def _how_it_ended(status: int | None, last_lines: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from edgepipe.daemon.layer_profiles import LayerProfiles, machine_busy, profile_
 from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
-from edgepipe.ids import Epoch
+from edgepipe.ids import Epoch, StepId
 from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
 from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire, slices_from_wire
@@ -76,6 +76,7 @@ class DeviceHost:
         self._ledger: MemoryLedger | None = None
         self._spare: Child | None = None
         self._holds: dict[str, _Hold] = {}
+        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until told: see ``Child.crashed_in``
         self._error: EdgepipeError | None = None
         self._vacant = asyncio.Event()  # nothing is held, so a spare is wanted
         self._vacant.set()
@@ -145,7 +146,7 @@ class DeviceHost:
                     hold.ready = True
                     hold.prepared = self._prepared(child, report.loaded, request, kv_bytes)
                     self._on_change()
-                    yield pb.PrepareEvent(prepared=hold.prepared)
+                    yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
             if not hold.ready:  # also when the engine goes away half-way
@@ -369,6 +370,8 @@ class DeviceHost:
         """Wait for the stage's end; if nobody asked for it, give its memory back and say so."""
         await child.exited.wait()
         hold.reports.put_nowait(None)
+        if child.crashed_in is not None:
+            self._crashed_in[pipeline_id] = child.crashed_in
         if not child.stopping:
             logger.error("stage lost pipeline=%s: %s", pipeline_id, self._named(child.error()))
         if self._holds.get(pipeline_id) is hold:
@@ -399,6 +402,15 @@ class DeviceHost:
             profile=self._profile,
             certificate=child.certificate,
         )
+
+    def _with_crash(self, pipeline_id: str, prepared: pb.Prepared) -> pb.Prepared:
+        """Told once: in which step the stage before it crashed."""
+        crashed_in = self._crashed_in.pop(pipeline_id, None)
+        if crashed_in is None:
+            return prepared
+        told = pb.Prepared(crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
+        told.MergeFrom(prepared)
+        return told
 
     def _new_ledger(self, profile: common_pb2.DeviceProfile) -> MemoryLedger:
         return MemoryLedger(

@@ -33,6 +33,7 @@ class ChildSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_on_loopback: bool = False
     backend: str = ""  # stages
+    mark: int = -1  # stages: descriptor of the file where they keep which step they compute
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0

@@ -38,6 +38,7 @@ class StageSite:
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
+    crashed_in: tuple[int, StepId] | None = None  # the stage before it crashed in that step: epoch's counter, step
 
     @property
     def label(self) -> str:

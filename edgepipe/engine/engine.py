@@ -22,8 +22,16 @@ from edgepipe.engine.pump import StepNews
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable, NoFeasiblePlacement, PlanInvalid, StaleEpoch
-from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
+from edgepipe.errors import (
+    ClusterError,
+    EdgepipeError,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    PlanInvalid,
+    StaleEpoch,
+    StepFailed,
+)
+from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
@@ -98,6 +106,10 @@ class Engine:
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
         self._kept: KeptKV | None = None  # by the last epoch that stood
+        self._lost_steps: tuple[int, dict[StepId, tuple[SequenceId, ...]]] = (
+            0,
+            {},
+        )  # its counter, what did not come back
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
         self._recoveries = 0
@@ -405,7 +417,23 @@ class Engine:
         self._preparation = self._new_preparation()
         self._check_there()
         self._held |= {stage.node_id for stage in self._spec.stages}
-        return await self._preparation.prepare()
+        sites = await self._preparation.prepare()
+        self._note_crashes(sites)
+        return sites
+
+    def _note_crashes(self, sites: list[StageSite]) -> None:
+        """A stage's process died inside a step: that counts against whoever was in it, as a fault told would."""
+        counter, steps = self._lost_steps
+        for site in sites:
+            if site.crashed_in is not None and site.crashed_in[0] == counter:
+                error = StepFailed(
+                    f"{site.label} on {site.node_name} crashed",
+                    fact=f"computing step {site.crashed_in[1]} ended its process",
+                    next_step=f"see 'edgepipe logs' on {site.node_name}",
+                    node=site.node_name,
+                    stage=site.label,
+                )
+                self._table.note_crash(steps.get(site.crashed_in[1], ()), error)
 
     async def _open_epoch(self, sites: list[StageSite]) -> None:
         placed = {stage.node_id for stage in self._spec.stages}
@@ -479,6 +507,7 @@ class Engine:
             )
             run, self._run = self._run, None
             self._kept = run.hand_over()
+            self._lost_steps = (run.epoch.counter, run.pump.in_flight())
             await run.close()
 
     async def _give_back(self) -> None:

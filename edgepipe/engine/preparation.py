@@ -13,7 +13,7 @@ from edgepipe.engine.control import StageSite
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, PlanInvalid, RemoteProtocolError
-from edgepipe.ids import Epoch, NodeId, PipelineId
+from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.security import Security
 from edgepipe.model.facts import ModelConfig
@@ -170,6 +170,7 @@ class Preparation:
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
+            crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 
     async def _release_node(self, node_id: NodeId) -> None:

@@ -142,6 +142,10 @@ class Pump:
             now_s = self._clock.monotonic_s()
             asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written before
 
+    def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
+        """Who is computed in which step that has not come back."""
+        return {step.step: step.sequences for step in self._in_flight}
+
     def sequences_of(self, step: StepId) -> tuple[SequenceId, ...]:
         """Who is computed in a step that is in flight."""
         return next((one.sequences for one in self._in_flight if one.step == step), ())

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from edgepipe.backend.protocol import Backend, Prepared, Ticket
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.clock import Clock
+from edgepipe.stage.step_mark import StepMark
 from edgepipe.stage.step_times import StepTimes
 
 T = TypeVar("T")
@@ -22,6 +23,11 @@ class Work(Protocol):
     """One step on one slice, as the compute thread sees it. The methods are called on that thread."""
 
     prepared: Prepared
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The counter of its epoch, and the step."""
+        ...
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +77,9 @@ class ComputeThread:
     """Runs steps in the order of ``put``, each submitted before the one ahead of it is collected where the backend
     allows; calls made through ``call`` run between steps with nothing outstanding."""
 
-    def __init__(self, *, clock: Clock, name: str = "compute") -> None:
+    def __init__(self, *, clock: Clock, name: str = "compute", mark: StepMark | None = None) -> None:
+        """``mark`` is kept at the oldest step that is computed."""
+        self._mark = mark
         self.started = 0  # steps submitted
         self.finished = 0  # steps collected
         self._clock = clock
@@ -153,6 +161,13 @@ class ComputeThread:
         except Empty:
             return None
 
+    def _mark_oldest(self) -> None:
+        self._mark_at(self._outstanding[0].work if self._outstanding else None)
+
+    def _mark_at(self, work: Work | None) -> None:
+        if self._mark is not None:
+            self._mark.write(*(work.place if work is not None else (0, 0)))
+
     def _submit(self, work: Work) -> None:
         if not work.wanted():
             return
@@ -160,14 +175,17 @@ class ComputeThread:
         idle_s = 0.0 if self._outstanding else entered_s - self._idle_since_s
         self.started += 1
         self._times.starts(work.num_tokens)
+        self._mark_at(work)
         try:
             edits = work.edits() if self.backend.picks_candidates else None
             ticket = self.backend.submit(work.prepared, work.take_inputs(), edits)
         except Exception as exc:
             self.finished += 1  # it does not run any more
+            self._mark_oldest()
             work.failed(exc)
             return
         self._outstanding.append(_Outstanding(work, ticket, entered_s, idle_s))
+        self._mark_oldest()
 
     def _collect(self) -> None:
         oldest = self._outstanding.popleft()
@@ -175,8 +193,10 @@ class ComputeThread:
             output = self.backend.collect(oldest.ticket)
         except Exception as exc:
             self.finished += 1
+            self._mark_oldest()
             oldest.work.failed(exc)
             return
+        self._mark_oldest()
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1

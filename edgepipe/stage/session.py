@@ -300,6 +300,7 @@ class Session:
         ready_s = self._tools.clock.monotonic_s()
         return StepWork(
             self,
+            epoch=plan.epoch.counter,
             step=plan.step,
             slice_index=lane.part.index,
             num_tokens=plan.num_tokens,

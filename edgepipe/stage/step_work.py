@@ -34,6 +34,7 @@ class StepWork:
     """Mutable, handed from the loop to the compute thread and back; never touched by both at once."""
 
     __slots__ = (
+        "_epoch",
         "_inputs",
         "_owner",
         "num_rows",
@@ -53,6 +54,7 @@ class StepWork:
         self,
         owner: WorkOwner,
         *,
+        epoch: int,
         step: StepId,
         slice_index: int,
         num_tokens: int,
@@ -64,6 +66,7 @@ class StepWork:
         samples: tuple[SampleRow, ...],
         scored: tuple[ScoredPart, ...],
     ) -> None:
+        self._epoch = epoch  # its counter
         self.step = step
         self.slice_index = slice_index
         self.num_tokens = num_tokens
@@ -82,6 +85,11 @@ class StepWork:
         """What it computes on came at ``arrived_s`` (monotonic)."""
         self._inputs = inputs
         self.ready_s = max(self.ready_s, arrived_s)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See ``Work.place``."""
+        return self._epoch, self.step
 
     def take_inputs(self) -> TokenIds | Activations:
         """See ``Work.take_inputs``."""

@@ -16,6 +16,7 @@ from edgepipe_emulated.oracle import Oracle
 from edgepipe.backend.types import BackendOptions
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
+from edgepipe.engine.planning import Planner
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
@@ -65,6 +66,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.released: list[node_pb2.ReleaseRequest] = []
         self.refusal: EdgepipeError | None = None
         self.hold: asyncio.Event | None = None  # loading takes until it is set
+        self.crashed_in: tuple[int, int] | None = None  # told once: epoch's counter and step
 
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
         self.prepared.append(request)
@@ -75,8 +77,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             await self.hold.wait()
         if self.refusal is not None:
             raise self.refusal
+        (epoch, step), self.crashed_in = self.crashed_in or (0, 0), None
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(
+                crashed_epoch=epoch,
+                crashed_step=step,
                 address=self.stage_address,
                 profile=common_pb2.DeviceProfile(contiguous_kv=self.contiguous_kv),
                 max_blocks=self.max_blocks,
@@ -289,6 +294,7 @@ async def engine_lab(
     ready: bool = True,
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
+    planner: Planner | None = None,
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
@@ -339,6 +345,7 @@ async def engine_lab(
             ids=RandomIds(),
             on_state=lab.told,
             network=network,
+            planner=planner,
             address=address,
             limits=limits,
             timeouts=replace(timeouts or EngineTimeouts(), report_interval_s=0.02),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 import pytest
@@ -105,6 +106,48 @@ async def test_requests_whose_steps_fail_again_and_again_are_refused_with_the_st
             assert answer.ids == oracle_tokens(PROMPT if name == "a" else PROMPT[:3], len(answer.ids))
         gateway.send(submission("c", PROMPT, 3))  # too short to get there
         assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 3)
+
+
+class DiesOn(EmulatedBackend):
+    """Ends its process, as it were, whenever it computes a given sequence far enough."""
+
+    def __init__(self, sequence: int, position: int) -> None:
+        super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+        self._sequence, self._position = sequence, position
+        self.die: Callable[[int], None] = lambda _step: None
+        self.dead = threading.Event()
+
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
+        rows = prepared.step.rows
+        if any(row.sequence == self._sequence and row.position + row.num_tokens > self._position for row in rows):
+            self.die(prepared.step.step)
+            self.dead.wait(20)
+            self.dead.clear()
+        return super().submit(prepared, inputs, edits)
+
+
+async def test_a_process_that_dies_in_a_step_counts_against_whoever_was_in_it_and_nobody_else() -> None:
+    backend = DiesOn(1, 12)
+    loop = asyncio.get_running_loop()
+    async with engine_lab(make_backend=lambda index: backend if index == 1 else healthy(index)) as lab:
+
+        def end_process(step: int) -> None:
+            run, session = lab.engine._run, lab.stages.stages[1]._session
+            assert run is not None
+            assert session is not None
+            lab.nodes[1].crashed_in = (run.epoch.counter, step)
+            session.fault(PeerClosed("its process is gone"))
+            backend.dead.set()
+
+        backend.die = lambda step: loop.call_soon_threadsafe(end_process, step)  # type: ignore[assignment]
+        gateway = await lab.gateway()
+        gateway.send(submission("guilty", PROMPT, 50), submission("other", PROMPT[:3], 50))
+        guilty = await gateway.ended("guilty")
+        assert isinstance(guilty.error, StepFailed)
+        assert (guilty.error.stage, guilty.error.node) == ("stage 1", "node1")
+        assert guilty.ids == oracle_tokens(PROMPT, len(guilty.ids))
+        assert (await gateway.ended("other")).ids == oracle_tokens(PROMPT[:3], 50)
+        assert lab.engine.state().recoveries == 3
 
 
 async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -> None:

@@ -12,7 +12,7 @@ from bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, unt
 from bad_models import large_folder
 from edgepipe_emulated import emulated_model_config
 
-SLOW = ("--backend", "emulated", "--backend-option", "time_factor=2000")  # about five tokens a second
+SLOW = ("--backend", "emulated", "--backend-option", "time_factor=500")  # about twenty tokens a second
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node
 def test_a_killed_process_is_replaced_and_the_answer_goes_on(kind: str, home: tuple[Shell, Node]) -> None:
     shell, node = home
     assert shell.run("serve", "tiny").returncode == 0
-    asked = ("chat", "-p", "hi", "--max-tokens", "20")
+    asked = ("chat", "-p", "hi", "--max-tokens", "40")
     undisturbed = shell.run(*asked).stdout
     chat = shell.start(*asked)
     assert chat.stdout is not None

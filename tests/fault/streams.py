@@ -89,7 +89,8 @@ async def slow_cluster(nodes: Nodes, *names: str, **flags: Any) -> list[Node]:
     """Slow nodes with ``tiny`` on the first one's disk, ready to compute and known to each other."""
     write_model_folder(nodes.folder / "tiny", CONFIG)
     ModelStore(nodes.folder / names[0] / "models").pull(str(nodes.folder / "tiny"))
-    started = await asyncio.gather(*(nodes.start(name, backend_options=SLOW, **flags) for name in names))
+    flags = {"backend_options": SLOW, **flags}
+    started = await asyncio.gather(*(nodes.start(name, **flags) for name in names))
     await asyncio.gather(*(node.until(lambda status: idle(status, len(names))) for node in started))
     return list(started)
 

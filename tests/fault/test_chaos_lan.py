@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from streams import PROMPT, Stream
 
 from edgepipe.testing.chaos import ChaosRun, chaos_cluster
 from edgepipe.testing.lan import LanLab, lan_available
+from edgepipe.testing.relay import relay
 
 pytestmark = [pytest.mark.lan, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -49,6 +52,52 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosRu
 async def test_streams_go_on(run: ChaosRun, case: str):
     fault, settings = CASES[case]
     await run.trial(fault, **settings)
+
+
+@pytest.mark.long
+async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_meet_again(run: ChaosRun):
+    cluster, lab = run.cluster, run.cluster.lab
+    assert lab is not None
+    await cluster.until_ready()
+    ((engine_node, _),) = await cluster.children("engine")
+    far = next(name for name in cluster.names if name != engine_node)
+    enough = asyncio.Event()
+    served: dict[str, int] = {engine_node: 0, far: 0}
+
+    async def keep_asking(name: str) -> None:
+        async with relay(lab.host(name), cluster.running[name].http_port) as port:
+            while not enough.is_set():
+                stream = Stream((*PROMPT, served[name] % 256), 120)
+                await stream.run(port)
+                stream.assert_right()
+                served[name] += 1
+
+    async def serves(name: str) -> None:
+        """Until streams end there that have begun since."""
+        wanted = served[name] + 2
+        async with asyncio.timeout(40):
+            while served[name] < wanted:  # noqa: ASYNC110 - counted by whoever asks
+                await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as asking:
+        for name in served:
+            asking.create_task(keep_asking(name), name=f"asks:{name}")
+            await serves(name)
+        lab.cut(engine_node)
+        await cluster.running[far].until(lambda status: bool(status.absent))
+        for name in served:
+            await serves(name)
+        statuses = [await cluster.running[name].status() for name in served]
+        engines = [status.engines[0].epoch.engine_id for status in statuses]
+        assert engines[0] != engines[1], "each side has an engine of its own"
+        lab.heal(engine_node)
+        await cluster.until_ready()
+        for name in served:
+            await serves(name)
+        enough.set()
+    statuses = [await cluster.running[name].status() for name in served]
+    engines = [status.engines[0].epoch.engine_id for status in statuses]
+    assert engines[0] == engines[1], "the lower epoch has given way"
 
 
 @pytest.mark.parametrize("case", NOT_HERE)

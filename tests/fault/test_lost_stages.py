@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
-from streams import PROMPT, Stream, answers, kv_is_free, serving_stage, slow_cluster
+from streams import PROMPT, Stream, answers, expected, kv_is_free, serving_stage, slow_cluster
 
 from edgepipe.testing.nodes import Nodes
 
@@ -30,3 +31,24 @@ async def test_streams_outlive_a_killed_stage(nodes: Nodes, victim: int) -> None
     status = await started[0].until(kv_is_free)
     assert [engine.state for engine in status.engines] == ["ready"]
     assert status.engines[0].epoch.counter == 2
+
+
+@pytest.mark.long
+async def test_a_request_whose_steps_crash_stages_is_refused_at_the_third_time(nodes: Nodes) -> None:
+    (node,) = await slow_cluster(nodes, "a", backend_options="time_factor=300")  # steps fill nearly all of the time
+    await node.serve("tiny", plan="a:0-5")
+    await answers(node)
+    stream = Stream(PROMPT, 60)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream.run(node.http_port))
+        for count in (3, 6, 9):
+            await stream.has(count)
+            stage = serving_stage(await node.status())
+            stage.send_signal(signal.SIGSEGV)
+            await node.until(lambda status, pid=stage.pid: pid not in [one.pid for one in status.children])
+    assert stream.error is not None
+    assert "crashed" in stream.error["message"]
+    assert stream.ids == expected(PROMPT, len(stream.ids))
+    later = Stream(PROMPT, 5)
+    await later.run(node.http_port)
+    later.assert_right()

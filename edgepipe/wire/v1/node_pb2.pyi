@@ -459,6 +459,8 @@ class Prepared(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
+    CRASHED_STEP_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT of the stage"""
     max_blocks: _builtins.int
@@ -467,6 +469,11 @@ class Prepared(_message.Message):
     weight_bytes: _builtins.int
     certificate: _builtins.bytes
     """of the stage"""
+    crashed_epoch: _builtins.int
+    """The stage before it crashed or hung while it computed this step; 0: it did not, or not inside a step.
+    counter
+    """
+    crashed_step: _builtins.int
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
     def __init__(
@@ -478,10 +485,12 @@ class Prepared(_message.Message):
         weight_bytes: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
         certificate: _builtins.bytes = ...,
+        crashed_epoch: _builtins.int = ...,
+        crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "profile", b"profile", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "profile", b"profile", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import AsyncGenerator
 from itertools import pairwise
@@ -13,6 +14,7 @@ import pytest
 from edgepipe.backend.types import StepOutput, TokenIds
 from edgepipe.daemon.system import SystemClock
 from edgepipe.stage.compute import ComputeThread, Span
+from edgepipe.stage.step_mark import StepMark
 
 IDS = np.zeros(1, np.int32)
 
@@ -50,6 +52,7 @@ class Item:
         self.span: Span | None = None
         self.error: Exception | None = None
         self._wanted = wanted
+        self.place = (7, abs(number))
 
     def take_inputs(self) -> TokenIds:
         return IDS
@@ -149,3 +152,34 @@ async def test_a_call_raises_what_it_raised(compute: ComputeThread) -> None:
 async def test_closing_twice_is_fine(compute: ComputeThread) -> None:
     await compute.close()
     await compute.close()
+
+
+class Marked(Recorder):
+    """Writes down what a daemon would read if the process died there."""
+
+    def __init__(self, max_submitted: int, mark: StepMark) -> None:
+        super().__init__(max_submitted)
+        self.mark = mark
+
+    def _note(self, call: str) -> None:
+        super()._note(call)
+        self.calls[-1] += f" at {self.mark.read()}"
+
+
+async def test_the_mark_is_at_the_step_that_is_computed_and_nowhere_between_steps():
+    with tempfile.TemporaryFile() as file:
+        mark, daemons_view = StepMark(file.fileno()), StepMark(file.fileno())
+    thread = ComputeThread(clock=SystemClock(), mark=mark)
+    backend = Marked(2, daemons_view)
+    await run(thread, backend, [Item(1), Item(2), Item(-3)])
+    assert backend.calls == [
+        "submit 1 at (7, 1)",
+        "submit 2 at (7, 2)",
+        "collect 1 at (7, 1)",
+        "submit -3 at (7, 3)",
+        "collect 2 at (7, 2)",
+    ]
+    assert daemons_view.read() is None
+    await thread.close()
+    mark.close()
+    daemons_view.close()

@@ -1,0 +1,55 @@
+"""The model does not fit any more: everybody is told what is missing, and it is served again when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine_lab import engine_lab, oracle_tokens, submission
+
+from edgepipe.engine.planning import Plan, Reachable
+from edgepipe.engine.preparation import Nodes
+from edgepipe.errors import NoFeasiblePlacement, PeerClosed
+from edgepipe.ids import NodeId
+from edgepipe.wire.engines import ServeSpec
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Cramped:
+    """Places stages where they were, as long as there is room."""
+
+    def __init__(self) -> None:
+        self.room = True
+
+    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+        """See Planner."""
+        if not self.room:
+            raise NoFeasiblePlacement("the model does not fit any more", fact="3.0 GB are missing")
+        return Plan(spec=spec, nodes=Nodes(addresses={}, names={}))
+
+
+async def test_without_room_requests_end_with_what_is_missing_until_a_machine_comes_back() -> None:
+    planner = Cramped()
+    async with engine_lab(planner=planner, link="1gbit,2ms") as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 400))
+        await gateway.has("a", 5)
+        planner.room = False
+        session = lab.stages.stages[1]._session  # pyright: ignore[reportPrivateUsage]
+        assert session is not None
+        session.fault(PeerClosed("the machine is gone"))
+        answer = await gateway.ended("a")
+        assert isinstance(answer.error, NoFeasiblePlacement)
+        assert answer.error.fact == "3.0 GB are missing"
+        assert answer.ids == oracle_tokens(PROMPT, len(answer.ids))
+        await lab.until(lambda: lab.engine.state().state == "waiting")
+        gateway.send(submission("b", PROMPT, 5))
+        assert isinstance((await gateway.ended("b")).error, NoFeasiblePlacement)
+
+        planner.room = True
+        addresses = dict(lab.engine._nodes.addresses)  # pyright: ignore[reportPrivateUsage]
+        lab.engine.note_reachable(Reachable(addresses=addresses))
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        gateway.send(submission("c", PROMPT, 10))
+        assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 10)
+        await lab.settle()
