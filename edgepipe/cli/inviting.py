@@ -58,6 +58,8 @@ def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
         joined = event.joined
         role = " as an owner: losing this machine locks nobody out" if joined.role == "owner" else ""
         print(f"  ✓ '{printable(joined.name)}' joined{role}", flush=True)
+        if joined.wanted_name:
+            print(f"    it calls itself '{printable(joined.wanted_name)}', as another machine does", flush=True)
         if joined.silent:
             print("    but it never said so; if it does not show up: edgepipe peers remove", flush=True)
 

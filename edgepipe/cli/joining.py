@@ -24,6 +24,8 @@ class Joined:
     cluster_name: str
     num_peers: int  # others
     running: bool  # the node runs and starts anew by itself
+    node_name: str  # of this machine, in the cluster
+    wanted_name: str = ""  # what it is called itself, where another machine has that name; empty: the same
 
 
 async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool, listen_s: float) -> Joined:
@@ -76,6 +78,8 @@ def show_joined(joined: Joined) -> None:
     """What a person reads afterwards."""
     others = f"{joined.num_peers} other node{'s' * (joined.num_peers != 1)}"
     print(f"✓ joined '{printable(joined.cluster_name)}', {others}", flush=True)
+    if joined.wanted_name:
+        print(f"  this machine is '{joined.node_name}' there: another one is called '{joined.wanted_name}'", flush=True)
     print("  next    edgepipe status" if joined.running else "  next    edgepipe node start", flush=True)
 
 
@@ -88,7 +92,14 @@ async def _through_node(data_dir: Path, code: str, host: str, port: int, *, new_
             if event.HasField("waiting"):
                 _say_waiting(event.waiting.host_name)
             else:
-                return Joined(cluster_name=event.done.cluster_name, num_peers=event.done.num_peers, running=True)
+                done = event.done
+                return Joined(
+                    cluster_name=done.cluster_name,
+                    num_peers=done.num_peers,
+                    running=True,
+                    node_name=done.node_name,
+                    wanted_name=done.wanted_name,
+                )
     raise NodeUnreachable("the node ended before it had joined", next_step="edgepipe logs")
 
 
@@ -101,7 +112,7 @@ async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int
 
     opened = await asyncio.to_thread(DataDir, data_dir)
     try:
-        store = await join_cluster(
+        member = await join_cluster(
             data_dir,
             node_name=node_name,
             code=code,
@@ -113,7 +124,13 @@ async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int
         )
     finally:
         opened.close()
-    return Joined(cluster_name=store.cluster_name, num_peers=len(store.peers) - 1, running=False)
+    return Joined(
+        cluster_name=member.store.cluster_name,
+        num_peers=len(member.store.peers) - 1,
+        running=False,
+        node_name=member.node_name,
+        wanted_name=member.wanted_name,
+    )
 
 
 def _say_waiting(host_name: str) -> None:

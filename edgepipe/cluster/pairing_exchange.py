@@ -175,12 +175,12 @@ class PairingWindow:
             async with asyncio.timeout(ACCEPT_S):
                 accepted = await self._ask(pairing.other, address)
         except TimeoutError:
-            accepted = False
+            accepted = None
         if reader.at_eof():
             raise PeerClosed("the other machine went away before anybody answered")
         if not accepted:
             self._over.set()
-            raise PairingRejected("the person at the host did not let this machine in")
+            raise _not_let_in(answered=accepted is not None)
         store, addresses = await self._let_in(pairing.other)
         await _send(writer, await asyncio.to_thread(pairing.welcome, store, addresses))
         try:
@@ -303,6 +303,14 @@ async def _end(writer: asyncio.StreamWriter) -> None:
             await writer.wait_closed()
     except (OSError, TimeoutError):
         writer.transport.abort()
+
+
+def _not_let_in(*, answered: bool) -> PairingRejected:
+    return PairingRejected(
+        "the person at the host did not let this machine in",
+        fact="the answer there was no" if answered else f"nobody answered there within {ACCEPT_S} s",
+        next_step="agree with them, then: edgepipe node invite there, edgepipe node join here",
+    )
 
 
 def _busy() -> QueueFull:

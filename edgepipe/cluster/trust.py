@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
@@ -32,6 +34,7 @@ MAX_STATEMENT_BYTES = 4096  # a certificate is at most 2 KB
 NONCE_BYTES = 16
 _CONTEXT = b"edgepipe-trust-1"  # keeps a signature made for trust from meaning anything elsewhere
 _MAX_NAME_CHARS = 63
+_STEM_CHARS = _MAX_NAME_CHARS - 5  # room for a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,16 @@ class TrustStore:
         for key in sorted(self.statements):
             trust.statements.add(body=self.statements[key].body, signature=self.statements[key].signature)
         return trust
+
+    def name_for(self, node_id: NodeId, wanted: str) -> str:
+        """``wanted``, or with a number where another peer is called so. Who was numbered stays so."""
+        own = self.peers.get(node_id)
+        stem = wanted[:_STEM_CHARS]
+        if own is not None and (own.name == wanted or re.fullmatch(re.escape(stem) + r"-\d+", own.name)):
+            return own.name
+        taken = {peer.name for peer in self.peers.values() if peer.node_id != node_id}
+        numbered = (f"{stem}-{number}" for number in count(2))
+        return wanted if wanted not in taken else next(name for name in numbered if name not in taken)
 
     def added_only_by(self, signer: NodeId) -> list[TrustedPeer]:
         """Peers other than ``signer`` who would stop counting without it."""

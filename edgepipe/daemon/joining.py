@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe.cluster.codes import joiner_pake, read_code
@@ -16,11 +17,21 @@ from edgepipe.cluster.private_files import make_private_folder, write_private
 from edgepipe.cluster.trust import TrustStore
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.errors import ConfigInvalid, PairingRejected
+from edgepipe.ids import NodeId
 from edgepipe.link.certificates import KeyPair, make_key_pair
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.common import make_hello
 
 USUAL_PORT = 7117 + 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewMember:
+    """What this machine is now."""
+
+    store: TrustStore
+    node_name: str
+    wanted_name: str = ""  # what it calls itself, where another machine has that name already; empty: the same
 
 
 async def join_cluster(
@@ -33,7 +44,7 @@ async def join_cluster(
     new_identity: bool,
     audit: AuditLog,
     on_waiting: Callable[[str], None],
-) -> TrustStore:
+) -> NewMember:
     """Pair with ``host`` and keep its cluster in ``data_dir``, which nobody else uses meanwhile.
 
     ``host`` may be empty for a long string. ``on_waiting`` gets the host's name when its person is asked. Raises
@@ -63,10 +74,9 @@ async def join_cluster(
         on_waiting=lambda: on_waiting(pairing.other.name if pairing.other else ""),
     )
     assert pairing.store is not None, "the exchange ends with a store or an error"
-    audit.record(
-        AuditKind.JOINED, who=f"{node_name} {key_pair.fingerprint}", detail=f"cluster {pairing.store.cluster_name}"
-    )
-    return pairing.store
+    name = pairing.store.peers[NodeId(key_pair.fingerprint)].name
+    audit.record(AuditKind.JOINED, who=f"{name} {key_pair.fingerprint}", detail=f"cluster {pairing.store.cluster_name}")
+    return NewMember(store=pairing.store, node_name=name, wanted_name=node_name if node_name != name else "")
 
 
 def _must_change(folders: TrustFolders, node_id: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Generator
+from dataclasses import replace
 
 import uvloop
 
@@ -61,8 +62,11 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnRead
     clock, cluster = SystemClock(), config.cluster
     while True:
         trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
+        name = trust.store.name_for(trust.node_id, config.name)
+        if name != config.name:
+            logger.warning("another machine of the cluster is called %s: this node is %s", config.name, name)
         node = NodeDaemon(
-            config=config,
+            config=replace(config, name=name),
             data_dir=data_dir,
             trust=trust,
             incarnation=data_dir.next_incarnation(clock),

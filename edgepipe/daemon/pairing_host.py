@@ -117,6 +117,7 @@ class _Invitation:
         self._hello = hello
         self._addresses = addresses
         self._joined = False
+        self._given_name = ""  # of the machine that joins
         self._role = _role(start.role, trust.store)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._digits = f"{secrets.randbelow(10**CODE_DIGITS):0{CODE_DIGITS}}"
@@ -170,7 +171,8 @@ class _Invitation:
         return answer is not None and answer.accept
 
     async def _let_in(self, greeting: Greeting) -> tuple[TrustStore, Mapping[str, str]]:
-        await self._trust.add(greeting.certificate, role=self._role, name=greeting.name)
+        self._given_name = self._trust.store.name_for(greeting.node_id, greeting.name)
+        await self._trust.add(greeting.certificate, role=self._role, name=self._given_name)
         return self._trust.store, self._addresses()
 
     def _tell(self, attempt: Attempt) -> None:
@@ -190,8 +192,14 @@ class _Invitation:
             return
         self._joined = True
         self._trust.audit.record(AuditKind.PAIRED, who=who, detail=f"as {self._role}")
-        joined = pb.InviteJoined(name=attempt.name, address=attempt.address, node_id=attempt.node_id, role=self._role)
-        joined.silent = attempt.silent
+        joined = pb.InviteJoined(
+            name=self._given_name,
+            address=attempt.address,
+            node_id=attempt.node_id,
+            role=self._role,
+            silent=attempt.silent,
+            wanted_name=attempt.name if attempt.name != self._given_name else "",
+        )
         self.events.put_nowait(pb.InviteEvent(joined=joined))
 
 

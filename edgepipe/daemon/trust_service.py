@@ -67,7 +67,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
             events.put_nowait(pb.JoinEvent(waiting=pb.JoinWaiting(host_name=host_name)))
 
         try:
-            store = await join_cluster(
+            joined = await join_cluster(
                 self._data_dir,
                 node_name=self._node_name,
                 code=request.code,
@@ -77,7 +77,12 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
                 audit=self._trust.audit,
                 on_waiting=on_waiting,
             )
-            done = pb.JoinDone(cluster_name=store.cluster_name, num_peers=len(store.peers) - 1)
+            done = pb.JoinDone(
+                cluster_name=joined.store.cluster_name,
+                num_peers=len(joined.store.peers) - 1,
+                node_name=joined.node_name,
+                wanted_name=joined.wanted_name,
+            )
             events.put_nowait(pb.JoinEvent(done=done))
             self._begin_anew()
         finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 from edgepipe_emulated import oracle
 from pipeline_engine import CONFIG, SmallEngine, stages
@@ -118,6 +120,28 @@ async def test_numbers_that_cannot_be_are_refused(field: str) -> None:
     async with stages(1) as local:
         error = await refusal(local, local.spec(0, epoch(1), **{field: 0}))
         assert field in error.what
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", 2**31), ("max_in_flight", 2**32 - 1), ("num_blocks", 2**32 - 1)]
+)
+async def test_huge_numbers_cost_nothing_unless_they_can_be(field: str, value: int) -> None:
+    """What would not fit is refused; what is only a bound allocates nothing."""
+    before = psutil.Process().memory_info().rss
+    async with stages(1) as local:
+        control = local.control(0, local.spec(0, epoch(1), **{field: value}))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(control.run())
+            ended = tasks.create_task(control.reports.ended.wait())
+            opened = tasks.create_task(control.reports.opened.wait())
+            await asyncio.wait([ended, opened], return_when=asyncio.FIRST_COMPLETED)
+            if not control.reports.ended.is_set():
+                control.hang_up()
+            opened.cancel()
+        assert psutil.Process().memory_info().rss - before < 50 << 20
+        assert control.reports.fault is None or isinstance(control.reports.fault, EdgepipeError)
+        if field == "hidden_size":
+            assert isinstance(control.reports.fault, ShardMismatch)
 
 
 async def ring_answer(local: LocalStages, opening: stage_pb2.OpenRing) -> Any:

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc
+import psutil
 import pytest
 from pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import StepId
-from edgepipe.link.channels import make_channel
+from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
+from edgepipe.stage import service
 from edgepipe.testing.pipeline import Driver, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_to_wire
@@ -22,6 +25,7 @@ from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
 PROMPT = [1, 2, 3]
+UNKNOWN_FIELD = b"\xfa\x3f\x05later"  # number 1023, five bytes
 Change = Callable[[StepPlan], StepPlan]
 
 
@@ -56,11 +60,13 @@ def _with_row(**changes: object) -> Change:
         (_with_row(new_blocks=(BlockRun(255, 2),)), "gives out blocks 255-256"),
         (_with_row(new_blocks=()), "its blocks hold 0"),
         (_with_row(num_tokens=4), "3 token ids for 4 tokens"),
+        (_with_row(num_tokens=2**32 - 1), "its blocks hold"),
+        (_with_row(position=2**32 - 1), "its blocks hold"),
         (lambda plan: replace(plan, step=StepId(2)), "plan of step 1 is missing"),
         (lambda plan: replace(plan, last_slice=2), "ends at slice 2 of 2"),
         (lambda plan: replace(plan, last_slice=0), "has no head"),
     ],
-    ids=["sequence", "blocks", "room", "tokens", "gap", "slice", "head"],
+    ids=["sequence", "blocks", "room", "tokens", "huge", "far", "gap", "slice", "head"],
 )
 async def test_a_bad_plan_is_a_fault_of_the_engine(change: Change, why: str) -> None:
     async with stages(2) as local:
@@ -84,6 +90,57 @@ async def test_columns_of_different_lengths_are_a_fault() -> None:
             driver.controls[0].send_raw(message)
             assert isinstance(await fault_of(driver), RemoteProtocolError)
         await assert_serves(local, 2)
+
+
+async def test_unknown_fields_are_ignored() -> None:
+    """A newer minor version may say more."""
+    async with stages(1) as local, local.open(epoch(1)) as driver:
+        engine = SmallEngine(driver)
+        sequence = engine.new(PROMPT)
+        message = plan_to_wire(engine.plan(sequence), with_token_ids=True)
+        message.MergeFromString(UNKNOWN_FIELD)
+        assert UNKNOWN_FIELD in message.SerializeToString()
+        driver.controls[0].send_raw(message)
+        await engine.retire()
+        assert len(sequence.generated) == 1
+
+
+async def test_a_million_entries_are_refused_and_cost_little_memory() -> None:
+    async with stages(1) as local:
+        process = psutil.Process()
+        async with local.open(epoch(1)) as driver:
+            engine = SmallEngine(driver)
+            message = plan_to_wire(engine.plan(engine.new(PROMPT)), with_token_ids=True)
+            message.num_tokens.extend([1] * 1_000_000)
+            before = process.memory_info().rss
+            driver.controls[0].send_raw(message)
+            assert isinstance(await fault_of(driver), RemoteProtocolError)
+            assert process.memory_info().rss - before < 50 << 20
+        await assert_serves(local, 2)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0b" * 5000, b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f"], ids=["nested", "tags", "lengths"]
+)
+@pytest.mark.parametrize("method", ["Control", "Ring"])
+async def test_bytes_that_are_no_message_end_their_stream_alone(method: str, data: bytes) -> None:
+    async with stages(2) as local, local.open(epoch(1)) as driver:
+        async with make_channel(local.addresses[1], Credentials()) as channel:
+            call: Any = channel.stream_stream(f"/edgepipe.wire.v1.Stage/{method}")(timeout=10)
+            await call.write(data)
+            assert await call.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
+        engine = SmallEngine(driver)
+        await engine.generate([[engine.new(PROMPT)]], 3)
+
+
+async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)
+    async with stages(1) as local, make_channel(local.addresses[0], Credentials()) as channel:
+        for open_stream in (StageStub(channel).Control, StageStub(channel).Ring):
+            call: Any = open_stream()
+            with pytest.raises(RemoteProtocolError, match="nothing sent"), translated("the stage"):
+                await call.read()
+        await assert_serves(local, 1)
 
 
 @pytest.mark.parametrize("at", [0, 1])

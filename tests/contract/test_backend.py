@@ -340,6 +340,20 @@ class TestMistakes:
             run_step(stages[1], step, spoil(sent))
         maker.assert_same(run_step(stages[1], step, sent), whole_prompt(maker, LLAMA, PROMPT[:4]))
 
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_activations_that_are_no_numbers_spoil_their_own_sequence_alone(self, maker: Maker, value: float) -> None:
+        stages = [maker.loaded(LLAMA, cuts=[2], take=[index]) for index in range(2)]
+        step = make_step([step_row(0, 4, (0, 1)), step_row(0, 4, (1, 1))])
+        sent = run_step(stages[0], step, token_ids(PROMPT[:4], OTHER[:4]))
+        if maker.name == "emulated":
+            pytest.skip("its activations are whole numbers")
+        fine = run_step(stages[1], replace(step, slice_index=1), sent)
+        spoiled = sent.copy()
+        spoiled[1] = value
+        logits = run_step(stages[1], replace(step, slice_index=1), spoiled)
+        assert not np.isfinite(logits[3]).any(), "the last row has attended to the spoiled one"
+        maker.assert_same(logits[4:], fine[4:])
+
     @pytest.mark.parametrize(
         "tokens",
         [token_ids(PROMPT[:3]), token_ids(PROMPT[:4]).reshape(2, 2), token_ids(PROMPT[:4]).astype(np.float32)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from edgepipe.cli.admin import connect
+from edgepipe.cli.output import as_dict
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
@@ -66,10 +69,13 @@ class Shell:
         return finish(self.start(*args))
 
     def status(self) -> dict[str, Any]:
-        """What this home's node says."""
-        done = self.run("status", "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        """What this home's node says, in the form of ``status --json``; asked in this process, which is quick."""
+
+        async def ask() -> dict[str, Any]:
+            async with connect(self.data_dir) as admin:
+                return as_dict(await admin.status())
+
+        return asyncio.run(ask())
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first status for which ``wanted`` holds."""

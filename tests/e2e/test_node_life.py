@@ -7,14 +7,22 @@ import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from edgepipe.cluster.discovery import Announcement, Discovery
+from edgepipe.cluster.founding import TrustFolders
+from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.ids import NodeId
+from edgepipe.link.access import Kind
+from edgepipe.link.certificates import make_key_pair
+from edgepipe.link.channels import bind, make_server
+from edgepipe.link.security import MutualTls
 from edgepipe.telemetry.audit import read_audit
 from edgepipe.testing.nodes import HELLO, LOOK_S, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -29,8 +37,35 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
     await made.end()
 
 
-async def test_two_nodes_find_each_other_by_mdns(nodes: Nodes):
-    a, b = await asyncio.gather(nodes.start("a"), nodes.start("b"))
+@asynccontextmanager
+async def impostor(cluster_id: str, victim: str) -> AsyncIterator[MutualTls]:
+    """Somebody with a key of his own who announces himself as ``victim``."""
+    security = MutualTls(make_key_pair(), callers=tuple(Kind))
+    server = make_server(security)
+    port = bind(server, security, host="127.0.0.1", port=0)
+    await server.start()
+    said = Announcement(
+        cluster_id=cluster_id, cluster_name="x", node_id=victim, node_name="b", host="127.0.0.1", port=port
+    )
+    discovery = Discovery(said, lambda _: None)
+    await discovery.start()
+    try:
+        yield security
+    finally:
+        await discovery.stop()
+        await server.stop(None)
+
+
+async def test_two_nodes_find_each_other_by_mdns_whoever_else_says_to_be_one_of_them(nodes: Nodes):
+    a = await nodes.start("a")
+    victim = load_identity(TrustFolders(nodes.spare[0]).identity).fingerprint
+    async with impostor((await a.status()).cluster_id, victim) as security:
+        async with asyncio.timeout(20):
+            while not security.refused_handshakes:  # noqa: ASYNC110 - gRPC does not tell
+                await asyncio.sleep(LOOK_S)
+        b = await nodes.start("b")
+        assert b.node_id == victim
+        await a.until(lambda status: any(member.node.address == b.address for member in status.members))
     status = await a.until(lambda status: idle(status, 2))
     assert {member.node.name for member in status.members} == {"a", "b"}
     other = next(member for member in status.members if not member.self)

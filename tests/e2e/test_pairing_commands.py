@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from bad_input import Shell, error_of, finish
+
+from tests.terminal import Terminal
 
 NODE = ("--backend", "none", "--port", "0", "--http-port", "0", "--no-discovery")
 
@@ -39,23 +43,52 @@ def inviting(shell: Shell, *options: str) -> Iterator[tuple[subprocess.Popen[str
                 stream.close()
 
 
-def test_two_machines_pair_and_one_is_removed(tmp_path: Path) -> None:
+def invite_at_terminal(shell: Shell) -> Terminal:
+    """``node invite`` before a person."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("EDGEPIPE_", "XDG_"))}
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "invite"]
+    return Terminal(command, environment=kept | shell.environment())
+
+
+def shown_code(terminal: Terminal) -> tuple[str, str]:
+    """Where to join, and the code."""
+    found = re.search(r"--host (\S+) (\S+)", terminal.until("waiting ..."))
+    assert found
+    return found[1], found[2]
+
+
+def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path: Path) -> None:
     host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
-    with host.node(*NODE, "--name", "gamer", "--cluster", "attic"):
-        with inviting(host) as (process, code, where):
+    with host.node(*NODE, "--name", "studio", "--cluster", "attic"):
+        with invite_at_terminal(host) as terminal:
+            where, code = shown_code(terminal)
+            joining = other.start("node", "join", "--host", where, code, "--name", "studio")
+            terminal.until("let it join? [Y/n]")
+            terminal.send("n\r")
+            error_of(finish(joining), 5, "the person at the host did not let this machine in")
+            assert terminal.exit_code() == 5
+        with invite_at_terminal(host) as terminal:
+            where, code = shown_code(terminal)
             wrong = ("0" if code[0] != "0" else "1") + code[1:]
             error_of(other.run("node", "join", "--host", where, wrong), 5, "the code is not right", "tries left: 2")
-            joined = other.run("node", "join", "--host", where, code, "--name", "studio")
+            joining = other.start("node", "join", "--host", where, code, "--name", "studio")
+            terminal.until("'studio' (127.0.0.1) gave the right code. Its key: ")
+            terminal.until("let it join? [Y/n]")
+            terminal.send("\r")
+            joined = finish(joining)
             assert joined.returncode == 0, joined.stderr
             assert "joined 'attic', 1 other node" in joined.stdout
-            said = finish(process).stdout
-            assert "'studio' joined as an owner" in said
+            assert "this machine is 'studio-2' there" in joined.stdout
+            assert terminal.exit_code() == 0
+            assert "'studio-2' joined as an owner" in terminal.text()
+            assert "it calls itself 'studio', as another machine does" in terminal.text()
         with other.node(*NODE, "--name", "studio"):
             for shell in (host, other):
-                shell.until(lambda status: len(status["members"]) == 2)
+                seen = shell.until(lambda status: len(status["members"]) == 2)
+                assert {member["node"]["name"] for member in seen["members"]} == {"studio", "studio-2"}
             listed = host.run("peers").stdout
-            assert re.search(r"studio +owner +alive", listed), listed
-            removed = host.run("peers", "remove", "studio")
+            assert re.search(r"studio-2 +owner +alive", listed), listed
+            removed = host.run("peers", "remove", "studio-2")
             assert removed.returncode == 0, removed.stderr
             other.until(lambda status: status["removed"] and len(status["members"]) == 1)
         told = host.run("peers", "log").stdout
@@ -85,19 +118,3 @@ def test_a_running_node_joins_and_starts_anew_in_the_other_cluster(tmp_path: Pat
             assert joined.returncode == 0, joined.stderr
         host.until(lambda status: len(status["members"]) == 2)
         error_of(other.run("node", "join", "--host", where, code), 5, "is in cluster 'attic' already", "--new-identity")
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "parts"),
-    [
-        (("node", "invite"), 2, ("somebody has to answer", "--yes")),
-        (("node", "join", "12345"), 2, ("no pairing code", "4821-9037")),
-        (("node", "join", "--host", "127.0.0.1:1", "1234-5678"), 3, ("nobody invites at 127.0.0.1:1", "node invite")),
-        (("node", "join", "--host", "a:b", "1234-5678"), 2, ("--host cannot be",)),
-        (("peers",), 3, ("no edgepipe node runs",)),
-    ],
-)
-def test_what_cannot_work_is_said_with_the_next_step(
-    tmp_path: Path, words: tuple[str, ...], code: int, parts: tuple[str, ...]
-) -> None:
-    error_of(Shell(tmp_path).run(*words), code, *parts)

@@ -237,8 +237,11 @@ def _join(setup: Setup, code: str, host: str) -> None:
         )
     )
     setup.joined = True
+    setup.name = joined.node_name
     setup.commands.append(f"edgepipe node join {f'--host {host} ' if host else ''}CODE")
     done(f"joined '{joined.cluster_name}' with {joined.num_peers} more")
+    if joined.wanted_name:
+        warn(f"another machine there is called '{joined.wanted_name}': this one is '{joined.node_name}' now")
     _start(setup)
 
 

@@ -212,12 +212,15 @@ class InviteJoined(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    WANTED_NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     node_id: _builtins.str
     role: _builtins.str
     silent: _builtins.bool
     """it never said that it has joined"""
+    wanted_name: _builtins.str
+    """what it calls itself, where another machine has that name already"""
     def __init__(
         self,
         *,
@@ -226,10 +229,11 @@ class InviteJoined(_message.Message):
         node_id: _builtins.str = ...,
         role: _builtins.str = ...,
         silent: _builtins.bool = ...,
+        wanted_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "node_id", b"node_id", "role", b"role", "silent", b"silent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "node_id", b"node_id", "role", b"role", "silent", b"silent", "wanted_name", b"wanted_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,20 +323,28 @@ class JoinDone(_message.Message):
     CLUSTER_NAME_FIELD_NUMBER: _builtins.int
     NUM_PEERS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    WANTED_NAME_FIELD_NUMBER: _builtins.int
     cluster_name: _builtins.str
     num_peers: _builtins.int
     """others"""
     node_id: _builtins.str
+    node_name: _builtins.str
+    """in the cluster"""
+    wanted_name: _builtins.str
+    """what it calls itself, where another machine has that name already"""
     def __init__(
         self,
         *,
         cluster_name: _builtins.str = ...,
         num_peers: _builtins.int = ...,
         node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        wanted_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_name", b"cluster_name", "node_id", b"node_id", "num_peers", b"num_peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_name", b"cluster_name", "node_id", b"node_id", "node_name", b"node_name", "num_peers", b"num_peers", "wanted_name", b"wanted_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

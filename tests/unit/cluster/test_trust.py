@@ -115,6 +115,21 @@ def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself():
     assert roles(gone) == {"a": Role.OWNER, "d": Role.MEMBER, "c": Role.MEMBER}  # e is out; a let c in before
 
 
+def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it():
+    store, one, other = founded(), NodeId(B.fingerprint), NodeId(C.fingerprint)
+    assert store.name_for(one, "b") == "b"
+    assert store.name_for(one, "a") == "a-2"
+    assert store.name_for(NodeId(A.fingerprint), "a") == "a"
+    numbered = add_statement(store, signer=A, certificate=B.certificate, role=Role.MEMBER, name="a-2", now_ms=2)
+    store = with_(store, numbered)
+    assert store.name_for(one, "a") == "a-2"
+    assert store.name_for(other, "a") == "a-3"
+    assert store.name_for(one, "b") == "b", "its settings name it anew"
+    assert len(store.name_for(other, "x" * 63)) == 63
+    long = add_statement(store, signer=A, certificate=D.certificate, role=Role.MEMBER, name="x" * 63, now_ms=2)
+    assert len(with_(store, long).name_for(other, "x" * 63)) <= 63
+
+
 def test_a_member_becomes_an_owner_and_stays_one():
     store = two_owners()
     promoted = with_(store, add(store, C, by=B, role=Role.OWNER))

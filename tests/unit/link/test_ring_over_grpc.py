@@ -74,6 +74,22 @@ async def test_a_receiver_that_takes_nothing_is_a_send_timeout() -> None:
         assert caught.group_contains(SendTimeout, match="did not take a step's activations in time")
 
 
+async def test_a_receiver_that_takes_nothing_holds_up_nobody_else_and_little_memory() -> None:
+    stuck, other = Hop(window=2), Hop(window=2)
+    step_bytes = activations(1, 2000).nbytes
+    async with grpc_service(stuck) as address, tcp_proxy(address) as proxy, grpc_service(other) as elsewhere:
+        async with running(stuck, grpc_sender(stuck, proxy.address, chunk_bytes=8000)):
+            async with running(other, grpc_sender(other, elsewhere)):
+                for step in range(1, STEPS + 1):
+                    stuck.expect(step, tokens=2000)
+                    stuck.send(step, tokens=2000)
+                    other.expect(step)
+                    other.send(step)
+                assert [await other.take() for _ in range(STEPS)] == list(range(1, STEPS + 1))
+                await stuck.until(lambda: stuck.arrived.qsize() == 2)
+                assert proxy.passed_bytes < 3 * step_bytes, "credits keep the rest with the sender"
+
+
 async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     impatient = RingSender(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from model_files import TOKENS, hf_values, names, random_tensors, source_folder, write_gguf
 
-from edgepipe.errors import ModelInvalid
+from edgepipe.errors import ModelInvalid, ModelUnknown
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.manifest import Manifest
@@ -62,6 +62,16 @@ def test_a_node_serves_a_part_that_came_from_a_peer(giver: StoredModel, taker: M
     with pytest.raises(ModelInvalid, match="not on this node"):
         shard.read("model.norm.weight")
     assert part.tokenizer().encode("ab") == [12]
+
+
+def test_a_copy_with_other_content_is_not_taken_for_it(giver: StoredModel, taker: ModelStore, tmp_path: Path) -> None:
+    other = tmp_path / "changed"
+    other.mkdir()
+    taker.pull(str(source_folder(other, rms_norm_eps=1e-3)))
+    assert taker.resolve("My-Model").manifest_hash != giver.manifest_hash
+    assert taker.find("My-Model", giver.manifest_hash) is None
+    with pytest.raises(ModelUnknown):
+        taker.resolve("My-Model", manifest_hash=giver.manifest_hash)
 
 
 def test_a_part_can_be_given_on(giver: StoredModel, taker: ModelStore, tmp_path: Path) -> None:
