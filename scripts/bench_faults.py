@@ -84,6 +84,9 @@ async def killed(times: int, rows: list[Row]) -> None:
         stalls = await stalls_of(cluster, "kill stage", times=times, seed=1)
         rows.append(below("stall, killed stage, p50", statistics.median(stalls), "s", 2.0))
         rows.append(below("stall, killed stage, p99", percentile(stalls, 0.99), "s", 4.0))
+        (engine,) = (await cluster.until_ready()).engines
+        rows.append(Row("tokens of interrupted answers kept in the KV", engine.kept_tokens, ""))
+        rows.append(Row("tokens replayed up to the stage that was killed", engine.replayed_tokens, ""))
         progress("stage processes killed, and who knows when")
         reported, spread = zip(*[await _seen_killed(cluster) for _ in range(times)], strict=True)
         rows.append(below("reported by its daemon, killed stage, p99", percentile(reported, 0.99), "s", 0.1))

@@ -15,12 +15,12 @@ async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: 
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(a)
     await answers(b)
-    streams = [Stream(PROMPT, 150), Stream((*PROMPT, 7, 7), 120)]
+    streams = [Stream(PROMPT, 70), Stream((*PROMPT, 7, 7), 60)]
     async with asyncio.TaskGroup() as tasks:
         for stream, node in zip(streams, (a, b), strict=True):
             tasks.create_task(stream.run(node.http_port))
         for stream in streams:
-            await stream.has(20)
+            await stream.has(10)
         children(await a.status(), "engine")[0].kill()
         late = Stream((1, 2, 3), 20)
         tasks.create_task(late.run(b.http_port))
@@ -34,12 +34,12 @@ async def test_another_node_starts_the_engine_of_one_that_is_gone(nodes: Nodes) 
     await a.serve("tiny", plan="a:0-2,b:3-5")
     for node in (b, c):
         await answers(node)
-    streams = [Stream(PROMPT, 120), Stream((*PROMPT, 7, 7), 100)]
+    streams = [Stream(PROMPT, 60), Stream((*PROMPT, 7, 7), 60)]
     async with asyncio.TaskGroup() as tasks:
         for stream, node in zip(streams, (b, c), strict=True):
             tasks.create_task(stream.run(node.http_port))
         for stream in streams:
-            await stream.has(20)
+            await stream.has(10)
         cut_power(a)
     for stream in streams:
         stream.assert_right()
@@ -53,17 +53,17 @@ async def test_of_two_nodes_the_survivor_serves_alone(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(b)
-    stream = Stream(PROMPT, 120)
+    stream = Stream(PROMPT, 60)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(stream.run(b.http_port))
-        await stream.has(20)
+        await stream.has(10)
         cut_power(a)
     stream.assert_right()
     status = await b.until(kv_is_free)
     assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
 
 
-async def test_after_a_power_cut_the_model_is_served_again_until_it_is_stopped(nodes: Nodes) -> None:
+async def test_after_a_power_cut_the_model_is_served_again(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await b.until(lambda status: any(one.serves for member in status.members for one in [member.node]))
@@ -75,8 +75,14 @@ async def test_after_a_power_cut_the_model_is_served_again_until_it_is_stopped(n
     stream = Stream(PROMPT, 20)
     await stream.run(b.http_port)
     stream.assert_right()
-    assert await b.stop_model("tiny") == ["tiny"]
-    await asyncio.gather(a.stop(), b.stop())
+
+
+@pytest.mark.long
+async def test_what_was_stopped_is_not_served_again(nodes: Nodes) -> None:
+    (a,) = await slow_cluster(nodes, "a")
+    await a.serve("tiny", plan="a:0-5")
+    assert await a.stop_model("tiny") == ["tiny"]
+    await a.stop()
     a = await nodes.start("a", backend_options="time_factor=0")
     status = await a.until(lambda status: idle(status, 1))
     assert not status.engines
