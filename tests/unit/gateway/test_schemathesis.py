@@ -17,7 +17,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 @pytest.mark.parametrize(
     ("phases", "examples"),
     [
-        ("examples,fuzzing", 6),
+        ("examples,fuzzing", 3),
         pytest.param("examples,coverage,fuzzing", 150, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
     ids=["few", "many"],
