@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +17,42 @@ Message = dict[str, str]
 _MAX_FILE_BYTES = 64 << 20  # longer than any context
 _FORMAT = "edgepipe-chat-1"
 
-OPTIONS: Mapping[str, Callable[[str], Any]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "max_tokens": int,
-    "seed": int,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "stop": str,
+_OTHER_TEMPERATURE = 0.7  # of another answer where the first was the most likely one: that would come again
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of a request that ``/set`` takes."""
+
+    kind: Callable[[str], Any]
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    def read(self, name: str, text: str) -> Any:
+        """The value. Raises RequestInvalid."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            wanted = "a whole number" if self.kind is int else "a number"
+            raise RequestInvalid(f"{name} wants {wanted}", fact=f"given: {text}") from None
+        if self.kind is not str and not self.lowest <= value <= self.highest:
+            bounds = f"{self.lowest:g} to {self.highest:g}" if self.highest < math.inf else f"{self.lowest:g} or more"
+            raise RequestInvalid(f"{name} cannot be {text}", fact=f"it can be {bounds}")
+        return value
+
+
+OPTIONS: Mapping[str, Option] = {
+    "temperature": Option(float, 0, 2),
+    "top_p": Option(float, 0.001, 1),
+    "top_k": Option(int, 0),
+    "min_p": Option(float, 0, 1),
+    "max_tokens": Option(int, 1),
+    "seed": Option(int),
+    "repetition_penalty": Option(float, 0.01, 100),
+    "presence_penalty": Option(float, -2, 2),
+    "frequency_penalty": Option(float, -2, 2),
+    "stop": Option(str),
 }
-"""Fields of a request that ``/set`` takes; the gateway checks their ranges."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +74,13 @@ class Dialogue:
         """What is sent."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.turns]
+
+    def wishes(self) -> dict[str, Any]:
+        """Fields of the next request. Another answer is drawn, and drawn anew each time."""
+        if self.taken_back is None:
+            return self.options
+        greedy = self.options.get("temperature") == 0
+        return self.options | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
 
     def ask(self, question: str) -> None:
         """The next question."""
@@ -73,17 +104,13 @@ class Dialogue:
 
     def set(self, name: str, text: str) -> None:
         """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
-        kind = OPTIONS.get(name)
-        if kind is None:
+        option = OPTIONS.get(name)
+        if option is None:
             raise RequestInvalid(f"there is no setting {name}", fact=f"settings: {', '.join(OPTIONS)}")
         if text in ("", "default"):
             self.options[name] = None
             return
-        try:
-            self.options[name] = kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise RequestInvalid(f"{name} wants {wanted}", fact=f"given: {text}") from None
+        self.options[name] = option.read(name, text)
 
     def save(self, path: Path, *, model: str) -> None:
         """Write it as JSON, or as Markdown where the name ends so. Raises RequestInvalid."""
@@ -121,7 +148,7 @@ class Dialogue:
         rates = [answer.tokens_per_s for answer in self.answers if answer.tokens_per_s]
         first = sorted(answer.first_word_s for answer in self.answers)
         last = self.answers[-1]
-        lines = [f"last     {last.num_prompt_tokens} prompt tokens · {last.footer()}"]
+        lines = [f"last     {last.footer()}", f"         {last.num_prompt_tokens} prompt tokens"]
         count = len(self.answers)
         session = f"session  {count} answer{'s' * (count != 1)} · {tokens} tok"
         if rates:

@@ -60,7 +60,7 @@ async def _answer(talk: Talk, settings: ChatSettings) -> None:
 
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
-        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.options, show))
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.wishes(), show))
         try:
             with view, _interrupts(work):
                 answer = await work
@@ -119,7 +119,7 @@ def _session(talk: Talk) -> PromptSession[str]:
         message=">>> ",
         history=history,
         key_bindings=keys,
-        prompt_continuation="... ",
+        prompt_continuation=lambda width, line, wraps: "    " if wraps else "... ",
         completer=_completer(talk),
         complete_while_typing=False,
         enable_open_in_editor=True,

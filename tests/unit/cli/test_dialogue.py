@@ -55,6 +55,21 @@ def test_settings_are_typed_and_can_be_taken_back() -> None:
         one.set("seed", "x")
     with pytest.raises(RequestInvalid, match="no setting heat"):
         one.set("heat", "1")
+    for name, text in (("temperature", "9"), ("temperature", "nan"), ("top_k", "-1"), ("max_tokens", "0")):
+        with pytest.raises(RequestInvalid, match=f"{name} cannot be {text}"):
+            one.set(name, text)
+
+
+def test_another_answer_is_drawn_even_where_answers_are_not() -> None:
+    one = dialogue()
+    one.set("seed", "4")
+    assert one.wishes() == {"temperature": 0.0, "seed": 4}
+    one.take_back()
+    assert one.wishes() == {"temperature": 0.7, "seed": None}
+    one.set("temperature", "1.5")
+    assert one.wishes() == {"temperature": 1.5, "seed": None}
+    one.answered("therefore")
+    assert one.wishes() == {"temperature": 1.5, "seed": 4}
 
 
 def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
@@ -113,8 +128,9 @@ def test_figures_of_the_session() -> None:
                 num_nodes=2,
             )
         )
-    last, session = one.stats().splitlines()
-    assert last == "last     5 prompt tokens · 7 tok · first word 3.0 s · 2 nodes"
+    last, prompt, session = one.stats().splitlines()
+    assert last == "last     7 tok · first word 3.0 s · 2 nodes"
+    assert prompt == "         5 prompt tokens"
     assert session == "session  3 answers · 21 tok · 15.0 tok/s (mean) · first word 1.0 s (median)"
 
 
