@@ -52,6 +52,7 @@ class Config:
     listen_s: float = 3.0  # commands listen so long for other nodes, which answer at once; sleeping Wi-Fi takes longer
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
+    copies: int = 2  # disks that keep each part of a model that this node's engines serve; 1: as many as need it
     memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
     backend_options: tuple[str, ...] = ()  # KEY=VALUE settings of the backend's own
@@ -366,6 +367,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "listen_s": _seconds(0.1, 60.0),
     "data_dir": _path,
     "models_dir": _path,
+    "copies": _number(1, 16),
     "memory_limit_bytes": _bytes,
     "threads": _number(0, 1024),
     "backend_options": _pairs,

@@ -67,9 +67,11 @@ def epochs(status: pb.ClusterStatus) -> list[int]:
     return [engine.epoch.counter for engine in status.engines]
 
 
-async def stalls_of(cluster: ChaosCluster, fault: str, *, times: int, seed: int, exact: bool = True) -> list[float]:
+async def stalls_of(
+    cluster: ChaosCluster, fault: str, *, times: int, seed: int, exact: bool = True, max_tokens: int = 0
+) -> list[float]:
     """The longest pause of every stream that the fault met, over so many trials."""
-    run = ChaosRun(cluster, seed=seed, exact=exact, max_tokens=160 if exact else 60)
+    run = ChaosRun(cluster, seed=seed, exact=exact, max_tokens=max_tokens or (160 if exact else 60))
     await run.prepare(num_requests=4)
     stalls: list[float] = []
     for _ in range(times):
@@ -124,6 +126,16 @@ async def killed_engines(times: int, rows: list[Row]) -> None:
         progress("engines killed in mid-answer")
         stalls = await stalls_of(cluster, "kill engine", times=times, seed=3)
         rows.append(below("stall, killed engine, p99", percentile(stalls, 0.99), "s", 4.0))
+
+
+async def drained(times: int, rows: list[Row]) -> None:
+    """A node is drained, that of a stage and that of the engine: what clients notice of it."""
+    async with folder() as place, chaos_cluster(place) as cluster:
+        for fault, what in (("drain node", "a stage's node"), ("drain engine", "the engine's node")):
+            progress(f"{what} is drained in mid-answer")
+            stalls = await stalls_of(cluster, fault, times=times, seed=7, max_tokens=2000)
+            rows.append(below(f"pause, {what} drained, p50", statistics.median(stalls), "s", 1.0))
+            rows.append(below(f"pause, {what} drained, worst", max(stalls), "s", 1.0))
 
 
 async def silent(times: int, rows: list[Row]) -> None:
@@ -283,12 +295,15 @@ async def main() -> None:
     """Every figure, then the table. A part that fails is told in its place, and the others go on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="ten minutes of load, half an hour of faults")
-    parser.add_argument("--only", default="", help="one part: killed, engines, silent, smollm, load, cost, soak")
+    parser.add_argument(
+        "--only", default="", help="one part: killed, engines, drained, silent, smollm, load, cost, soak"
+    )
     options = parser.parse_args()
     rows: list[Row] = []
     parts: dict[str, Callable[[], Awaitable[None]]] = {
         "killed": lambda: killed(12, rows),
         "engines": lambda: killed_engines(3, rows),
+        "drained": lambda: drained(4, rows),
         "silent": lambda: silent(6, rows),
         "smollm": lambda: smollm(4, rows),
         "load": lambda: buried_alive(600.0 if options.full else 60.0, rows),

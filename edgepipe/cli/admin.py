@@ -23,6 +23,7 @@ _PEER = "this machine's node"
 _RPC_S = 5.0
 _SURVEY_S = 120.0  # a layer on every device, every link
 _SERVE_S = 3600.0  # a first load may fetch a model over the network
+_COPY_S = 24 * 3600.0
 _INVITE_S = 25 * 3600.0  # a long string is valid for a day at most
 _JOIN_S = 240.0  # the host's person has a minute
 _LOGS_S = 7 * 24 * 3600.0  # following the log ends by ^C
@@ -73,6 +74,13 @@ class Admin:
         request = pb.DrainRequest(hello=self._hello, undo=undo)
         with translated(_PEER):
             async for event in self._stub.Drain(request, timeout=_SERVE_S):
+                yield event
+
+    async def replicate(self, model: str, *, copies: int) -> AsyncIterator[pb.ReplicateEvent]:
+        """How far each node's copying is. Raises ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+        request = pb.ReplicateRequest(hello=self._hello, model=model, copies=copies)
+        with translated(_PEER):
+            async for event in self._stub.Replicate(request, timeout=_COPY_S):
                 yield event
 
     async def shut_down(self) -> None:

@@ -1,4 +1,4 @@
-"""``edgepipe models pull|list|rm``"""
+"""``edgepipe models pull|list|rm|replicate``"""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgepipe.cli.options import DataDir, Json, ModelsDir, models_dir_of
+from edgepipe.cli.options import DataDir, Json, ModelsDir, complete_model, data_dir_of, models_dir_of
 from edgepipe.cli.output import make_console, make_table, print_json, printable
 
 if TYPE_CHECKING:
+    from edgepipe.cli.copies_view import ModelCopies
     from edgepipe.model.progress import PullProgress
     from edgepipe.model.pull import PullResult
     from edgepipe.model.store import StoredModel
@@ -62,10 +63,12 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
     """List the models on this machine's disk."""
+    from edgepipe.cli.copies_view import copies_in_cluster, copies_text
     from edgepipe.model.store import ModelStore
 
     root = models_dir_of(data_dir, models_dir)
-    rows = [_row(model) for model in ModelStore(root).list()]
+    known = copies_in_cluster(data_dir_of(data_dir))
+    rows = [_row(model, known.get((model.id, model.manifest_hash))) for model in ModelStore(root).list()]
     if as_json:
         print_json(rows)
         return
@@ -75,10 +78,12 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         return
     from edgepipe.units import format_bytes
 
-    table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", "STATE", right=("SIZE", "LAYERS", "CONTEXT"))
+    shared = ("COPIES",) if known else ()
+    table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", "STATE", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
         size, layers, context = format_bytes(row["size_bytes"]), str(row["layers"]), str(row["context"])
-        table.add_row(printable(row["model"]), size, layers, context, "whole" if row["whole"] else "in part")
+        copies = (copies_text(row["copies"]),) if known else ()
+        table.add_row(printable(row["model"]), size, layers, context, "whole" if row["whole"] else "in part", *copies)
     make_console().print(table)
 
 
@@ -96,7 +101,30 @@ def rm(
     print(f"deleted {printable(model)}: {format_bytes(freed)} are free again")
 
 
-def _row(model: StoredModel) -> dict[str, Any]:
+@app.command()
+def replicate(
+    model: Annotated[str, typer.Argument(help="A model on any node of the cluster.", autocompletion=complete_model)],
+    copies: Annotated[int, typer.Option("--copies", min=1, max=16, help="Disks that each part shall be on.")] = 2,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a model's parts to other nodes' disks, so that no machine takes the last copy along."""
+    from edgepipe.cli.admin import run_async
+    from edgepipe.cli.copies_view import replicate_with_progress
+
+    made = run_async(replicate_with_progress(data_dir_of(data_dir), model, copies=copies))
+    if as_json:
+        print_json({"model": model, "copies": copies, "fetched": made})
+    elif made:
+        from edgepipe.units import format_bytes
+
+        told = ", ".join(f"{format_bytes(one['num_bytes'])} to {printable(one['node'])}" for one in made)
+        print(f"every part of {printable(model)} is on {copies} disks now: copied {told}")
+    else:
+        print(f"every part of {printable(model)} is on {copies} disks already")
+
+
+def _row(model: StoredModel, copies: ModelCopies | None) -> dict[str, Any]:
     config = model.config
     return {
         "model": model.id,
@@ -106,6 +134,7 @@ def _row(model: StoredModel) -> dict[str, Any]:
         "architecture": config.architecture,
         "whole": model.whole,
         "path": str(model.path),
+        "copies": copies and {"fewest": copies.fewest, "nodes": list(copies.nodes)},
     }
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="This machine's node.")
 
-_STOP_S = 15.0  # children get 5 s, then they are killed
+_STOP_S = 45.0  # what runs there moves away in 30 s; then children get 5 s until they are killed
 _LOOK_S = 0.05
 
 
@@ -60,6 +60,10 @@ def start(
     discovery: Annotated[
         bool | None, typer.Option("--discovery/--no-discovery", help="Announce and browse by mDNS.", show_default=False)
     ] = None,
+    copies: Annotated[
+        int | None,
+        typer.Option("--copies", help="Disks that keep each part of what is served from here; 2 unless given."),
+    ] = None,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", help="Most that models take here (8GB).")
     ] = None,
@@ -95,6 +99,7 @@ def start(
             "data_dir": data_dir,
             "models_dir": models_dir,
             "discovery": discovery,
+            "copies": copies,
             "memory_limit_bytes": memory_limit,
             "threads": threads,
             "backend_options": backend_option or None,
@@ -169,7 +174,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node; returns when it is gone."""
+    """Stop this machine's node once others have taken over what they can; a second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)

@@ -23,7 +23,7 @@ Restart=on-failure
 RestartSec=2
 # The node ends its children itself, in order; whoever is left after that is killed.
 KillMode=mixed
-TimeoutStopSec=30
+TimeoutStopSec=45
 # A stage that takes too much memory is killed alone; the node plans anew without it.
 OOMPolicy=continue
 LimitNOFILE=65536
@@ -125,7 +125,7 @@ def _launchd(machine: Machine) -> ServicePlan:
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 5,
-        "ExitTimeOut": 30,
+        "ExitTimeOut": 45,
         "ProcessType": "Interactive",  # else macOS slows it down
         "SoftResourceLimits": {"NumberOfFiles": 65536},
         "EnvironmentVariables": {"HOME": str(machine.home)},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from edgepipe.cli.copies_view import ModelCopies, copies_of
 from edgepipe.cli.output import bar, make_table, printable
 from edgepipe.cli.serve import layers_of
 from edgepipe.cluster.absence import absence_text, continuing_text, joined
@@ -40,9 +41,12 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
     for link in status.broken_links:
         one, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
         yield Text(f"{one} and {other} do not reach each other, this machine reaches both", style="yellow")
+    copies = copies_of(status.members)
     for engine in status.engines:
         yield Text()
         yield from _engine(engine)
+        if text := _copies(copies.get((engine.model, engine.manifest_hash)), len(status.members)):
+            yield Text(text, style="dim")
     if not status.engines:
         yield Text("\nno model is served · next: edgepipe serve MODEL", style="dim")
     transfers = [(member, transfer) for member in status.members for transfer in member.node.transfers]
@@ -149,6 +153,15 @@ def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
         yield _advice(engine)
 
 
+def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
+    """On how many disks it is, where more than one could have it."""
+    if copies is None or num_nodes < 2:
+        return ""
+    if copies.fewest > 1:
+        return f"  on disk: every layer {copies.fewest} times"
+    return f"  on disk: some layers once only, on {' or '.join(_short(name) for name in copies.nodes)}"
+
+
 def _figures(engine: engine_pb2.EngineState) -> str:
     requests = f" · {engine.running} running" + (f", {engine.waiting} waiting" if engine.waiting else "")
     used = engine.num_blocks - engine.free_blocks
@@ -209,7 +222,7 @@ def _stages(engine: engine_pb2.EngineState) -> Table:
 
 
 def _downloads(transfers: list[tuple[pb.MemberState, pb.Transfer]], names: dict[str, str]) -> Table:
-    table = make_table("DOWNLOAD", "TO", "", "", "FROM")
+    table = make_table("COPY" if all(transfer.copy for _, transfer in transfers) else "DOWNLOAD", "TO", "", "", "FROM")
     for member, transfer in transfers:
         part = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0
         amount = f"{format_bytes(transfer.bytes_done)} of {format_bytes(transfer.bytes_total)}"

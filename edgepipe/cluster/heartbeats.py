@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
 
 import grpc.aio
 
 from edgepipe.clock import Clock
+from edgepipe.cluster.admission import Admission
+from edgepipe.cluster.beats import Conversation, SharedTrust, Speaker
 from edgepipe.cluster.membership import (
     Command,
     Dial,
@@ -28,62 +28,11 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRej
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Context, Credentials, Security
-from edgepipe.link.trust_view import TrustedPeer
-from edgepipe.telemetry.log import Once
-from edgepipe.wire.common import check_hello
-from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc, trust_pb2
+from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 _SPREAD_S = 1.0
-_ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
-_MAX_REFUSALS = 64  # refused addresses shown in the status
-
-
-class SharedTrust(Protocol):
-    """What two members tell each other of their trust stores; ``TrustKeeper`` is one."""
-
-    @property
-    def digest(self) -> bytes:
-        """Of all statements."""
-        ...
-
-    def statements(self) -> trust_pb2.TrustSet:
-        """All of them."""
-        ...
-
-    def hear(self, source: NodeId, *, digest: bytes, statements: Iterable[trust_pb2.TrustStatement]) -> None:
-        """A member told its digest, and its statements if they differed."""
-        ...
-
-    def member(self, fingerprint: str) -> TrustedPeer | None:
-        """Who may call."""
-        ...
-
-    def outbound(self) -> tuple[TrustedPeer, ...]:
-        """Who may be called."""
-        ...
-
-    def changes(self) -> AsyncIterator[None]:
-        """Yields at once and then after every change."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class _Conversation:
-    """One side of one stream."""
-
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    sequence: int = 0
-    sent_at_s: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
-    heard: int = 0
-    heard_at_s: float = 0.0
-    told_version: int = -1
-    told_at_s: float = float("-inf")
-    told_digest: bytes = b""
-    heard_digest: bytes = b""
-    told_trust: tuple[bytes, bytes] | None = None  # own and other digest when the whole set was last told
-    told_in: int = 0  # the beat that told it
 
 
 class Heartbeats:
@@ -102,10 +51,12 @@ class Heartbeats:
         on_change: Callable[[MemberChanged], None],
         on_identity_taken: Callable[[str], None],
     ) -> None:
-        self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address -> why we do not join
         self.clock_skews_ms: dict[NodeId, float] = {}  # of members: their wall clock minus ours, when last told
         self._membership = membership
-        self._hello = hello
+        self._admission = Admission(hello)
+        self._speaker = Speaker(
+            membership=membership, hello=hello, trust=trust, state=state, clock=clock, timeouts=timeouts
+        )
         self._trust = trust
         self._security = security
         self._state = state
@@ -119,12 +70,14 @@ class Heartbeats:
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
-        self._once = Once(logger)
-        self._leaving = False
-        self._sleeping = False
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._waiting: list[Command] = []  # commands from before ``run``
+
+    @property
+    def refusals(self) -> Mapping[str, EdgepipeError]:
+        """Why nodes that were found do not join, by address or name."""
+        return self._admission.refusals
 
     async def run(self) -> None:
         """Tick and dial until cancelled."""
@@ -150,12 +103,12 @@ class Heartbeats:
 
     def sleeps(self, *, sleeping: bool) -> None:
         """Tell everybody that this machine is about to sleep, or that it does not after all or has woken."""
-        self._sleeping = sleeping
+        self._speaker.sleeping = sleeping
         self.announce()
 
     async def leave(self) -> None:
         """Tell everybody that this node goes; returns when the streams have ended or after 500 ms."""
-        self._leaving = True
+        self._speaker.leaving = True
         self.announce()
         dials = list(self._dials.values())
         if dials:
@@ -178,18 +131,18 @@ class Heartbeats:
 
         Raises VersionMismatch, PairingRejected, and AccessDenied to who speaks in another's name.
         """
-        conversation = _Conversation()
+        conversation = Conversation()
         node_id = ""
         async for beat in beats:
             if not node_id:
-                node_id = self._admit(beat.hello)
-                self._require(self._trust.member(node_id), beat.hello)
+                node_id = self._admission.admit(beat.hello)
+                self._admission.require(self._trust.member(node_id), beat.hello)
                 self._security.require_node(context, node_id)
             if self._trust.member(node_id) is None:
-                yield self._beat(conversation)  # the last one tells it that it was removed
+                yield self._speaker.beat(conversation)  # the last one tells it that it was removed
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
-            yield self._beat(conversation)
+            yield self._speaker.beat(conversation)
 
     def _trusted(self) -> set[NodeId]:
         return {peer.node_id for peer in self._trust.outbound()}
@@ -202,42 +155,6 @@ class Heartbeats:
             for node_id in self._membership.node_ids():
                 if node_id not in trusted:
                     self._perform(self._membership.on_expelled(node_id))
-
-    def _require(self, peer: TrustedPeer | None, hello: common_pb2.Hello) -> None:
-        if peer is None:
-            error = PairingRejected(
-                f"{hello.node_name or hello.node_id} is not paired with this node",
-                fact=f"{hello.node_id[:12]} is no member of cluster '{self._hello.cluster_name}' as known here",
-                next_step="pair it: edgepipe node invite here, edgepipe node join there",
-                node=hello.node_name,
-            )
-            self._refuse(f"node {hello.node_name or hello.node_id}", error)
-            raise error
-
-    def _admit(self, hello: common_pb2.Hello) -> str:
-        """The caller's node id, if it may join."""
-        who = f"node {hello.node_name or hello.node_id}"
-        try:
-            check_hello(hello, own_name=self._hello.node_name or "this node")
-            if hello.cluster_id != self._hello.cluster_id:
-                raise PairingRejected(
-                    f"node {hello.node_name} belongs to another cluster",
-                    fact=f"it is in {cluster_label(hello)}, this node in {cluster_label(self._hello)}",
-                    next_step="to bring them together: edgepipe node invite on one, edgepipe node join on the other",
-                    node=hello.node_name,
-                )
-        except EdgepipeError as error:
-            self._refuse(who, error)
-            raise
-        self.refusals.pop(who, None)
-        return hello.node_id
-
-    def _refuse(self, who: str, error: EdgepipeError) -> None:
-        self._once.log(logging.WARNING, f"{who} {error.code}", "does not join: %s: %s", who, error)
-        self.refusals[who] = error
-        self.refusals.move_to_end(who)
-        if len(self.refusals) > _MAX_REFUSALS:
-            self.refusals.popitem(last=False)
 
     def _perform(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -257,11 +174,11 @@ class Heartbeats:
                 self._on_change(command)
 
     def _start_dial(self, address: str, tasks: asyncio.TaskGroup) -> None:
-        if address not in self._dials and not self._leaving:
+        if address not in self._dials and not self._speaker.leaving:
             self._dials[address] = tasks.create_task(self._dial(address), name=f"dial:{address}")
 
     def _start_probe(self, address: str, tasks: asyncio.TaskGroup) -> None:
-        if address not in self._probes and not self._leaving:
+        if address not in self._probes and not self._speaker.leaving:
             self._probes[address] = tasks.create_task(self._probe(address), name=f"probe:{address}")
 
     async def _probe(self, address: str) -> None:
@@ -272,8 +189,8 @@ class Heartbeats:
             async with make_channel(address, credentials) as channel:
                 with translated(address):
                     call = node_pb2_grpc.NodeStub(channel).Heartbeat()
-                    conversation = _Conversation()
-                    await call.write(self._beat(conversation, first=True))
+                    conversation = Conversation()
+                    await call.write(self._speaker.beat(conversation, first=True))
                     first = await self._first_answer(call, address)
                     self._hear(conversation, first, self._reached(credentials, first.hello), dialled="")
         except EdgepipeError as error:
@@ -284,7 +201,7 @@ class Heartbeats:
     async def _dial(self, address: str) -> None:
         """Hold a stream to ``address``, for ever anew."""
         wait_s = self._timeouts.redial_min_s
-        while not self._leaving:
+        while not self._speaker.leaving:
             began_s = self._clock.monotonic_s()
             try:
                 await self._converse(address)
@@ -295,11 +212,11 @@ class Heartbeats:
             except PeerClosed as error:
                 logger.debug("stream ended address=%s: %s", address, error)
             except EdgepipeError as error:
-                self._refuse(address, error)
+                self._admission.refuse(address, error)
             lasted = self._clock.monotonic_s() - began_s > 2 * self._timeouts.connect_s
             urgent = lasted or self._membership.expects(address)
             wait_s = self._timeouts.redial_min_s if urgent else min(2 * wait_s, self._timeouts.redial_max_s)
-            await asyncio.sleep(0 if self._leaving else wait_s)
+            await asyncio.sleep(0 if self._speaker.leaving else wait_s)
 
     async def _converse(self, address: str) -> None:
         """One stream from its opening to its end. Raises what ended it; the far side's clean end is PeerClosed."""
@@ -307,13 +224,13 @@ class Heartbeats:
         async with make_channel(address, credentials) as channel:
             with translated(address):
                 call = node_pb2_grpc.NodeStub(channel).Heartbeat()
-                conversation = _Conversation()
-                await call.write(self._beat(conversation, first=True))
+                conversation = Conversation()
+                await call.write(self._speaker.beat(conversation, first=True))
                 first = await self._first_answer(call, address)
                 node_id = self._reached(credentials, first.hello)
                 trusted = {peer.node_id: peer for peer in self._trust.outbound()}
-                self._require(trusted.get(node_id), first.hello)
-                self.refusals.pop(address, None)
+                self._admission.require(trusted.get(node_id), first.hello)
+                self._admission.refusals.pop(address, None)
                 self._hear(conversation, first, node_id, dialled=address)
                 async with asyncio.TaskGroup() as tasks:
                     sender = tasks.create_task(self._send(call, conversation), name=f"beats:{address}")
@@ -336,7 +253,7 @@ class Heartbeats:
 
     def _reached(self, credentials: Credentials, hello: common_pb2.Hello) -> NodeId:
         """Who answered. Raises RemoteProtocolError if it gives another's id for its own."""
-        node_id = self._admit(hello)
+        node_id = self._admission.admit(hello)
         if credentials.node_id and node_id != credentials.node_id:
             raise RemoteProtocolError(f"node {credentials.node_id} says that it is {node_id}")
         return NodeId(node_id)
@@ -352,7 +269,7 @@ class Heartbeats:
         self._doubtful.discard(address)
         return first
 
-    async def _send(self, call: Any, conversation: _Conversation) -> None:
+    async def _send(self, call: Any, conversation: Conversation) -> None:
         """A beat every interval, and at once when the state changed."""
         self._wakes[id(conversation)] = conversation.wake
         try:
@@ -363,8 +280,8 @@ class Heartbeats:
                 except TimeoutError:
                     pass
                 conversation.wake.clear()
-                await call.write(self._beat(conversation))
-                if self._leaving:
+                await call.write(self._speaker.beat(conversation))
+                if self._speaker.leaving:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -372,46 +289,7 @@ class Heartbeats:
         finally:
             self._wakes.pop(id(conversation), None)
 
-    def _beat(self, conversation: _Conversation, *, first: bool = False) -> node_pb2.Beat:
-        now = self._clock.monotonic_s()
-        conversation.sequence += 1
-        conversation.sent_at_s[conversation.sequence] = now
-        if len(conversation.sent_at_s) > _ECHO_MEMORY:
-            conversation.sent_at_s.popitem(last=False)
-        beat = node_pb2.Beat(sequence=conversation.sequence, leaving=self._leaving, sleeping=self._sleeping)
-        if first or conversation.sequence == 1:
-            beat.hello.CopyFrom(self._hello)
-        if conversation.heard:
-            beat.echo = conversation.heard
-            beat.echo_delay_us = int((now - conversation.heard_at_s) * 1e6)
-        self._add_trust(beat, conversation)
-        self._add_state(beat, conversation, now)
-        return beat
-
-    def _add_trust(self, beat: node_pb2.Beat, conversation: _Conversation) -> None:
-        """The digest when it changed; all statements once per pair of digests that differ."""
-        digest = self._trust.digest
-        if conversation.told_digest != digest:
-            beat.trust_digest = conversation.told_digest = digest
-        differs = (digest, conversation.heard_digest)
-        if conversation.heard_digest not in (b"", digest) and conversation.told_trust != differs:
-            beat.trust.CopyFrom(self._trust.statements())
-            beat.trust_digest = digest
-            conversation.told_trust = differs
-
-    def _add_state(self, beat: node_pb2.Beat, conversation: _Conversation, now: float) -> None:
-        state = self._state()
-        stale = now - conversation.told_at_s >= self._timeouts.state_refresh_s
-        if state.version == conversation.told_version and not stale:
-            return
-        beat.state.CopyFrom(state)
-        beat.wall_ms = int(self._clock.wall_s() * 1e3)
-        for node_id, address in self._membership.introductions():
-            beat.known.add(node_id=node_id, address=address)
-        conversation.told_version, conversation.told_at_s = state.version, now
-        conversation.told_in = conversation.sequence
-
-    def _hear(self, conversation: _Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
+    def _hear(self, conversation: Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
         state = beat.state if beat.HasField("state") and beat.state.node_id == node_id else None
@@ -442,11 +320,6 @@ class Heartbeats:
             self._told[node_id] = version
             told_more, self._told_more = self._told_more, asyncio.Event()
             told_more.set()
-
-
-def cluster_label(hello: common_pb2.Hello) -> str:
-    """``'home' (4kq3zt)``: two clusters of one name are told apart by their ids."""
-    return f"'{hello.cluster_name or hello.cluster_id}' ({hello.cluster_id[:6]})"
 
 
 async def _next_beat(call: Any) -> node_pb2.Beat | None:

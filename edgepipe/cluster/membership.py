@@ -256,7 +256,8 @@ class Membership:
             silence = now - member.last_heard_s
             limit = self.dead_limit_s(member, now=now)
             if member.reachable and silence >= limit:
-                commands += self._set_status(member, MemberStatus.DEAD, since_s=member.last_heard_s)
+                gone = MemberStatus.ASLEEP if member.node.sleeps_soon else MemberStatus.DEAD
+                commands += self._set_status(member, gone, since_s=member.last_heard_s)
             elif member.status is MemberStatus.ALIVE and silence >= limit / 2:
                 commands += self._set_status(member, MemberStatus.SUSPECT, since_s=now)
                 commands.append(Probe(member.node.address))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgepipe.errors import ConfigInvalid
@@ -25,6 +26,18 @@ def make_private_folder(path: Path) -> None:
     except OSError as exc:
         reason = os.strerror(exc.errno or errno.EIO)
         raise ConfigInvalid(f"{path} cannot be used", fact=reason, next_step="choose a folder with --data-dir") from exc
+
+
+@contextmanager
+def writable(path: Path) -> Generator[None]:
+    """Translates what the disk refuses while a node starts. Raises ConfigInvalid."""
+    try:
+        yield
+    except OSError as exc:
+        reason = os.strerror(exc.errno or errno.EIO)
+        raise ConfigInvalid(
+            f"{path} cannot be written", fact=reason, next_step="make room, or choose a folder with --data-dir"
+        ) from exc
 
 
 def write_private(path: Path, data: bytes) -> None:

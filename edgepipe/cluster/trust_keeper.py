@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from edgepipe.clock import Clock
 from edgepipe.cluster.trust import Statement, TrustStore, add_statement, merge, remove_statement, require_owner
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
-from edgepipe.errors import TrustInvalid
+from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
 from edgepipe.link.certificates import Certificate, KeyPair
 from edgepipe.link.trust_view import Role, TrustedPeer
@@ -186,7 +186,7 @@ class TrustKeeper:
             self._dirty.clear()
             try:
                 await self._write()
-            except OSError as exc:
+            except (OSError, ConfigInvalid) as exc:
                 logger.error("the trust store cannot be written: %s", exc)
                 asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
 
@@ -216,7 +216,7 @@ class TrustKeeper:
         self._take(merged.store, merged.new)
         try:
             await self._write()
-        except OSError as exc:
+        except (OSError, ConfigInvalid) as exc:
             raise TrustInvalid("the trust store cannot be written", fact=str(exc)) from exc
 
     def _take(self, store: TrustStore, new: tuple[Statement, ...]) -> None:

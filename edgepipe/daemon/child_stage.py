@@ -47,7 +47,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     server = make_server(link.security)
     options = _options(settings)
     backend = await compute.call(lambda: create_backend(settings.backend, options))
-    profile = await compute.call(backend.profile)
+    profile = settings.device_profile or await compute.call(backend.profile)
     port = bind_one_of(server, link.security, settings)
     link.started(port=port, profile=profile_to_wire(profile))
     stage: Stage | None = None

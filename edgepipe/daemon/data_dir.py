@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.private_files import make_private_folder, write_private
+from edgepipe.cluster.private_files import make_private_folder, writable, write_private
 from edgepipe.errors import ConfigInvalid
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 on Linux and 103 on macOS
@@ -35,7 +35,8 @@ class DataDir:
         """Create (0700) and lock. Raises ConfigInvalid if another daemon has it or it cannot be written."""
         self.path = path
         make_private_folder(path)
-        self._lock = self._acquire()
+        with writable(path):
+            self._lock = self._acquire()
         self.socket = socket_path(path)
         make_private_folder(self.socket.parent)
         self.socket.unlink(missing_ok=True)  # left by a daemon that was killed
@@ -60,14 +61,18 @@ class DataDir:
         return file
 
     def next_incarnation(self, clock: Clock) -> int:
-        """A number greater than at every start before: others take what the node tells now for newer."""
+        """A number greater than at every start before: others take what the node tells now for newer.
+
+        Raises ConfigInvalid if it cannot be written down.
+        """
         try:
             last = int((self.path / "incarnation").read_text(encoding="ascii"))
         except (FileNotFoundError, ValueError):  # no text of ours: it was damaged
             last = 0
         # From the clock, so that two copies of one directory do not count alike; never back, should the clock go back.
         incarnation = max(last + 1, int(clock.wall_s() * 1000))
-        write_private(self.path / "incarnation", f"{incarnation}\n".encode())
+        with writable(self.path):
+            write_private(self.path / "incarnation", f"{incarnation}\n".encode())
         return incarnation
 
     def close(self) -> None:

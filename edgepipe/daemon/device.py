@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.backends import NONE
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.layer_profiles import LayerProfiles, machine_busy, profile_key
-from edgepipe.daemon.memory import MemoryLedger, uses_host_memory
+from edgepipe.daemon.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, uses_host_memory
 from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.system import num_memory_kills
 from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
 from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire, slices_from_wire
+from edgepipe.wire.profiles import device_profile_from_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
+_SETTLED_S = 3.0  # a pipeline's first steps, or a recovery's, come before the start of another spare
+_SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA context 0.5 GB of the device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,10 +62,16 @@ class DeviceHost:
         has_engine: Callable[[str], bool],
         on_change: Callable[[], None],
         layers: LayerProfiles,
+        memory_kills: Callable[[], int | None] = num_memory_kills,
     ) -> None:
-        """``has_engine``: whether a pipeline's engine runs on a node that can be reached."""
-        self._has_engine = has_engine
+        """``has_engine``: whether a pipeline's engine runs on a node that can be reached.
 
+        ``memory_kills``: processes that the system has ended so far for want of memory; None if it does not tell.
+        """
+        self._has_engine = has_engine
+        self._memory_kills = memory_kills
+        self._kills_known = memory_kills()
+        self._pressure = MemoryPressure()
         self._layers = layers
         self._profiling = asyncio.Lock()  # one shape at a time
         self._node_name = node_name
@@ -78,8 +89,11 @@ class DeviceHost:
         self._holds: dict[str, _Hold] = {}
         self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until told: see ``Child.crashed_in``
         self._error: EdgepipeError | None = None
-        self._vacant = asyncio.Event()  # nothing is held, so a spare is wanted
+        self._spare_taken = asyncio.Event()
+        self._vacant = asyncio.Event()  # nothing is held
         self._vacant.set()
+        self._spare_wanted = asyncio.Event()  # nothing is held, or what is serves and leaves enough memory
+        self._spare_wanted.set()
         self._closed = False
 
     def state(self) -> list[pb.DeviceState]:
@@ -99,19 +113,29 @@ class DeviceHost:
         return [told]
 
     async def keep_spare(self) -> None:
-        """Have a spare while nothing is held; ends when the backend cannot run here, or by cancellation."""
+        """Have a spare while nothing is held, and beside stages that serve where memory allows.
+
+        Ends when the backend cannot run here, or by cancellation.
+        """
         wait_s = _RESTART_MIN_S
         while self._backend != NONE and not self._closed:
-            await self._vacant.wait()
+            await self._spare_wanted.wait()
+            if self._holds:
+                await asyncio.sleep(_SETTLED_S)
+                if not self._spare_wanted.is_set():
+                    continue
             try:
                 await self._spare_life()
                 wait_s = _RESTART_MIN_S
             except EdgepipeError as error:
                 if self._closed:
                     return
-                self._fail(error)
-                if isinstance(error, BackendUnavailable):
-                    return
+                if self._holds:  # the device works, it is only short of something
+                    logger.warning("no spare stage backend=%s: %s", self._backend, self._named(error))
+                else:
+                    self._fail(error)
+                    if isinstance(error, BackendUnavailable):
+                        return
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _RESTART_MAX_S)
 
@@ -145,7 +169,7 @@ class DeviceHost:
                 if report.HasField("loaded"):
                     hold.ready = True
                     hold.prepared = self._prepared(child, report.loaded, request, kv_bytes)
-                    self._on_change()
+                    self._holds_changed()
                     yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
@@ -177,7 +201,7 @@ class DeviceHost:
             raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
         async with self._profiling:
             spare = self._spare
-            if spare is None or not key:
+            if spare is None or self._holds or not key:  # beside a stage's steps times would be false
                 raise BackendUnavailable(
                     f"node {self._node_name} cannot measure now", fact=f"its device is {self._word()}"
                 )
@@ -269,27 +293,54 @@ class DeviceHost:
             await self._end(pipeline_id, hold)
 
     async def _spare_life(self) -> None:
-        """From the start of a spare to the end of its process. Raises what ended it before it was taken."""
+        """From a spare's start until it is taken or replaced. Raises what ended its process before."""
+        beside = bool(self._holds)
         spare = await self._start_stage()
         self._error = None
         if self._profile is not None and (self._ledger is None or not self._ledger.reserved_bytes):
             self._ledger = self._new_ledger(self._profile)
+        self._spare_taken.clear()
         self._spare = spare
         self._on_change()
-        await spare.exited.wait()
+        while not spare.exited.is_set():
+            await _first_of(spare.exited, self._spare_taken, *([self._vacant] if beside else ()))
+            if self._spare is not spare:
+                return
+            await _first_of(spare.exited, self._spare_taken, timeout_s=_SETTLED_S)
+            if self._spare is spare and self._vacant.is_set() and not spare.exited.is_set():
+                self._spare = None  # what is free may have changed meanwhile: the next one measures it
+                self._on_change()
+                await self._children.stop(spare)
+                return
         if self._spare is spare:
             self._spare = None
             raise spare.error()
 
     async def _start_stage(self) -> Child:
-        child = await self._children.start(self._new_settings(), self._tasks)
+        """A process that measures the device; beside another stage it believes what is known, so as not to disturb."""
+        settings = self._new_settings()
+        if self._holds and self._profile is not None:
+            settings = replace(settings, device_profile=device_profile_from_wire(self._profile))
+        child = await self._children.start(settings, self._tasks)
         self._profile = (await self._children.wait_started(child)).profile
         return child
 
     async def _take_stage(self) -> Child:
-        """The spare, or a new process where the device serves already."""
+        """The spare, or a new process where there is none."""
         spare, self._spare = self._spare, None
+        self._spare_taken.set()
         return spare or await self._start_stage()
+
+    def _holds_changed(self) -> None:
+        """Something is held, serves, or is held no more: tell, and see whether a spare is wanted."""
+        ready = all(hold.ready for hold in self._holds.values())
+        roomy = not self._holds or (self._ledger is not None and self._ledger.free_bytes >= _SPARE_BYTES)
+        for event, holds in ((self._vacant, not self._holds), (self._spare_wanted, ready and roomy)):
+            if holds:
+                event.set()
+            else:
+                event.clear()
+        self._on_change()
 
     async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
         """From now on the stage obeys this engine and no other."""
@@ -328,7 +379,7 @@ class DeviceHost:
                 node=self._node_name,
             )
         hold = self._holds[request.pipeline_id] = _Hold(epoch=epoch, engine_node=request.hello.node_id)
-        self._vacant.clear()
+        self._holds_changed()
         return hold
 
     def _reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> int:
@@ -373,9 +424,22 @@ class DeviceHost:
         if child.crashed_in is not None:
             self._crashed_in[pipeline_id] = child.crashed_in
         if not child.stopping:
+            self._note_kill(child)
             logger.error("stage lost pipeline=%s: %s", pipeline_id, self._named(child.error()))
         if self._holds.get(pipeline_id) is hold:
             await self._end(pipeline_id, hold)
+
+    def _note_kill(self, child: Child) -> None:
+        """A stage ended that should not have: if the system does that for want of memory again, less is taken."""
+        before, self._kills_known = self._kills_known, self._memory_kills()
+        killed = child.process.returncode == -signal.SIGKILL and not child.hang
+        by_system = killed and (before is None or before != self._kills_known)
+        if by_system and self._pressure.killed(asyncio.get_running_loop().time()) and self._ledger is not None:
+            self._ledger.cut(PRESSURE_CUT)
+            logger.warning(
+                "the system ended stages for want of memory: %.0f %% of it are used from now on",
+                100 * self._pressure.share,
+            )
 
     async def _end(self, pipeline_id: str, hold: _Hold) -> None:
         if self._holds.get(pipeline_id) is hold:
@@ -384,9 +448,7 @@ class DeviceHost:
             await self._children.stop(hold.child)
         if self._ledger is not None and pipeline_id not in self._holds:
             self._ledger.release(pipeline_id)
-        if not self._holds:
-            self._vacant.set()
-        self._on_change()
+        self._holds_changed()
 
     def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
         self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
@@ -413,13 +475,15 @@ class DeviceHost:
         return told
 
     def _new_ledger(self, profile: common_pb2.DeviceProfile) -> MemoryLedger:
-        return MemoryLedger(
+        ledger = MemoryLedger(
             node=self._node_name,
             free_bytes=profile.memory_free_bytes,
             total_bytes=profile.memory_total_bytes,
             on_host=uses_host_memory(profile),
             limit_bytes=self._memory_limit_bytes,
         )
+        ledger.cut(self._pressure.share)
+        return ledger
 
     def _word(self) -> str:
         if any(hold.ready for hold in self._holds.values()):
@@ -438,6 +502,16 @@ class DeviceHost:
     def _named(self, error: EdgepipeError) -> EdgepipeError:
         error.node = error.node or self._node_name
         return error
+
+
+async def _first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until one of them is set, or so long."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 def _shard_key(load: pb.LoadShard) -> bytes:

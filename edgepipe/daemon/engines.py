@@ -4,6 +4,7 @@ or served again."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # of one engine; then it stays down
+_STAND_BY_S = 30.0  # that a process waits for the engine of a node that is being drained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class EngineHost:
         self._tasks = tasks
         self._on_change = on_change
         self._runs: dict[str, _Run] = {}
+        self._standing_by: Child | None = None
 
     def states(self) -> list[engine_pb2.EngineState]:
         """What the engines tell of themselves."""
@@ -137,6 +140,28 @@ class EngineHost:
                 run.child.kill()
             self._on_change(True)
 
+    async def stand_by(self) -> None:
+        """Have a process ready for an engine that another node is about to hand over. Raises what hinders its start."""
+        if self._standing_by is None:
+            child = self._standing_by = await self._children.start(self._new_settings(), self._tasks)
+            self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
+            await self._children.wait_started(child)
+
+    async def _end_unused(self, child: Child) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STAND_BY_S):
+                await child.exited.wait()
+        if self._standing_by is child:
+            self._standing_by = None
+            await self._children.stop(child)
+
+    async def _new_process(self) -> Child:
+        """The one that stands by, or another."""
+        child, self._standing_by = self._standing_by, None
+        if child is None or not child.alive:
+            child = await self._children.start(self._new_settings(), self._tasks)
+        return child
+
     def abandon_all(self) -> None:
         """End every engine so that other nodes start them again."""
         for pipeline_id in list(self._runs):
@@ -146,7 +171,7 @@ class EngineHost:
         pipeline_id = run.request.pipeline_id
         try:
             replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
-            child = run.child = await self._children.start(self._new_settings(), self._tasks)
+            child = run.child = await self._new_process()
             child.on_report = lambda report: self._take(run, child, report)
             self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
             await self._children.wait_started(child)

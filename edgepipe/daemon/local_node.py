@@ -1,13 +1,11 @@
-"""What this node tells of itself, and what it shows of the cluster."""
+"""What this node tells of itself."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from edgepipe import __version__
-from edgepipe.clock import Clock
-from edgepipe.cluster.membership import Membership
 from edgepipe.daemon.changes import Changes
 from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -62,35 +60,3 @@ class LocalNode:
         self.changes.notify()
         if urgent:
             self._announce()
-
-
-def member_states(
-    local: LocalNode, membership: Membership, clock_skews_ms: Mapping[NodeId, float], *, now_s: float
-) -> list[pb.MemberState]:
-    """This node first, then every reachable member, as of ``now_s`` on the monotonic clock."""
-    own = pb.MemberState(node=local.state, state="alive", self=True)
-    others = [
-        pb.MemberState(
-            node=member.node,
-            state=member.status,
-            rtt_ms=member.rtt_ms,
-            gap_ms=member.gaps.p99_s(now=now_s) * 1e3,
-            clock_skew_ms=clock_skews_ms.get(NodeId(member.node.node_id), 0.0),
-        )
-        for member in membership.reachable()
-    ]
-    return [own, *others]
-
-
-def absent_nodes(membership: Membership, clock: Clock) -> list[pb.AbsentNode]:
-    """Who went without a goodbye, and since when by this machine's wall clock."""
-    now_s, wall_s = clock.monotonic_s(), clock.wall_s()
-    return [
-        pb.AbsentNode(
-            node_id=member.node.node_id,
-            name=member.node.name,
-            state=member.status,
-            since_us=int((wall_s - (now_s - member.status_since_s)) * 1e6),
-        )
-        for member in membership.absent()
-    ]

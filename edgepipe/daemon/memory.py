@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ _HOST_KV_FRACTION = 0.25  # of free memory: host memory is shared with everythin
 _GPU_KV_FRACTION = 0.9
 _MODEST_KV_BYTES = 512 << 20
 _MIN_KV_TOKENS = 512  # fewer cannot hold one ordinary question
+_MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # by the system for want of memory; then less is taken
+PRESSURE_CUT = 0.8  # of what was usable before
 
 
 def uses_host_memory(profile: common_pb2.DeviceProfile) -> bool:
@@ -46,6 +49,23 @@ class Reservation:
     def num_bytes(self) -> int:
         """All of it."""
         return self.weight_bytes + self.kv_bytes
+
+
+class MemoryPressure:
+    """How much less a device gives after the system has ended stages for want of memory, time and again."""
+
+    def __init__(self) -> None:
+        self.share = 1.0  # of what would be usable
+        self._kills: deque[float] = deque(maxlen=_MOST_KILLS)
+
+    def killed(self, now_s: float) -> bool:
+        """Once more; whether less is given from now on. ``now_s``: of any monotonic clock."""
+        self._kills.append(now_s)
+        if len(self._kills) < _MOST_KILLS or now_s - self._kills[0] > _KILLS_WITHIN_S:
+            return False
+        self._kills.clear()
+        self.share *= PRESSURE_CUT
+        return True
 
 
 class MemoryLedger:
@@ -92,6 +112,10 @@ class MemoryLedger:
         held = Reservation(weight_bytes=weight_bytes, kv_bytes=min(kv_tokens * kv_token_bytes, most))
         self._held[holder] = held
         return held
+
+    def cut(self, share: float) -> None:
+        """Give only this share of what was usable; what is held stays."""
+        self._usable_bytes = int(self._usable_bytes * share)
 
     def release(self, holder: str) -> None:
         """Give a reservation back; unknown holders are fine."""

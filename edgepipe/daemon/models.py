@@ -6,17 +6,22 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe.config import Timeouts
+from edgepipe.daemon.model_parts import held_parts, part_tensors, parts_to_wire
+from edgepipe.daemon.pace import Pace, chunk_bytes
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.transfer import Transfers, WeightsClient
-from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown
+from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config_json import config_to_json
+from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
+from edgepipe.model.tensor_folder import ShardWriter
 from edgepipe.wire.common import slices_from_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -24,6 +29,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 512 << 10  # as activations: larger ones delay what shares the machine's network
+_FREE_STEP_BYTES = 64 << 20  # others need not hear of every file that somebody writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +57,16 @@ class Models:
         self._on_change = on_change
         self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
+        self.free_bytes = 0  # for copies, as of the last look
         self._on_disk: list[pb.ModelOnDisk] = []
         self._paths: dict[tuple[str, str], Path] = {}  # of models whose metadata is here, by name and hash
         self._reading: dict[tuple[str, str], StoredModel] = {}  # models that peers read, kept open
         self._adopting = asyncio.Lock()
         self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
+        self._waited_for = 0  # fetches that stages wait for
+        self._calm = asyncio.Event()  # there are none, so copies may go on
+        self._calm.set()
+        self._pace = Pace()  # of what peers copy from here
 
     def on_disk(self) -> list[pb.ModelOnDisk]:
         """What ``rescan`` found last."""
@@ -76,6 +87,7 @@ class Models:
                     manifest_hash=stored.manifest_hash,
                     num_bytes=stored.size_bytes,
                     complete=stored.whole,
+                    parts=parts_to_wire(held_parts(stored)),
                 )
             except EdgepipeError as error:
                 logger.warning("model cannot be used model=%s: %s", stored.id, error)
@@ -83,6 +95,8 @@ class Models:
             found.append(told)
             self._paths.setdefault((told.model, told.manifest_hash), stored.path)
         self._on_disk = found
+        room = free_bytes(self._store.root) - COPY_HEADROOM_BYTES
+        self.free_bytes = max(0, room) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
         self._on_change()
 
     def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
@@ -131,18 +145,51 @@ class Models:
     ) -> AsyncGenerator[pb.PrepareProgress]:
         """Fetch the tensors that the slices need and that are not here; nothing to say when all are.
 
-        Raises ModelUnknown when no peer has one of them, ModelInvalid when what came was damaged everywhere.
+        Raises ModelUnknown when no peer has one of them, ModelInvalid when what came was damaged everywhere,
+        ModelDownloadFailed when the disk is full or cannot be written.
         """
         parts = slices_from_wire(slices)
         if not await asyncio.to_thread(model.stored.missing, parts):
             return
-        async with self._writing:
-            writer = self._store.shard_writer(model.stored.manifest, {})
-            missing = writer.missing(tensor_names(model.config, parts))
-            sources = self._sources(model.name, model.manifest_hash, first_source)
-            async for progress in self._transfers.fetch(model.name, writer, missing, sources):
-                yield progress
-            self.rescan()
+        self._waited_for += 1
+        self._calm.clear()
+        try:
+            async with self._writing:
+                writer = self._writer(model)
+                missing = writer.missing(tensor_names(model.config, parts))
+                check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+                sources = self._sources(model.name, model.manifest_hash, first_source)
+                with self._transfers.begin(model.name, missing, sources) as transfer:
+                    async for done in transfer.run(writer):
+                        yield done
+                self.rescan()
+        finally:
+            self._waited_for -= 1
+            if not self._waited_for:
+                self._calm.set()
+
+    async def keep_copy(
+        self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
+    ) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch parts so that they are here too; whatever a stage waits for goes first. Raises as ``fetch``."""
+        names = part_tensors(model.config)
+        wanted = [name for part in parts if part < len(names) for name in names[part]]
+        if model.stored.whole or model.stored.card.emulated:
+            self.rescan()  # the others do not know it yet
+            return
+        writer = self._writer(model)
+        missing = writer.missing(wanted)
+        check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+        sources = self._sources(model.name, model.manifest_hash, first_source)
+        with self._transfers.begin(model.name, missing, sources, copy=True, bytes_per_s=bytes_per_s) as transfer:
+            while not transfer.complete:
+                await self._calm.wait()
+                async with self._writing, aclosing(transfer.run(writer)) as progress:
+                    async for done in progress:
+                        yield done
+                        if not self._calm.is_set():
+                            break
+        self.rescan()
 
     async def keep_served_metadata(self, changes: Callable[[], AsyncIterator[None]]) -> None:
         """Fetch the metadata of every model that is served anywhere, so that this node's gateway can answer for it."""
@@ -165,15 +212,21 @@ class Models:
         return (await asyncio.to_thread(self._store.resolve, name)).manifest.to_json()
 
     async def read_tensor(
-        self, name: str, manifest_hash: str, tensor: str, *, offset: int
+        self, name: str, manifest_hash: str, tensor: str, *, offset: int, bytes_per_s: float = 0.0
     ) -> AsyncGenerator[pb.DataChunk]:
-        """For a peer. Raises ModelUnknown, ModelInvalid if the tensor is not here."""
+        """For a peer, which wants at most ``bytes_per_s`` (0: as fast as it goes).
+
+        Raises ModelUnknown, ModelInvalid if the tensor is not here.
+        """
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         entry = stored.manifest.by_name.get(tensor)
         if entry is None:
             raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
+        most = min(_CHUNK_BYTES, chunk_bytes(bytes_per_s)) if bytes_per_s else _CHUNK_BYTES
         while offset < entry.info.num_bytes:
-            size = min(_CHUNK_BYTES, entry.info.num_bytes - offset)
+            size = min(most, entry.info.num_bytes - offset)
+            if bytes_per_s:
+                await self._pace.take(size, bytes_per_s=bytes_per_s)
             data = await asyncio.to_thread(stored.read_tensor, tensor, offset=offset, num_bytes=size)
             yield pb.DataChunk(offset=offset, data=data.tobytes())
             offset += size
@@ -206,6 +259,8 @@ class Models:
                     continue
                 metadata = await self._client.metadata(source, manifest)
                 return await asyncio.to_thread(self._install, manifest, metadata)
+            except ModelDownloadFailed:
+                raise  # it is this node's own disk
             except EdgepipeError as error:
                 problem = error
                 logger.info("no metadata from node=%s model=%s: %s", source.name, name, error)
@@ -215,8 +270,13 @@ class Models:
             next_step=f"edgepipe models pull {name[:120]}",
         )
 
+    def _writer(self, model: LocalModel) -> ShardWriter:
+        with disk_errors(model.name):
+            return self._store.shard_writer(model.stored.manifest, {})
+
     def _install(self, manifest: Manifest, metadata: dict[str, bytes]) -> StoredModel:
-        self._store.shard_writer(manifest, metadata)
+        with disk_errors(manifest.model_id):
+            self._store.shard_writer(manifest, metadata)
         return self._store.resolve(manifest.model_id, manifest_hash=manifest.hash)
 
     def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:

@@ -15,6 +15,7 @@ import uvloop
 
 from edgepipe.cluster.founding import begin_anew, open_trust
 from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, routed_address
+from edgepipe.cluster.private_files import writable
 from edgepipe.config import Config
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.data_dir import DataDir, log_path
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True) -> None:
-    """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``; a second signal ends it at once.
+    """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``.
+
+    What others can take moves there first, for at most 30 s; a second signal stops without that, and one that comes
+    while the node stops ends it at once.
 
     ``encrypted=False`` is for measuring what encryption costs; no setting leads to it.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
@@ -40,7 +44,8 @@ def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = Tr
     raise_descriptor_limit()
     data_dir = DataDir(config.data_dir)
     try:
-        set_up_logging(level=config.log_level, file=log_path(config.data_dir))
+        with writable(data_dir.path):
+            set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: what comes later is all that needs looking through
         uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted))
     finally:
@@ -61,7 +66,8 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnRead
     joined another cluster, and when the machine's address has changed."""
     clock, cluster = SystemClock(), config.cluster
     while True:
-        trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
+        with writable(data_dir.path):
+            trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
         name = trust.store.name_for(trust.node_id, config.name)
         if name != config.name:
             logger.warning("another machine of the cluster is called %s: this node is %s", config.name, name)
@@ -107,7 +113,7 @@ def _signals(node: NodeDaemon) -> Generator[None]:
         if node.stopping.is_set():
             node.children.kill_all()
             os._exit(130)
-        node.stopping.set()
+        node.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

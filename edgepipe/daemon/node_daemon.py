@@ -19,7 +19,9 @@ from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Timeouts
 from edgepipe.daemon.awake import awake_command, keep_awake
 from edgepipe.daemon.backends import choose_backend
+from edgepipe.daemon.child_settings import ChildSettingsMaker
 from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.cluster_views import ClusterViews
 from edgepipe.daemon.data_dir import DataDir
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.drain import Drain
@@ -27,11 +29,13 @@ from edgepipe.daemon.engine_keeper import EngineKeeper
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.guests import Guests
+from edgepipe.daemon.handshakes import RefusedHandshakes
 from edgepipe.daemon.http_keys import key_file, keys_in_force
 from edgepipe.daemon.introductions import Introductions
 from edgepipe.daemon.layer_profiles import LayerProfiles
+from edgepipe.daemon.leaving import Leaving
 from edgepipe.daemon.link_probes import LinkProbes, ProbesService
-from edgepipe.daemon.local_node import LocalNode, absent_nodes, member_states
+from edgepipe.daemon.local_node import LocalNode
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.neighbours import Neighbours
@@ -40,10 +44,10 @@ from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.remembered import RememberedAddresses
 from edgepipe.daemon.replan_watch import ReplanWatch
 from edgepipe.daemon.replanning import Replanner
+from edgepipe.daemon.replication import Replication
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving import Serving
-from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.sleep_guard import SleepGuard
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.daemon.system import RandomIds, SystemClock
@@ -54,15 +58,13 @@ from edgepipe.link.channels import bind, make_server, make_unix_server
 from edgepipe.link.security import Denial, MutualTls, Plaintext, Security
 from edgepipe.link.shaped import make_network
 from edgepipe.telemetry.audit import AuditKind
-from edgepipe.wire.common import error_to_wire, make_hello
+from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS_S = 2.0  # between two looks at the machine's addresses
-_HANDSHAKES_S = 5.0  # between looks; a handshake may take 3 s
-_CHILD_PORTS = 15  # P+1 .. P+15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class NodeDaemon:
         self._node_id, self._cluster = trust.node_id, trust.store
         self._incarnation = incarnation
         self._discovery: Discovery | None = None
+        self._leaving: Leaving | None = None  # once it runs
         self._host = host
         self._wanted_address = wanted_address  # of the machine's addresses as they are now
         self._on_ready = on_ready
@@ -129,6 +132,19 @@ class NodeDaemon:
             on_denied=self._on_child_denied,
         )
 
+        self._handshakes = RefusedHandshakes(tls=self._tls, children=self.children, audit=trust.audit)
+        self._settings = ChildSettingsMaker(
+            config=config,
+            hello=self._hello,
+            host=host,
+            address=lambda: self._address,
+            socket=data_dir.socket,
+            http_keys=self._http_keys,
+            encrypted=encrypted,
+            ids=self._ids,
+            children=self.children,
+        )
+
     def _greet(self, child: Child) -> None:
         self._introductions.greet(child)
 
@@ -140,7 +156,6 @@ class NodeDaemon:
         server = make_server(self._security)
         unix_server = make_unix_server(str(self._data_dir.socket))
         port = bind(server, self._security, host=self._host, port=self._config.port)
-        self._started_s = self._clock.monotonic_s()
         self._address = f"{self._host}:{port}"
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -205,9 +220,7 @@ class NodeDaemon:
         self._neighbours = Neighbours(
             trust=self._trust, dial=lambda address, node_id: self._heartbeats.found(address, node_id=node_id)
         )
-        self._sleep = SleepGuard(
-            self._clock, tell=lambda sleeping: self._heartbeats.sleeps(sleeping=sleeping), on_wake=self._wake
-        )
+        self._sleep = SleepGuard(self._clock, tell=self._tell_sleep, on_wake=self._wake)
         self._build_parts(tasks)
 
     def _build_parts(self, tasks: asyncio.TaskGroup) -> None:
@@ -219,11 +232,25 @@ class NodeDaemon:
         self._models = Models(
             models_dir=config.models_dir, peers=self._peers, timeouts=self._timeouts, on_change=self._local.refresh
         )
+        self._views = ClusterViews(
+            local=self._local,
+            membership=self._membership,
+            heartbeats=self._heartbeats,
+            peers=self._peers,
+            models=self._models,
+            trust=self._trust,
+            neighbours=self._neighbours,
+            children=self.children,
+            handshakes=self._handshakes,
+            discovery_problem=lambda: self._discovery.problem if self._discovery else "it is switched off",
+            data_dir=self._data_dir.path,
+            clock=self._clock,
+        )
         self._device = DeviceHost(
             node_name=config.name,
             backend=choose_backend(config.backend),
             children=self.children,
-            new_settings=lambda: self._child_settings("stage"),
+            new_settings=lambda: self._settings.make("stage"),
             introduce=self._introductions.greet,
             memory_limit_bytes=config.memory_limit_bytes,
             timeouts=self._timeouts,
@@ -236,7 +263,7 @@ class NodeDaemon:
         replanner = Replanner(peers=self._peers, models=self._models, surveyor=surveyor)
         self._engines = EngineHost(
             children=self.children,
-            new_settings=lambda: self._child_settings("engine"),
+            new_settings=lambda: self._settings.make("engine"),
             peers=self._peers,
             replanner=replanner,
             changes=self._local.changes.watch,
@@ -252,12 +279,29 @@ class NodeDaemon:
             changes=self._local.changes.watch,
             tasks=tasks,
         )
+        self._replication = Replication(
+            peers=self._peers,
+            models=self._models,
+            engines=self._engines,
+            copies=config.copies,
+            changes=self._local.changes.watch,
+        )
         self._book = ServeBook(self._data_dir.path / "served.bin", on_change=self._local.refresh)
         self._drain = Drain(
             device=self._device,
             engines=self._engines,
             peers=self._peers,
+            replanner=replanner,
+            book=self._book,
+            has_engine=self._has_engine,
             changes=self._local.changes.watch,
+            on_change=self._local.refresh,
+        )
+        self._leaving = Leaving(
+            drain=self._drain,
+            stopping=self.stopping,
+            tasks=tasks,
+            announce_sleep=self._sleep.announce,
             on_change=self._local.refresh,
         )
         self._keeper = EngineKeeper(
@@ -272,9 +316,9 @@ class NodeDaemon:
         )
         self._gateway = GatewayKeeper(
             children=self.children,
-            new_settings=lambda http_port: self._child_settings("gateway", http_port=http_port),
+            new_settings=lambda http_port: self._settings.make("gateway", http_port=http_port),
             http_port=config.http_port,
-            view=self._view,
+            view=self._views.for_gateway,
             changes=self._local.changes.watch,
             tasks=tasks,
             on_change=self._local.refresh,
@@ -297,9 +341,11 @@ class NodeDaemon:
         state.engines.extend(self._engines.states())
         state.models.extend(self._models.on_disk())
         state.transfers.extend(self._models.transfers())
+        state.disk_free_bytes = self._models.free_bytes
         state.gateways.extend([self._gateway.certificate, *self._guests.certificates()])
         state.serves.extend(self._book.records())
         state.draining = self._drain.active
+        state.sleeps_soon = self._leaving is not None and self._leaving.sleeps_soon
         state.http_port = self._gateway.http_port
         state.silent.extend(one.node.node_id for one in self._membership.absent() if one.status is MemberStatus.DEAD)
 
@@ -325,17 +371,19 @@ class NodeDaemon:
             peers=self._peers,
             book=self._book,
             links=self._links,
+            replication=self._replication,
         )
         self._logs = LogTail()
         logging.getLogger().addHandler(self._logs)
         admin = AdminService(
             serving=self._serving,
-            status=self._status,
+            status=self._views.status,
             logs=self._logs,
-            shut_down=self.stopping.set,
+            shut_down=self.stop,
             refresh_models=self._models.rescan,
             guests=self._guests,
             drain=self._drain,
+            replication=self._replication,
             spread=self._spread,
         )
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
@@ -403,7 +451,7 @@ class NodeDaemon:
         tasks.create_task(self._device.keep_spare(), name="spare")
         tasks.create_task(self._trust.run(), name="trust-file")
         tasks.create_task(self._introductions.follow_trust(), name="introductions")
-        tasks.create_task(self._watch_handshakes(), name="handshakes")
+        tasks.create_task(self._handshakes.run(), name="handshakes")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self._follow_address(), name="own-address")
         tasks.create_task(self._layers.run(), name="layer-profiles")
@@ -414,6 +462,7 @@ class NodeDaemon:
         tasks.create_task(self._book.run(), name="serve-book")
         tasks.create_task(self._keeper.run(), name="engine-keeper")
         tasks.create_task(self._replan_watch.run(), name="replan-watch")
+        tasks.create_task(self._replication.run(), name="replication")
         tasks.create_task(self._models.keep_served_metadata(self._local.changes.watch), name="metadata")
         for address in self._config.peers:
             self._heartbeats.found(address, manual=True)
@@ -475,27 +524,10 @@ class NodeDaemon:
     def _on_denied(self, denial: Denial) -> None:
         self._trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)
 
-    async def _watch_handshakes(self) -> None:
-        """Audit connections that did not prove who they are; one that is in its handshake is counted next time."""
-        told = earlier = self._refused_handshakes()
-        while True:
-            await asyncio.sleep(_HANDSHAKES_S)
-            now = self._refused_handshakes()
-            settled, earlier = min(earlier, now), now
-            if settled > told:
-                detail = f"{settled - told} connections"
-                self._trust.audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
-            told = settled  # children that ended took theirs with them
-
     async def _spread(self) -> None:
         """Until the other nodes and this node's engines know the newest state, or a moment has passed."""
         await self._heartbeats.spread()
         await asyncio.gather(*(child.knows_peers() for child in self.children.running("engine")))
-
-    def _refused_handshakes(self) -> int:
-        return self._tls.refused_handshakes + sum(
-            child.progress.refused_handshakes for child in self.children.running()
-        )
 
     def _on_member(self, change: MemberChanged) -> None:
         self._introductions.refresh()
@@ -511,98 +543,38 @@ class NodeDaemon:
 
     async def _wake(self, slept_s: float) -> None:
         """The others went on without this machine: nothing runs here until its engine says that it still counts."""
+        if self._leaving is not None:
+            self._leaving.stays()
         self._device.pause()
         await self._device.resume_unchanged(self._peers.engine_epoch)
 
+    def _tell_sleep(self, sleeping: bool) -> None:
+        self._heartbeats.sleeps(sleeping=sleeping)
+        if not sleeping and self._leaving is not None:
+            self._leaving.stays()
+
+    def stop(self) -> None:
+        """Stop once others have taken over what they can; asked a second time, at once."""
+        if self._leaving is not None:
+            self._leaving.stop()
+        else:
+            self.stopping.set()
+
     def will_sleep(self) -> None:
         """The system says that the machine is about to sleep."""
-        self._sleep.announce()
+        if self._leaving is not None:
+            self._leaving.sleep()
 
     def _on_identity_taken(self, address: str) -> None:
         logger.warning("another node has the id of this one: node=%s address=%s", self._node_id, address)
         self.identity_taken = True
         self.stopping.set()
 
-    def _child_settings(self, kind: str, *, http_port: int = 0) -> ChildSettings:
-        config = self._config
-        return ChildSettings(
-            kind=kind,
-            child_id=self._ids.new("child"),
-            socket=str(self._data_dir.socket),
-            host=self._host,
-            ports=self._child_ports(),
-            http_port=http_port,
-            node_id=self._node_id,
-            http_host=config.http_host,
-            http_names=config.http_names,
-            api_keys=self._http_keys.keys,
-            key_on_loopback=self._http_keys.on_loopback,
-            node_name=config.name,
-            cluster_id=self._cluster.cluster_id,
-            address=self._address,
-            log_level=config.log_level,
-            encrypted=self._security is self._tls,
-            link=config.link,
-            backend=choose_backend(config.backend),
-            device=config.device or "auto",
-            dtype=config.dtype,
-            threads=config.threads,
-            backend_options=dict(pair.split("=", 1) for pair in config.backend_options),
-        )
-
-    def _child_ports(self) -> tuple[int, ...]:
-        """Any free port when the daemon's is; else the fifteen above it, those of living children left out."""
-        if self._config.port == 0:
-            return (0,)
-        taken = {child.port for child in self.children.running()}
-        ports = range(self._config.port + 1, self._config.port + 1 + _CHILD_PORTS)
-        return tuple(port for port in ports if port not in taken)
-
-    def _members(self) -> list[pb.MemberState]:
-        skews_ms, now_s = self._heartbeats.clock_skews_ms, self._clock.monotonic_s()
-        return member_states(self._local, self._membership, skews_ms, now_s=now_s)
-
-    def _view(self) -> pb.ClusterView:
-        view = pb.ClusterView(cluster_id=self._cluster.cluster_id)
-        view.members.extend(self._members())
-        view.absent.extend(absent_nodes(self._membership, self._clock))
-        for _, engine in self._serving.engines():
-            if path := self._models.metadata_path(engine.model, engine.manifest_hash):
-                view.served.add(engine=engine, model_path=str(path))
-        return view
-
-    def _status(self) -> pb.ClusterStatus:
-        status = pb.ClusterStatus(
-            cluster_id=self._cluster.cluster_id,
-            cluster_name=self._cluster.cluster_name,
-            node_id=self._node_id,
-            uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
-            data_dir=str(self._data_dir.path),
-        )
-        status.members.extend(self._members())
-        status.absent.extend(absent_nodes(self._membership, self._clock))
-        for one, other in self._membership.broken_links():
-            status.broken_links.add(node_id=one, other_id=other)
-        status.neighbours.extend(self._neighbours.others())
-        status.discovery_problem = self._discovery.problem if self._discovery else "it is switched off"
-        status.removed = not self._trust.belongs
-        status.trust_damage = self._trust.damage
-        status.refused_handshakes = self._refused_handshakes()
-        status.engines.extend(engine for _, engine in self._serving.engines())
-        status.children.extend(_child_state(child) for child in self.children.running())
-        for peer, error in self._heartbeats.refusals.items():
-            status.refused.add(peer=peer, error=error_to_wire(error))
-        return status
-
 
 def _timeouts_for(host: str) -> Timeouts:
     if host.startswith("127."):
         return Timeouts.loopback()
     return Timeouts.wifi() if is_wireless(host, interfaces()) else Timeouts.lan()
-
-
-def _child_state(child: Child) -> pb.ChildState:
-    return pb.ChildState(kind=child.kind, pid=child.pid, state=child.state)
 
 
 class _Stopped(Exception):

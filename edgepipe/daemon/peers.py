@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import grpc.aio
 
 from edgepipe.cluster.membership import Membership
 from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, NodeUnreachable
-from edgepipe.ids import Epoch
+from edgepipe.ids import Epoch, NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Security
 from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _PROFILE_S = 60.0  # several shapes may wait for one device
 _KNOWN_S = 0.5  # to tell what was measured before: who does not, while an answer waits, is estimated
+_STAND_BY_S = 10.0  # a busy machine starts Python slowly; longer, and whoever is drained rather ends
+_COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; what came stays for the next time
 
 
 class Peers:
@@ -76,6 +78,11 @@ class Peers:
         """Whether the node is this one or a member that is heard."""
         return any(node.node_id == node_id and not node.draining for node in self.nodes())
 
+    def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
+        """Both ways of every pair of nodes that are heard here and do not hear each other."""
+        pairs = self._membership.broken_links()
+        return frozenset([*pairs, *((other, one) for one, other in pairs)])
+
     def is_self(self, node_id: str) -> bool:
         """Whether it is this node's id."""
         return node_id == self._own().node_id
@@ -84,6 +91,11 @@ class Peers:
         """``Node.StartEngine`` there. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
             await self._stub(node_id).StartEngine(request, timeout=self._timeouts.child_start_s)
+
+    async def stand_by(self, node_id: str) -> None:
+        """``Node.StandBy`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StandBy(pb.StandByRequest(hello=self.hello), timeout=_STAND_BY_S)
 
     async def stop_engine(self, node_id: str, pipeline_id: str) -> None:
         """``Node.StopEngine`` there. Raises its errors and LinkError."""
@@ -129,6 +141,12 @@ class Peers:
         timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
             return list((await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)).links)
+
+    async def keep_copy(self, node_id: str, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
+        """``Node.KeepCopy`` there. Raises its errors and LinkError; a node that goes away ends it by its channel."""
+        with translated(self.node(node_id).name):
+            async for progress in self._stub(node_id).KeepCopy(request, timeout=_COPY_S):
+                yield progress
 
     async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
         """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""

@@ -154,7 +154,7 @@ class ReplanWatch:
             if gain < LEAST_GAIN:
                 self._engines.advise(pipeline_id, None)
                 return
-            cost = self._cost(known, pipeline_id, spec, placed, better, now)
+            cost = self._cost(known, pipeline_id, placed, better, now)
             why = self._why(joined, watched.left if seen is not None else [], now)
             self._tell(pipeline_id, spec, found, better, gain=gain, cost=cost, why=why)
         except EdgepipeError as error:
@@ -186,9 +186,7 @@ class ReplanWatch:
         assert watched.known is not None
         return watched.known
 
-    def _cost(
-        self, known: Known, pipeline_id: str, spec: pb.ServeSpec, placed: Sequence[Placed], better: Plan, now: Plan
-    ) -> MoveCost:
+    def _cost(self, known: Known, pipeline_id: str, placed: Sequence[Placed], better: Plan, now: Plan) -> MoveCost:
         state = self._engines.state_of(pipeline_id)
         kept = (state.num_blocks - state.free_blocks) * state.block_size if state is not None and state.running else 0
         rates = [hop.link.shape.bytes_per_s for hop in better.one.hops]
@@ -198,7 +196,7 @@ class ReplanWatch:
             placed,
             better.placed,
             {one.node_id: one.room for one in known.cluster.machines},
-            missing_bytes=self._replanner.missing_bytes(spec),
+            fetch_bytes=self._replanner.fetch_bytes(known.model),
             fetch_bytes_per_s=min(rates, default=1e9 / 8),
             replay_s=kept * prompt_s,
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from edgepipe.daemon.model_parts import fetch_bytes
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed
@@ -158,17 +159,9 @@ class Replanner:
             made.nodes.add(node_id=node_id, address=node.address, name=node.name)
         return made
 
-    def missing_bytes(self, spec: pb.ServeSpec) -> Mapping[NodeId, int]:
-        """What of the model is not on a node's disk; of a node that never told of it, more than of any that did."""
-        on_disk = {
-            node.node_id: next((one for one in node.models if one.manifest_hash == spec.manifest_hash), None)
-            for node in self._peers.nodes()
-        }
-        whole = max((one.num_bytes for one in on_disk.values() if one is not None), default=0)
-        return {
-            NodeId(node_id): whole + 1 if one is None else 0 if one.complete else whole - one.num_bytes
-            for node_id, one in on_disk.items()
-        }
+    def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
+        """What a node would have to fetch before it can load slices of the model."""
+        return fetch_bytes(self._peers.nodes(), model.stored)
 
     def _replaced(
         self, model: LocalModel, spec: pb.ServeSpec, own: str, *, avoided: Collection[str] = ()
@@ -177,4 +170,6 @@ class Replanner:
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
         need = placement_need(model.config, spec.context_length)
-        return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.missing_bytes(spec))
+        return replace_lost(
+            need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), barred=self._peers.broken_links()
+        )

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from edgepipe.cluster.heartbeats import Heartbeats, cluster_label
+from edgepipe.cluster.admission import cluster_label
+from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.drain import Drain
@@ -16,6 +17,7 @@ from edgepipe.daemon.link_probes import LinkProbes
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.replication import Replication
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
 from edgepipe.errors import PairingRejected, VersionMismatch
@@ -60,8 +62,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         peers: Peers,
         book: ServeBook,
         links: LinkProbes,
+        replication: Replication,
     ) -> None:
         self._peers = peers
+        self._replication = replication
         self._book = book
         self._admit = admit
         self._links = links
@@ -115,6 +119,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         await self._engines.stop(request.pipeline_id)
         return pb.StopEngineReply()
 
+    async def StandBy(self, request: pb.StandByRequest, context: Any) -> pb.StandByReply:
+        """Have a process ready for an engine."""
+        self._admit(request.hello)
+        await self._engines.stand_by()
+        return pb.StandByReply()
+
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
         """Whether this node hears another, and the pipeline's highest epoch here."""
         self._admit(request.hello)
@@ -131,6 +141,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.RebalanceReply(
             changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes, moves=request.moves)
         )
+
+    async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fetch parts of a model and keep them."""
+        self._admit(request.hello)
+        async for progress in self._replication.keep(request):
+            yield progress
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
         """What a layer of a shape takes on this node's device."""
@@ -163,7 +179,11 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         """A tensor's bytes from an offset on."""
         self._admit(request.hello)
         async for chunk in self._models.read_tensor(
-            request.model, request.manifest_hash, request.name, offset=request.offset
+            request.model,
+            request.manifest_hash,
+            request.name,
+            offset=request.offset,
+            bytes_per_s=request.bytes_per_s,
         ):
             yield chunk
 
@@ -201,6 +221,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         refresh_models: Callable[[], None],
         guests: Guests,
         drain: Drain,
+        replication: Replication,
         spread: Callable[[], Awaitable[None]],
     ) -> None:
         """``spread`` returns when the other nodes know this one's newest state, or after a moment."""
@@ -211,6 +232,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self._refresh_models = refresh_models
         self._guests = guests
         self._drain = drain
+        self._replication = replication
         self._spread = spread
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
@@ -260,6 +282,13 @@ class AdminService(node_pb2_grpc.AdminServicer):
             self._drain.undo()
             return
         async for event in self._drain.run():
+            yield event
+
+    async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy a model's parts to other disks."""
+        admit_command_line(request.hello)
+        self._refresh_models()
+        async for event in self._replication.replicate(request.model, copies=request.copies):
             yield event
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]

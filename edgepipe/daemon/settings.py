@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LocalProtocolError
 
 KINDS = ("stage", "engine", "gateway")
@@ -38,6 +39,7 @@ class ChildSettings:
     dtype: str = "auto"
     threads: int = 0
     backend_options: dict[str, str] = field(default_factory=dict[str, str])
+    device_profile: DeviceProfile | None = None  # as measured before; None: measure it
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -50,6 +52,9 @@ class ChildSettings:
             values: dict[str, Any] = json.loads(line)
             for name in ("ports", "http_names", "api_keys"):
                 values[name] = tuple(values.get(name, ()))
+            if told := values.get("device_profile"):
+                told["block_sizes"] = tuple(told["block_sizes"])
+                values["device_profile"] = DeviceProfile(**told)
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:
             raise LocalProtocolError(

@@ -68,6 +68,8 @@ class Surveyor:
                 told.machines.append(machine)
             else:
                 told.unusable.append(_why_not(node))
+        for one, other in self._peers.broken_links():
+            told.broken.add(node_id=one, other_id=other)
         return told, usable
 
     async def _links_from(self, node: pb.NodeState, ids: Sequence[str], *, known_only: bool) -> list[pb.LinkProfile]:
@@ -114,11 +116,11 @@ class Surveyor:
             logger.info("not measured node=%s: %s", node.name, error)
 
     async def _links(self, nodes: Sequence[pb.NodeState], *, fresh: bool = False) -> list[pb.LinkProfile]:
-        """All directed links; each node begins with its successor, so that few pairs meet at one node."""
-        ids = [node.node_id for node in nodes]
+        """All directed links that carry anything; each node begins with its successor, so that few meet at one node."""
+        ids, broken = [node.node_id for node in nodes], self._peers.broken_links()
 
         async def ask(index: int) -> list[pb.LinkProfile]:
-            others = [*ids[index + 1 :], *ids[:index]]
+            others = [one for one in (*ids[index + 1 :], *ids[:index]) if (ids[index], one) not in broken]
             request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=others, fresh=fresh)
             return await self._peers.profile_links(ids[index], request)
 

@@ -24,6 +24,15 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def num_memory_kills() -> int | None:
+    """Processes that the system has ended so far for want of memory; None where it does not count them."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as counters:
+            return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None
+
+
 class SystemClock:
     """``edgepipe.clock.Clock`` of this machine."""
 

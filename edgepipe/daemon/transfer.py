@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from edgepipe.config import Timeouts
-from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown, RemoteProtocolError, SendTimeout
+from edgepipe.errors import (
+    EdgepipeError,
+    ModelDownloadFailed,
+    ModelInvalid,
+    ModelUnknown,
+    RemoteProtocolError,
+    SendTimeout,
+)
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Security
+from edgepipe.model.disk import disk_errors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
@@ -42,11 +50,16 @@ class WeightsClient:
         return {entry.name: await self._file(source, manifest, entry.name) for entry in manifest.metadata_files}
 
     async def tensor(
-        self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int
+        self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
     ) -> AsyncGenerator[pb.DataChunk]:
         """A tensor's bytes from ``offset`` on. Raises LinkError, SendTimeout, and what the source raises."""
         request = pb.ReadTensorRequest(
-            hello=self._hello, model=manifest.model_id, name=name, offset=offset, manifest_hash=manifest.hash
+            hello=self._hello,
+            model=manifest.model_id,
+            name=name,
+            offset=offset,
+            manifest_hash=manifest.hash,
+            bytes_per_s=bytes_per_s,
         )
         async with self._stub(source) as stub:
             chunks = aiter(stub.ReadTensor(request))
@@ -80,50 +93,74 @@ class WeightsClient:
                 yield node_pb2_grpc.WeightsStub(channel)
 
 
-class Transfers:
-    """Fetches missing tensors, one after the other, and tells how far it is."""
+class Transfer:
+    """Missing tensors on their way, one after the other; it may be left and taken up again."""
 
-    def __init__(self, client: WeightsClient, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        told: pb.Transfer,
+        missing: Sequence[MissingTensor],
+        sources: Sequence[pb.NodeState],
+        client: WeightsClient,
+        on_change: Callable[[], None],
+        *,
+        bytes_per_s: float,
+    ) -> None:
+        self._told = told
+        self._missing = list(missing)
+        self._sources = sources
         self._client = client
         self._on_change = on_change
-        self._running: list[pb.Transfer] = []
+        self._bytes_per_s = bytes_per_s
+        self._done_bytes = 0  # of tensors that are complete
+        self._step = -1
 
-    def running(self) -> list[pb.Transfer]:
-        """Transfers under way."""
-        return [_copy(transfer) for transfer in self._running]
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor is here."""
+        return not self._missing
 
-    async def fetch(
-        self, model: str, writer: ShardWriter, missing: Sequence[MissingTensor], sources: Sequence[pb.NodeState]
-    ) -> AsyncGenerator[pb.PrepareProgress]:
-        """Fetch each tensor from the first source that gives it whole. Raises ModelUnknown, ModelInvalid."""
-        total = sum(tensor.num_bytes for tensor in missing)
-        transfer = pb.Transfer(model=model, source=sources[0].node_id if sources else "", bytes_total=total)
-        self._running.append(transfer)
-        done, told = 0, -1
-        try:
-            for tensor in missing:
-                async for position in self._tensor(writer, tensor, sources):
-                    transfer.bytes_done = done + position
-                    if (step := transfer.bytes_done * _PROGRESS_STEP // max(1, total)) != told:
-                        told = step
-                        self._on_change()
-                        yield pb.PrepareProgress(phase="fetching", bytes_done=done + position, bytes_total=total)
-                done += tensor.num_bytes
-        finally:
-            self._running.remove(transfer)
-            self._on_change()
+    async def run(self, writer: ShardWriter) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch each tensor from the first source that gives it whole.
 
-    async def _tensor(
-        self, writer: ShardWriter, tensor: MissingTensor, sources: Sequence[pb.NodeState]
-    ) -> AsyncGenerator[int]:
+        Raises ModelUnknown, ModelInvalid, ModelDownloadFailed when the disk cannot take it.
+        """
+        while self._missing:
+            tensor = self._missing[0]
+            if writer.missing([tensor.name]):  # else it came for a stage while this was left
+                async with aclosing(self._tensor(writer, tensor)) as positions:
+                    async for position in positions:
+                        if self._moved(self._done_bytes + position):
+                            yield self._progress()
+            self._missing.pop(0)
+            self._done_bytes += tensor.num_bytes
+
+    def _progress(self) -> pb.PrepareProgress:
+        done, total = self._told.bytes_done, self._told.bytes_total
+        return pb.PrepareProgress(phase="fetching", bytes_done=done, bytes_total=total)
+
+    def _moved(self, bytes_done: int) -> bool:
+        """Whether that is worth telling."""
+        self._told.bytes_done = bytes_done
+        step = bytes_done * _PROGRESS_STEP // max(1, self._told.bytes_total)
+        if step == self._step:
+            return False
+        self._step = step
+        self._on_change()
+        return True
+
+    async def _tensor(self, writer: ShardWriter, tensor: MissingTensor) -> AsyncGenerator[int]:
         """Positions reached; on return the tensor is complete and checked."""
         problem: EdgepipeError | None = None
-        for source in sources:
+        for source in self._sources:
             for _ in range(_ATTEMPTS):
                 try:
-                    async for position in self._from(source, writer, tensor.name):
-                        yield position
+                    async with aclosing(self._from(source, writer, tensor.name)) as positions:
+                        async for position in positions:
+                            yield position
                     return
+                except ModelDownloadFailed:
+                    raise  # it is this node's own disk
                 except EdgepipeError as error:
                     problem = error
                     logger.warning("transfer broke tensor=%s node=%s: %s", tensor.name, source.name, error)
@@ -138,14 +175,49 @@ class Transfers:
         )
 
     async def _from(self, source: pb.NodeState, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
-        with await asyncio.to_thread(writer.open, name) as sink:
-            async for chunk in self._client.tensor(source, writer.manifest, name, offset=sink.position):
+        with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
+            async for chunk in self._client.tensor(
+                source, writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s
+            ):
                 if chunk.offset != sink.position:
                     raise RemoteProtocolError(f"node {source.name} sent another part of '{name}' than asked")
                 await asyncio.to_thread(sink.write, chunk.data)
                 yield sink.position
             if not await asyncio.to_thread(sink.finish):
                 raise RemoteProtocolError(f"node {source.name} sent too little of '{name}'")
+
+
+class Transfers:
+    """The transfers of this node."""
+
+    def __init__(self, client: WeightsClient, on_change: Callable[[], None]) -> None:
+        self._client = client
+        self._on_change = on_change
+        self._running: list[pb.Transfer] = []
+
+    def running(self) -> list[pb.Transfer]:
+        """Transfers under way."""
+        return [_copy(transfer) for transfer in self._running]
+
+    @contextmanager
+    def begin(
+        self,
+        model: str,
+        missing: Sequence[MissingTensor],
+        sources: Sequence[pb.NodeState],
+        *,
+        copy: bool = False,
+        bytes_per_s: float = 0.0,
+    ) -> Generator[Transfer]:
+        """A transfer, listed while the block runs. ``copy``: nobody waits for it; ``bytes_per_s``: 0 for no limit."""
+        total = sum(tensor.num_bytes for tensor in missing)
+        told = pb.Transfer(model=model, source=sources[0].node_id if sources else "", bytes_total=total, copy=copy)
+        self._running.append(told)
+        try:
+            yield Transfer(told, missing, sources, self._client, self._on_change, bytes_per_s=bytes_per_s)
+        finally:
+            self._running = [one for one in self._running if one is not told]
+            self._on_change()
 
 
 def _copy(transfer: pb.Transfer) -> pb.Transfer:

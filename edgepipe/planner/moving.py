@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.ids import NodeId
@@ -37,13 +37,13 @@ def move_cost(
     after: Sequence[Placed],
     rooms: Mapping[NodeId, NodeRoom],
     *,
-    missing_bytes: Mapping[NodeId, int],
+    fetch_bytes: Callable[[NodeId, Sequence[Slice]], int],
     fetch_bytes_per_s: float,
     replay_s: float,
 ) -> MoveCost:
     """What it takes to go from one placement to another.
 
-    missing_bytes      of the model, by node that would have to fetch them from another one first
+    fetch_bytes        of these slices that a node would have to fetch from another one first
     fetch_bytes_per_s  of the slowest link to such a node
     replay_s           to compute again what running sequences have in their KV caches
 
@@ -56,8 +56,8 @@ def move_cost(
         if had.get(node_id) == parts:
             continue
         num_bytes = sum(stage_bytes(need, rooms[node_id], part) for part in parts)
-        fetched = min(num_bytes, missing_bytes.get(node_id, 0))
-        load_s = max(load_s, num_bytes / _DISK_BYTES_PER_S + fetched / fetch_bytes_per_s)
+        fetch_s = fetch_bytes(node_id, parts) / fetch_bytes_per_s
+        load_s = max(load_s, num_bytes / _DISK_BYTES_PER_S + fetch_s)
     return MoveCost(load_s=load_s, pause_s=_OPENING_S + replay_s)
 
 

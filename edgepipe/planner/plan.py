@@ -107,6 +107,7 @@ def plan(
         raise too_small(demand, able, num_nodes=wishes.num_nodes)
     share, kv_tokens = found
     result = describe(demand, search.placed(share), able, links)
+    _check_reached(result, links)
     gap = max(0.0, 1 - share.bound_s / share.cycle_s)
     left_out = [*excluded, *search.left_out(share, kv_tokens)] if explain else excluded
     return replace(result, left_out=tuple(left_out), gap=gap)
@@ -139,6 +140,18 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
         many=many,
         first_token_s=ring.first_token_s(demand.read_tokens),
     )
+
+
+def _check_reached(found: Plan, links: Links) -> None:
+    """Raises NoFeasiblePlacement if the model fits only over nodes of which two neighbours do not reach each other."""
+    machines = [stage.machine for stage in found.stages]
+    for one, other in pairwise(machines):
+        if (one.node_id, other.node_id) in links.barred:
+            raise NoFeasiblePlacement(
+                f"the model fits only over {one.name} and {other.name} side by side, which do not reach each other",
+                fact=f"it needs {len(machines)} machines: {', '.join(machine.name for machine in machines)}",
+                next_step="see 'edgepipe doctor' on either of them, or start another node",
+            )
 
 
 def _choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[Machine], list[LeftOut]]:
@@ -181,6 +194,8 @@ class _Search:
         self._hosts_s = [links.host_s(one) for one in ids]
         one_way = [[0.0 if shape is None else shape.one_way_s for shape in row] for row in self._shapes]
         self._latency_s = np.array(one_way, dtype=np.float64).reshape(len(ids), len(ids))
+        home_s = [[links.home_s(first, last, ids) for last in ids] for first in ids]
+        self._home_s = np.array(home_s, dtype=np.float64).reshape(len(ids), len(ids))
         self._micro_batches = 1  # of the share that was found last
         self._parts: dict[tuple[int, float], StepParts] = {}
 
@@ -332,7 +347,7 @@ class _Search:
             most_layers=room,
             upload_s=np.array(uploads, dtype=np.float64),
             latency_s=self._latency_s + hop_hosts_s[None, :],
-            closing_s=self._latency_s.T + turn_hosts_s[:, None],
+            closing_s=self._home_s.T + turn_hosts_s[:, None],
         )
 
     def _parts_of(self, speed: Speed, rows: float) -> StepParts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -163,15 +163,21 @@ class Link:
     measured: bool
 
 
+_NO_WAY = LinkShape(bytes_per_s=1.0, one_way_s=1e6)  # finite, so that searches can reckon with it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """Every directed link: those measured, and what the others are taken to be. A node's link to itself is its host."""
 
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
     assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
+    barred: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link:
-        """The link from one node to another. Raises LinkNotMeasured."""
+        """The link from one node to another, without end where it is barred. Raises LinkNotMeasured."""
+        if (sender, receiver) in self.barred:
+            return Link(shape=_NO_WAY, measured=True)
         shape = self.measured.get((sender, receiver))
         if shape is not None:
             return Link(shape=shape, measured=True)
@@ -183,6 +189,17 @@ class Links:
         """What one small message costs a node, network left out; measured by calls to itself."""
         own = self.measured.get((node, node))
         return own.one_way_s if own is not None else HOST_S
+
+    def home_s(self, sender: NodeId, receiver: NodeId, nodes: Iterable[NodeId]) -> float:
+        """One way for a token's id: direct, where that is barred through one of ``nodes``. Raises LinkNotMeasured."""
+        if sender == receiver:
+            return 0.0
+        direct_s = self.between(sender, receiver).shape.one_way_s
+        if (sender, receiver) not in self.barred:
+            return direct_s
+        others = [node for node in nodes if node not in (sender, receiver)]
+        legs = [(self.between(sender, one), self.between(one, receiver)) for one in others]
+        return min((there.shape.one_way_s + on.shape.one_way_s for there, on in legs), default=direct_s)
 
     def with_shape(self, sender: NodeId, receiver: NodeId, shape: LinkShape) -> Links:
         """The same with one link replaced."""

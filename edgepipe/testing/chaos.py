@@ -35,7 +35,7 @@ from edgepipe.model.store import ModelStore
 from edgepipe.testing.chaos_client import RecordingClient
 from edgepipe.testing.history import Answer, Ended, Given, History, Struck, assert_holds, check
 from edgepipe.testing.lan import LanLab
-from edgepipe.testing.nodes import Node, Nodes, children_of
+from edgepipe.testing.nodes import HELLO, Node, Nodes, children_of
 from edgepipe.testing.relay import relay
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -484,6 +484,86 @@ async def _kill_daemon(run: ChaosRun) -> None:
     run.heal_by(cure)
 
 
+async def _drain_stages_node(run: ChaosRun) -> None:
+    """A machine is to be switched off: its stages are prepared elsewhere first."""
+    name, _ = await run.victim("stage")
+    await run.strike(f"{name} is drained")
+    await _drain(run, name)
+
+
+async def _drain_engines_node(run: ChaosRun) -> None:
+    """As before, and the engine is there, too."""
+    name, _ = await run.victim("engine", spare_first=False)
+    await run.strike(f"{name} is drained, with the engine")
+    await _drain(run, name)
+
+
+async def _kill_stage_in_drain(run: ChaosRun) -> None:
+    """A stage dies while stages move: the old epoch or the new one goes on, never both."""
+    name, _ = await run.victim("stage")
+    pids = [pid for _, pid in await run.cluster.children("stage")]
+    await run.strike(f"{name} is drained")
+    draining = asyncio.ensure_future(_drain(run, name))
+    await asyncio.sleep(run.random.uniform(0.0, 0.5))
+    pid = run.random.choice(pids)
+    run.note(f"SIGKILL stage {pid} meanwhile")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).kill()
+    await draining
+
+
+async def _drain(run: ChaosRun, name: str) -> None:
+    """Returns when nothing runs there any more; it takes work again when the trial is over."""
+    node = run.cluster.running[name]
+
+    async def cure() -> None:
+        run.note(f"{name} takes work again")
+        async with node.admin() as admin:
+            async for _ in admin.Drain(pb.DrainRequest(hello=HELLO, undo=True), timeout=5):
+                pass
+
+    run.heal_by(cure)
+    async with node.admin() as admin:
+        async for _ in admin.Drain(pb.DrainRequest(hello=HELLO), timeout=_WHOLE_S):
+            pass
+    run.note(f"nothing runs on {name}")
+
+
+async def _term_engines_node(run: ChaosRun) -> None:
+    """The engine's machine is shut down in order."""
+    name, _ = await run.victim("engine")
+    if name == run.cluster.names[0]:
+        name = run.other_node()
+    node = run.cluster.running.pop(name)
+    await run.strike(f"SIGTERM {name}")
+    node.process.terminate()
+
+    async def cure() -> None:
+        async with asyncio.timeout(_WHOLE_S):
+            await node.process.wait()
+        await run.cluster.start(name)
+
+    run.heal_by(cure)
+
+
+async def _announce_sleep(run: ChaosRun) -> None:
+    """The system tells that the machine is about to sleep; it then sleeps without another word."""
+    name, _ = await run.victim("stage")
+    node = run.cluster.running[name]
+    await run.strike(f"{name} is about to sleep")
+    node.process.send_signal(signal.SIGUSR1)
+    asleep = await run.cluster.first.until(
+        lambda status: any(one.state == "asleep" for one in status.absent), timeout_s=15.0
+    )
+    run.note(f"asleep: {[one.name for one in asleep.absent]}")
+    await run.cluster.kill_node(name)
+
+    async def cure() -> None:
+        await run.cluster.start(name)
+
+    run.heal_by(cure)
+
+
 async def _kill_gateway(run: ChaosRun) -> None:
     """Another node's: it has no client here."""
     name = run.other_node()
@@ -625,6 +705,11 @@ FAULTS: dict[str, Fault] = {
     "kill node": _kill_node,
     "kill daemon": _kill_daemon,
     "kill gateway": _kill_gateway,
+    "drain node": _drain_stages_node,
+    "drain engine": _drain_engines_node,
+    "kill stage in drain": _kill_stage_in_drain,
+    "term node": _term_engines_node,
+    "announce sleep": _announce_sleep,
     "cut node": _cut_node,
     "cut one way": _cut_one_way,
     "cut pair": _cut_pair,

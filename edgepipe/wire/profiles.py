@@ -73,7 +73,10 @@ def cluster_from_wire(survey: pb.SurveyReply) -> Cluster:
         model=survey.model,
         config=config,
         machines=tuple(_machine(one, config) for one in survey.machines),
-        links=Links(measured=links),
+        links=Links(
+            measured=links,
+            barred=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in survey.broken),
+        ),
     )
 
 

@@ -13,7 +13,15 @@ from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
-from edgepipe.errors import ClusterError, NodeUnreachable, NoFeasiblePlacement, PeerClosed, StageLost, StepFailed
+from edgepipe.errors import (
+    ClusterError,
+    DeviceOutOfMemory,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    PeerClosed,
+    StageLost,
+    StepFailed,
+)
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
 from edgepipe.wire.common import make_hello
@@ -82,6 +90,20 @@ class Relay:
         writer.close()
 
 
+class ShortOfMemory(EmulatedBackend):
+    """Once, at a given step, the device has no memory left."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+        self._at: int | None = step
+
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
+        if prepared.step.step == self._at:
+            self._at = None
+            raise DeviceOutOfMemory("the device is out of memory", fact="12 MB were asked for")
+        return super().submit(prepared, inputs, edits)
+
+
 def healthy(_: int) -> EmulatedBackend:
     return EmulatedBackend(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
 
@@ -148,6 +170,19 @@ async def test_a_process_that_dies_in_a_step_counts_against_whoever_was_in_it_an
         assert guilty.ids == oracle_tokens(PROMPT, len(guilty.ids))
         assert (await gateway.ended("other")).ids == oracle_tokens(PROMPT[:3], 50)
         assert lab.engine.state().recoveries == 3
+
+
+async def test_r1_a_device_that_runs_out_of_memory_once_costs_no_token() -> None:
+    async with engine_lab(make_backend=lambda index: ShortOfMemory(6) if index == 1 else healthy(index)) as lab:
+        gateway = await lab.gateway()
+        prompts = {"a": PROMPT, "b": PROMPT[:3], "c": [*PROMPT, 7]}
+        gateway.send(*(submission(name, prompt, 30) for name, prompt in prompts.items()))
+        for name, prompt in prompts.items():
+            assert (await gateway.ended(name)).ids == oracle_tokens(prompt, 30)
+        told = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(told.error, DeviceOutOfMemory)
+        assert told.error.node == "node1"
+        assert lab.engine.state().state == "ready"
 
 
 async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -> None:

@@ -19,14 +19,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 SEED = int(os.environ.get("EP_CHAOS_SEED", "11"))
 LONG_ROUNDS = 14
 NOT_HERE = {
+    "P14 P17": "planned moves take longer than streams here: tests/fault/test_planned_changes.py, and long cases",
     "P11 X4": "the machine that holds the client is lost: its streams end",
     "P12": "a stage that never loads: a minute; tests/unit/daemon holds the watch to it",
-    "P14 P17 T5": "planned moves are not tried with faults",
-    "R1": "no backend has a way to make an allocation fail",
+    "R1": "an allocation that fails: tests/cluster/test_engine_failures.py",
     "R2": "a full KV cache: tests/unit/scheduler and the simulator's small pools",
-    "R3": "no budget is cut after two kills by the system: not built",
-    "R4 R5 R8": "full and read-only disks: not tried in mid-answer",
-    "R6": "few descriptors: not tried",
+    "R3": "stages that the system kills for want of memory: tests/unit/daemon/test_device.py",
+    "R4": "a disk that fills up while tensors come: tests/unit/daemon/test_model_copies.py",
+    "R5 R8": "disks that are full or cannot be written: tests/unit/daemon/test_full_disks.py",
+    "R6": "few descriptors: tests/e2e/test_few_descriptors.py",
     "R7": "full load: scripts/bench faults --only load",
     "R9": "floods of log lines: one line each, by telemetry.log.Once",
     "R10": "half an hour of faults: scripts/bench faults --full",
@@ -55,6 +56,10 @@ SLOW_CASES = {
     "a power cut": ("kill node", {}),
 }
 VERY_SLOW_CASES = {
+    "P17 the engine's machine is shut down, 8 streams": ("term node", {"num_streams": 8}),
+    "T5 sleep announced": ("announce sleep", {}),
+    "P14 killed while stages move": ("kill stage in drain", {}),
+    "the engine's node is drained": ("drain engine", {}),
     "P9 X7 node freezes, thaws": ("stop node", {}),
 }
 

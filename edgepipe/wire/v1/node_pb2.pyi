@@ -154,6 +154,8 @@ class NodeState(_message.Message):
     SERVES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    SLEEPS_SOON_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     address: _builtins.str
@@ -167,6 +169,10 @@ class NodeState(_message.Message):
     """grows with every change of this message"""
     draining: _builtins.bool
     """it takes no new work, and what it has shall move away"""
+    sleeps_soon: _builtins.bool
+    """its machine said so: what follows without a word is sleep, not death"""
+    disk_free_bytes: _builtins.int
+    """of the models' disk, for copies"""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceState]: ...
     @_builtins.property
@@ -206,10 +212,12 @@ class NodeState(_message.Message):
         serves: _abc.Iterable[Global___ServeRecord] | None = ...,
         draining: _builtins.bool = ...,
         silent: _abc.Iterable[_builtins.str] | None = ...,
+        sleeps_soon: _builtins.bool = ...,
+        disk_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "sleeps_soon", b"sleeps_soon", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,10 +298,15 @@ class ModelOnDisk(_message.Message):
     MANIFEST_HASH_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     num_bytes: _builtins.int
     complete: _builtins.bool
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.LayerRange]:
+        """that are here, numbered as in edgepipe.planner.copies"""
+
     def __init__(
         self,
         *,
@@ -301,10 +314,11 @@ class ModelOnDisk(_message.Message):
         manifest_hash: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
         complete: _builtins.bool = ...,
+        parts: _abc.Iterable[_common_pb2.LayerRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "manifest_hash", b"manifest_hash", "model", b"model", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "manifest_hash", b"manifest_hash", "model", b"model", "num_bytes", b"num_bytes", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,11 +332,14 @@ class Transfer(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     BYTES_DONE_FIELD_NUMBER: _builtins.int
     BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     source: _builtins.str
     """node id or "hub" """
     bytes_done: _builtins.int
     bytes_total: _builtins.int
+    copy: _builtins.bool
+    """nobody waits for it"""
     def __init__(
         self,
         *,
@@ -330,10 +347,11 @@ class Transfer(_message.Message):
         source: _builtins.str = ...,
         bytes_done: _builtins.int = ...,
         bytes_total: _builtins.int = ...,
+        copy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "model", b"model", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "copy", b"copy", "model", b"model", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,6 +742,41 @@ class StopEngineReply(_message.Message):
 Global___StopEngineReply: _TypeAlias = StopEngineReply  # noqa: Y015
 
 @_typing.final
+class StandByRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandByRequest: _TypeAlias = StandByRequest  # noqa: Y015
+
+@_typing.final
+class StandByReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandByReply: _TypeAlias = StandByReply  # noqa: Y015
+
+@_typing.final
 class RebalanceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -936,10 +989,13 @@ class ReadTensorRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     MANIFEST_HASH_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     name: _builtins.str
     offset: _builtins.int
     manifest_hash: _builtins.str
+    bytes_per_s: _builtins.float
+    """at most, what all such requests get together; 0: as fast as it goes"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -950,14 +1006,131 @@ class ReadTensorRequest(_message.Message):
         name: _builtins.str = ...,
         offset: _builtins.int = ...,
         manifest_hash: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "manifest_hash", b"manifest_hash", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "hello", b"hello", "manifest_hash", b"manifest_hash", "model", b"model", "name", b"name", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadTensorRequest: _TypeAlias = ReadTensorRequest  # noqa: Y015
+
+@_typing.final
+class KeepCopyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MANIFEST_HASH_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PACED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    manifest_hash: _builtins.str
+    source: _builtins.str
+    """node id that is asked first"""
+    paced: _builtins.bool
+    """leave most of the link to others"""
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbered as in edgepipe.planner.copies"""
+
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        model: _builtins.str = ...,
+        manifest_hash: _builtins.str = ...,
+        parts: _abc.Iterable[_builtins.int] | None = ...,
+        source: _builtins.str = ...,
+        paced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "manifest_hash", b"manifest_hash", "model", b"model", "paced", b"paced", "parts", b"parts", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepCopyRequest: _TypeAlias = KeepCopyRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    copies: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        model: _builtins.str = ...,
+        copies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "hello", b"hello", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyProgress]:
+        """all of them, in every event"""
+
+    def __init__(
+        self,
+        *,
+        copies: _abc.Iterable[Global___CopyProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateEvent: _TypeAlias = ReplicateEvent  # noqa: Y015
+
+@_typing.final
+class CopyProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    node_name: _builtins.str
+    bytes_done: _builtins.int
+    bytes_total: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyProgress: _TypeAlias = CopyProgress  # noqa: Y015
 
 @_typing.final
 class ReadFileRequest(_message.Message):
@@ -2301,6 +2474,7 @@ class SurveyReply(_message.Message):
     MACHINES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     UNUSABLE_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_config: _builtins.str
     @_builtins.property
@@ -2311,6 +2485,10 @@ class SurveyReply(_message.Message):
     def unusable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """nodes that cannot compute, each with the reason"""
 
+    @_builtins.property
+    def broken(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]:
+        """directed links that carry nothing, from the first to the other"""
+
     def __init__(
         self,
         *,
@@ -2319,10 +2497,11 @@ class SurveyReply(_message.Message):
         machines: _abc.Iterable[Global___SurveyedMachine] | None = ...,
         links: _abc.Iterable[Global___LinkProfile] | None = ...,
         unusable: _abc.Iterable[_builtins.str] | None = ...,
+        broken: _abc.Iterable[Global___BrokenLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "unusable", b"unusable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "unusable", b"unusable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

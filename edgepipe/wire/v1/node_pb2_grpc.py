@@ -59,6 +59,11 @@ class NodeStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineReply.FromString,
                 _registered_method=True)
+        self.StandBy = channel.unary_unary(
+                '/edgepipe.wire.v1.Node/StandBy',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByReply.FromString,
+                _registered_method=True)
         self.Vouch = channel.unary_unary(
                 '/edgepipe.wire.v1.Node/Vouch',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.SerializeToString,
@@ -73,6 +78,11 @@ class NodeStub:
                 '/edgepipe.wire.v1.Node/ProfileLinks',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+                _registered_method=True)
+        self.KeepCopy = channel.unary_stream(
+                '/edgepipe.wire.v1.Node/KeepCopy',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.KeepCopyRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PrepareProgress.FromString,
                 _registered_method=True)
         self.Rebalance = channel.unary_unary(
                 '/edgepipe.wire.v1.Node/Rebalance',
@@ -117,6 +127,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StandBy(self, request, context):
+        """A node that is being drained lets the one that will start its engines have a process ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Vouch(self, request, context):
         """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline.
         """
@@ -133,6 +150,13 @@ class NodeServicer:
 
     def ProfileLinks(self, request, context):
         """What the way from this node to others is like, measured when it is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepCopy(self, request, context):
+        """Fetch parts of a model from peers and keep them; how far it is, until all are there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +197,11 @@ def add_NodeServicer_to_server(servicer, server):
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopEngineReply.SerializeToString,
             ),
+            'StandBy': grpc.unary_unary_rpc_method_handler(
+                    servicer.StandBy,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByReply.SerializeToString,
+            ),
             'Vouch': grpc.unary_unary_rpc_method_handler(
                     servicer.Vouch,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.VouchRequest.FromString,
@@ -187,6 +216,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ProfileLinks,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.SerializeToString,
+            ),
+            'KeepCopy': grpc.unary_stream_rpc_method_handler(
+                    servicer.KeepCopy,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.KeepCopyRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PrepareProgress.SerializeToString,
             ),
             'Rebalance': grpc.unary_unary_rpc_method_handler(
                     servicer.Rebalance,
@@ -340,6 +374,33 @@ class Node:
             _registered_method=True)
 
     @staticmethod
+    def StandBy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/StandBy',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.StandByReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Vouch(request,
             target,
             options=(),
@@ -410,6 +471,33 @@ class Node:
             '/edgepipe.wire.v1.Node/ProfileLinks',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/KeepCopy',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.KeepCopyRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.PrepareProgress.FromString,
             options,
             channel_credentials,
             insecure,
@@ -806,6 +894,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_stream(
+                '/edgepipe.wire.v1.Admin/Replicate',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateEvent.FromString,
+                _registered_method=True)
         self.ActAsGateway = channel.unary_stream(
                 '/edgepipe.wire.v1.Admin/ActAsGateway',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
@@ -867,6 +960,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Let every part of a model be on several disks; how far each node's copying is, until all are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ActAsGateway(self, request, context):
         """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open.
         """
@@ -916,6 +1016,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.SerializeToString,
+            ),
+            'Replicate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateEvent.SerializeToString,
             ),
             'ActAsGateway': grpc.unary_stream_rpc_method_handler(
                     servicer.ActAsGateway,
@@ -1139,6 +1244,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/Drain',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.DrainEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/Replicate',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ReplicateEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,12 +41,16 @@ class NodeStub:
     StartEngine: _grpc.UnaryUnaryMultiCallable[_node_pb2.StartEngineRequest, _node_pb2.StartEngineReply]
     """A daemon asks another to run the engine of a model."""
     StopEngine: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]
+    StandBy: _grpc.UnaryUnaryMultiCallable[_node_pb2.StandByRequest, _node_pb2.StandByReply]
+    """A node that is being drained lets the one that will start its engines have a process ready."""
     Vouch: _grpc.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]
     """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
     ProfileLayer: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProfileLayerRequest, _node_pb2.LayerProfile]
     """What a layer of a model's shape takes on the node's device, measured once and kept."""
     ProfileLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]
     """What the way from this node to others is like, measured when it is not known."""
+    KeepCopy: _grpc.UnaryStreamMultiCallable[_node_pb2.KeepCopyRequest, _node_pb2.PrepareProgress]
+    """Fetch parts of a model from peers and keep them; how far it is, until all are there."""
     Rebalance: _grpc.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]
     """Place a running pipeline anew over all nodes that are there now."""
 
@@ -61,12 +65,16 @@ class NodeAsyncStub(NodeStub):
     StartEngine: _aio.UnaryUnaryMultiCallable[_node_pb2.StartEngineRequest, _node_pb2.StartEngineReply]  # type: ignore[assignment]
     """A daemon asks another to run the engine of a model."""
     StopEngine: _aio.UnaryUnaryMultiCallable[_node_pb2.StopEngineRequest, _node_pb2.StopEngineReply]  # type: ignore[assignment]
+    StandBy: _aio.UnaryUnaryMultiCallable[_node_pb2.StandByRequest, _node_pb2.StandByReply]  # type: ignore[assignment]
+    """A node that is being drained lets the one that will start its engines have a process ready."""
     Vouch: _aio.UnaryUnaryMultiCallable[_node_pb2.VouchRequest, _node_pb2.VouchReply]  # type: ignore[assignment]
     """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline."""
     ProfileLayer: _aio.UnaryUnaryMultiCallable[_node_pb2.ProfileLayerRequest, _node_pb2.LayerProfile]  # type: ignore[assignment]
     """What a layer of a model's shape takes on the node's device, measured once and kept."""
     ProfileLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.ProfileLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
     """What the way from this node to others is like, measured when it is not known."""
+    KeepCopy: _aio.UnaryStreamMultiCallable[_node_pb2.KeepCopyRequest, _node_pb2.PrepareProgress]  # type: ignore[assignment]
+    """Fetch parts of a model from peers and keep them; how far it is, until all are there."""
     Rebalance: _aio.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]  # type: ignore[assignment]
     """Place a running pipeline anew over all nodes that are there now."""
 
@@ -110,6 +118,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_pb2.StopEngineReply, _abc.Awaitable[_node_pb2.StopEngineReply]]: ...
 
     @_abc_1.abstractmethod
+    def StandBy(
+        self,
+        request: _node_pb2.StandByRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.StandByReply, _abc.Awaitable[_node_pb2.StandByReply]]:
+        """A node that is being drained lets the one that will start its engines have a process ready."""
+
+    @_abc_1.abstractmethod
     def Vouch(
         self,
         request: _node_pb2.VouchRequest,
@@ -132,6 +148,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ProfileLinksReply, _abc.Awaitable[_node_pb2.ProfileLinksReply]]:
         """What the way from this node to others is like, measured when it is not known."""
+
+    @_abc_1.abstractmethod
+    def KeepCopy(
+        self,
+        request: _node_pb2.KeepCopyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.PrepareProgress], _abc.AsyncIterator[_node_pb2.PrepareProgress]]:
+        """Fetch parts of a model from peers and keep them; how far it is, until all are there."""
 
     @_abc_1.abstractmethod
     def Rebalance(
@@ -258,6 +282,8 @@ class AdminStub:
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
     Drain: _grpc.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]
     """Move everything away from this node; what is still here, until nothing is."""
+    Replicate: _grpc.UnaryStreamMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateEvent]
+    """Let every part of a model be on several disks; how far each node's copying is, until all are there."""
     ActAsGateway: _grpc.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
@@ -275,6 +301,8 @@ class AdminAsyncStub(AdminStub):
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
     Drain: _aio.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]  # type: ignore[assignment]
     """Move everything away from this node; what is still here, until nothing is."""
+    Replicate: _aio.UnaryStreamMultiCallable[_node_pb2.ReplicateRequest, _node_pb2.ReplicateEvent]  # type: ignore[assignment]
+    """Let every part of a model be on several disks; how far each node's copying is, until all are there."""
     ActAsGateway: _aio.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]  # type: ignore[assignment]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
 
@@ -337,6 +365,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.DrainEvent], _abc.AsyncIterator[_node_pb2.DrainEvent]]:
         """Move everything away from this node; what is still here, until nothing is."""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _node_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.ReplicateEvent], _abc.AsyncIterator[_node_pb2.ReplicateEvent]]:
+        """Let every part of a model be on several disks; how far each node's copying is, until all are there."""
 
     @_abc_1.abstractmethod
     def ActAsGateway(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, cast
 
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device
+from edgepipe.daemon.models import LocalModel
 from edgepipe.daemon.replan_watch import ReplanWatch
 from edgepipe.daemon.replanning import Known, Replanner, demand_of, placed_of
 from edgepipe.daemon.rooms import stages_of
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Ring
@@ -73,8 +74,8 @@ class World:
     def name(self, node_id: str) -> str:
         return node_id
 
-    def missing_bytes(self, spec: pb.ServeSpec) -> dict[NodeId, int]:
-        return {}
+    def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
+        return lambda _node_id, _slices: 0
 
     async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
         self.measured += measure

@@ -97,7 +97,7 @@ def test_moving_costs_what_is_loaded_fetched_and_computed_again():
             HALVES,
             after,
             rooms,
-            missing_bytes={NodeId("b"): missing},
+            fetch_bytes=lambda node_id, _slices: missing if node_id == "b" else 0,
             fetch_bytes_per_s=1e8,
             replay_s=3.0,
         )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from planner_world import GB, machine, machines
 
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
+from edgepipe.model.config_json import config_to_json
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed, place_by_plan
@@ -14,6 +18,8 @@ from edgepipe.planner.plan import Plan, Wishes, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.units import parse_link
+from edgepipe.wire.profiles import cluster_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
 
 BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))
@@ -52,6 +58,27 @@ def test_every_machine_that_is_left_out_has_a_reason():
     assert reasons.keys() == {"b", "tiny"}
     assert "longer" in reasons["b"]
     assert "cannot hold one layer" in reasons["tiny"]
+
+
+def test_nodes_that_do_not_reach_each_other_are_no_neighbours():
+    able = machines("3x rtx4090", BIG)
+    a, b, c = (one.node_id for one in able)
+    apart = replace(LAN, barred=frozenset({(a, b), (b, a)}))
+    found = plan(Demand(config=BIG), able, apart, Wishes(num_nodes=3))
+    assert [stage.machine.node_id for stage in found.stages][1] == c
+    assert found.engine == c
+    free = plan(Demand(config=BIG), able, LAN, Wishes(num_nodes=3))
+    assert found.tokens_per_s == pytest.approx(free.tokens_per_s, rel=0.01)
+    with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
+        plan(Demand(config=SMALL), able[:2], apart, Wishes(num_nodes=2))
+
+
+def test_a_survey_tells_which_links_carry_nothing():
+    told = pb.SurveyReply(model="tiny", model_config=json.dumps(config_to_json(SMALL)))
+    told.broken.add(node_id="a", other_id="b")
+    links = cluster_from_wire(told).links
+    assert links.barred == {(NodeId("a"), NodeId("b"))}
+    assert links.between(NodeId("a"), NodeId("b")).shape.one_way_s > 1e5
 
 
 def test_a_slow_link_costs_its_machine_the_place():

@@ -1,0 +1,88 @@
+"""On how many disks models are, and how far their copying is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgepipe.cli.output import make_console, printable
+from edgepipe.errors import EdgepipeError
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+Key = tuple[str, str]  # a model's name and its manifest's hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCopies:
+    """Where a model is."""
+
+    fewest: int  # disks that its rarest part is on
+    nodes: tuple[str, ...]  # names of those with any part of it
+
+
+def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
+    """For every model that is on any member's disk."""
+    parts: dict[Key, dict[str, set[int]]] = {}  # what each node has
+    for member in members:
+        for told in member.node.models:
+            here = parts.setdefault((told.model, told.manifest_hash), {}).setdefault(member.node.name, set())
+            here.update(part for run in told.parts for part in range(run.start, run.end))
+    found: dict[Key, ModelCopies] = {}
+    for key, nodes in parts.items():
+        holding = {name: held for name, held in nodes.items() if held}
+        last = max((max(held) for held in holding.values()), default=-1)
+        counts = [sum(part in held for held in holding.values()) for part in range(last + 1)]
+        found[key] = ModelCopies(fewest=min(counts, default=0), nodes=tuple(sorted(holding)))
+    return found
+
+
+def copies_in_cluster(data_dir: Path) -> Mapping[Key, ModelCopies]:
+    """As this machine's node knows; nothing where none runs. The network is loaded only if one seems to."""
+    from edgepipe.daemon.data_dir import socket_path
+
+    if not socket_path(data_dir).exists():
+        return {}
+    from edgepipe.cli.admin import connect, run_async
+
+    async def ask() -> pb.ClusterStatus:
+        async with connect(data_dir) as admin:
+            return await admin.status()
+
+    try:
+        return copies_of(run_async(ask()).members)
+    except EdgepipeError:
+        return {}
+
+
+def copies_text(copies: Mapping[str, Any] | None) -> str:
+    """``2 (gamer, studio)``"""
+    if copies is None:
+        return "-"
+    return f"{copies['fewest']} ({', '.join(map(printable, copies['nodes']))})"
+
+
+async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) -> list[dict[str, Any]]:
+    """Replicate with a progress bar for each node on stderr; what each fetched. Raises what replicating raises."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from edgepipe.cli.admin import connect
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("to {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    last: pb.ReplicateEvent | None = None
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        async with connect(data_dir) as admin:
+            async for event in admin.replicate(model, copies=copies):
+                last = event
+                for number, one in enumerate(event.copies):
+                    if number == len(progress.tasks):
+                        progress.add_task(printable(one.node_name))
+                    progress.update(progress.task_ids[number], completed=one.bytes_done, total=one.bytes_total)
+    made = last.copies if last is not None else ()
+    return [{"node": one.node_name, "node_id": one.node_id, "num_bytes": one.bytes_total} for one in made]

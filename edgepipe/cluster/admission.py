@@ -1,0 +1,69 @@
+"""Who may hold a heartbeat stream with this node, and why others may not: shown in the status, logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from edgepipe.errors import EdgepipeError, PairingRejected
+from edgepipe.link.trust_view import TrustedPeer
+from edgepipe.telemetry.log import Once
+from edgepipe.wire.common import check_hello
+from edgepipe.wire.v1 import common_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 64  # refused addresses shown in the status
+
+
+class Admission:
+    """Checks greetings and keeps the refusals."""
+
+    def __init__(self, hello: common_pb2.Hello) -> None:
+        """``hello``: as this node introduces itself."""
+        self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address or name -> why it does not join
+        self._hello = hello
+        self._once = Once(logger)
+
+    def require(self, peer: TrustedPeer | None, hello: common_pb2.Hello) -> None:
+        """Raises PairingRejected to who is no member."""
+        if peer is None:
+            error = PairingRejected(
+                f"{hello.node_name or hello.node_id} is not paired with this node",
+                fact=f"{hello.node_id[:12]} is no member of cluster '{self._hello.cluster_name}' as known here",
+                next_step="pair it: edgepipe node invite here, edgepipe node join there",
+                node=hello.node_name,
+            )
+            self.refuse(f"node {hello.node_name or hello.node_id}", error)
+            raise error
+
+    def admit(self, hello: common_pb2.Hello) -> str:
+        """The caller's node id. Raises VersionMismatch, PairingRejected to another cluster's."""
+        who = f"node {hello.node_name or hello.node_id}"
+        try:
+            check_hello(hello, own_name=self._hello.node_name or "this node")
+            if hello.cluster_id != self._hello.cluster_id:
+                raise PairingRejected(
+                    f"node {hello.node_name} belongs to another cluster",
+                    fact=f"it is in {cluster_label(hello)}, this node in {cluster_label(self._hello)}",
+                    next_step="to bring them together: edgepipe node invite on one, edgepipe node join on the other",
+                    node=hello.node_name,
+                )
+        except EdgepipeError as error:
+            self.refuse(who, error)
+            raise
+        self.refusals.pop(who, None)
+        return hello.node_id
+
+    def refuse(self, who: str, error: EdgepipeError) -> None:
+        """Note why it does not join."""
+        self._once.log(logging.WARNING, f"{who} {error.code}", "does not join: %s: %s", who, error)
+        self.refusals[who] = error
+        self.refusals.move_to_end(who)
+        if len(self.refusals) > _MAX_REFUSALS:
+            self.refusals.popitem(last=False)
+
+
+def cluster_label(hello: common_pb2.Hello) -> str:
+    """``'home' (4kq3zt)``: two clusters of one name are told apart by their ids."""
+    return f"'{hello.cluster_name or hello.cluster_id}' ({hello.cluster_id[:6]})"

@@ -1,0 +1,122 @@
+"""The cluster as this node sees it: for people, and for its gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.cluster.membership import Membership
+from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.daemon.children import Child, Children
+from edgepipe.daemon.handshakes import RefusedHandshakes
+from edgepipe.daemon.local_node import LocalNode
+from edgepipe.daemon.models import Models
+from edgepipe.daemon.neighbours import Neighbours
+from edgepipe.daemon.peers import Peers
+from edgepipe.ids import NodeId
+from edgepipe.wire.common import error_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+class ClusterViews:
+    """Builds both from the node's parts."""
+
+    def __init__(
+        self,
+        *,
+        local: LocalNode,
+        membership: Membership,
+        heartbeats: Heartbeats,
+        peers: Peers,
+        models: Models,
+        trust: TrustKeeper,
+        neighbours: Neighbours,
+        children: Children,
+        handshakes: RefusedHandshakes,
+        discovery_problem: Callable[[], str],
+        data_dir: Path,
+        clock: Clock,
+    ) -> None:
+        self._local = local
+        self._membership = membership
+        self._heartbeats = heartbeats
+        self._peers = peers
+        self._models = models
+        self._trust = trust
+        self._neighbours = neighbours
+        self._children = children
+        self._handshakes = handshakes
+        self._discovery_problem = discovery_problem
+        self._data_dir = data_dir
+        self._clock = clock
+        self._started_s = clock.monotonic_s()
+
+    def for_gateway(self) -> pb.ClusterView:
+        """What is served, of which this node has the metadata, and by whom."""
+        view = pb.ClusterView(cluster_id=self._trust.store.cluster_id)
+        view.members.extend(self._members())
+        view.absent.extend(self._absent())
+        for node in self._peers.nodes():
+            for engine in node.engines:
+                if path := self._models.metadata_path(engine.model, engine.manifest_hash):
+                    view.served.add(engine=engine, model_path=str(path))
+        return view
+
+    def status(self) -> pb.ClusterStatus:
+        """Everything that people may want to know."""
+        status = pb.ClusterStatus(
+            cluster_id=self._trust.store.cluster_id,
+            cluster_name=self._trust.store.cluster_name,
+            node_id=self._trust.node_id,
+            uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
+            data_dir=str(self._data_dir),
+        )
+        status.members.extend(self._members())
+        status.absent.extend(self._absent())
+        for one, other in self._membership.broken_links():
+            status.broken_links.add(node_id=one, other_id=other)
+        status.neighbours.extend(self._neighbours.others())
+        status.discovery_problem = self._discovery_problem()
+        status.removed = not self._trust.belongs
+        status.trust_damage = self._trust.damage
+        status.refused_handshakes = self._handshakes.count()
+        status.engines.extend(engine for node in self._peers.nodes() for engine in node.engines)
+        status.children.extend(_child_state(child) for child in self._children.running())
+        for peer, error in self._heartbeats.refusals.items():
+            status.refused.add(peer=peer, error=error_to_wire(error))
+        return status
+
+    def _members(self) -> list[pb.MemberState]:
+        """This node first, then every reachable member."""
+        now_s, skews_ms = self._clock.monotonic_s(), self._heartbeats.clock_skews_ms
+        own = pb.MemberState(node=self._local.state, state="alive", self=True)
+        others = [
+            pb.MemberState(
+                node=member.node,
+                state=member.status,
+                rtt_ms=member.rtt_ms,
+                gap_ms=member.gaps.p99_s(now=now_s) * 1e3,
+                clock_skew_ms=skews_ms.get(NodeId(member.node.node_id), 0.0),
+            )
+            for member in self._membership.reachable()
+        ]
+        return [own, *others]
+
+    def _absent(self) -> list[pb.AbsentNode]:
+        """Who went without a goodbye, and since when by this machine's wall clock."""
+        now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
+        return [
+            pb.AbsentNode(
+                node_id=member.node.node_id,
+                name=member.node.name,
+                state=member.status,
+                since_us=int((wall_s - (now_s - member.status_since_s)) * 1e6),
+            )
+            for member in self._membership.absent()
+        ]
+
+
+def _child_state(child: Child) -> pb.ChildState:
+    return pb.ChildState(kind=child.kind, pid=child.pid, state=child.state)

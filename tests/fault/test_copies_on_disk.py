@@ -1,0 +1,46 @@
+"""Copies of a model's parts on other disks: who has them goes on when the only node with the whole model is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from streams import PROMPT, Stream, answers, cut_power
+
+from edgepipe.cli.copies_view import copies_of
+from edgepipe.errors import PlanInvalid
+from edgepipe.testing.nodes import HELLO, Node, Nodes, idle
+from edgepipe.wire.v1 import node_pb2 as pb
+from tests.e2e.node_models import pull_with_weights
+
+
+async def replicate(node: Node, *, copies: int) -> pb.ReplicateEvent:
+    """As ``edgepipe models replicate`` does; the last that it told."""
+    async with node.admin() as admin:
+        request = pb.ReplicateRequest(hello=HELLO, model="tiny", copies=copies)
+        events = [event async for event in admin.Replicate(request, timeout=30)]
+    return events[-1] if events else pb.ReplicateEvent()
+
+
+async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: Nodes) -> None:
+    pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await asyncio.gather(*(nodes.start(name, backend_options="time_factor=20", copies=1) for name in ("a", "b")))
+    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(b)
+    assert [one.fewest for one in copies_of((await a.status()).members).values()] == [1]
+    stream = Stream(PROMPT, 3000)
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(stream.run(b.http_port))
+        await stream.has(20)
+        made = await replicate(b, copies=2)
+        assert [(one.node_name, one.bytes_done == one.bytes_total > 0) for one in made.copies] == [("b", True)]
+        assert [one.fewest for one in copies_of((await b.status()).members).values()] == [2]
+        assert (await replicate(b, copies=2)).copies == []
+        with pytest.raises(PlanInvalid, match="3 copies need 3 nodes"):
+            await replicate(b, copies=3)
+        cut_power(a)
+        await stream.goes_on()
+        asking.cancel()
+    status = await b.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    assert [stage.node_name for stage in status.engines[0].stages] == ["b"]

@@ -1,0 +1,231 @@
+"""The stage processes of one device: spares before, beside and after a stage, and stages that nobody claims."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from edgepipe_emulated import emulated_model_config
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon import device
+from edgepipe.daemon.children import Children
+from edgepipe.daemon.device import DeviceHost
+from edgepipe.daemon.layer_profiles import LayerProfiles
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.errors import EdgepipeError, StageLost
+from edgepipe.ids import EngineId, Epoch
+from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.wire.common import epoch_to_wire, make_hello, slices_to_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+GB = 10**9
+CONFIG = emulated_model_config(num_layers=2)
+SETTINGS = ChildSettings(
+    kind="stage",
+    child_id="",
+    socket="",
+    host="127.0.0.1",
+    ports=(0,),
+    http_port=0,
+    node_id="node-a",
+    node_name="a",
+    cluster_id="c",
+    address="127.0.0.1:1",
+    log_level="info",
+)
+
+
+class Process:
+    """A stage process that does at once what it is told."""
+
+    def __init__(self, settings: ChildSettings) -> None:
+        self.settings = settings
+        self.exited = asyncio.Event()
+        self.alive, self.stopping, self.port, self.certificate, self.hang = True, False, 1, b"", ""
+        self.process = SimpleNamespace(returncode=None)
+        self.progress = pb.ChildProgress()
+        self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
+
+    def send(self, command: pb.ChildCommand) -> None:
+        if command.HasField("load"):
+            self.on_report(pb.ChildReport(loaded=pb.ShardLoaded(weight_bytes=1, kv_block_bytes=16)))
+
+    def die(self, status: int = 1) -> None:
+        self.alive, self.process.returncode = False, status
+        self.exited.set()
+
+    def error(self) -> EdgepipeError:
+        return StageLost("the stage process ended")
+
+
+class Processes:
+    """In place of ``Children``: what was started, and what each was told of the device."""
+
+    def __init__(self, *, free_bytes: int) -> None:
+        self.started: list[Process] = []
+        self._free_bytes = free_bytes
+
+    async def start(self, settings: ChildSettings, _tasks: asyncio.TaskGroup) -> Process:
+        self.started.append(Process(settings))
+        return self.started[-1]
+
+    async def wait_started(self, _child: Process) -> pb.ChildStarted:
+        profile = common_pb2.DeviceProfile(
+            backend="emulated", device="x", memory_total_bytes=24 * GB, memory_free_bytes=self._free_bytes
+        )
+        return pb.ChildStarted(profile=profile)
+
+    async def stop(self, child: Process) -> None:
+        child.stopping = True
+        child.die()
+
+    async def stop_all(self, _kind: str) -> None:
+        for child in self.started:
+            await self.stop(child)
+
+
+class Host:
+    """A device host over such processes, and a way to wait for what it does."""
+
+    def __init__(self, processes: Processes, tasks: asyncio.TaskGroup, folder: Path) -> None:
+        self.processes = processes
+        self.memory_kills: int | None = 0  # by the system, so far
+        self._changed = asyncio.Condition()
+        self.host = DeviceHost(
+            node_name="a",
+            backend="emulated",
+            children=cast("Children", processes),
+            new_settings=lambda: SETTINGS,
+            introduce=lambda _child: None,
+            memory_limit_bytes=0,
+            timeouts=Timeouts(connect_s=1.0, orphan_s=0.01),
+            tasks=tasks,
+            has_engine=lambda _pipeline: False,
+            on_change=lambda: None,
+            layers=LayerProfiles(folder / "layers.json"),
+            memory_kills=lambda: self.memory_kills,
+        )
+
+    async def prepare(self, *, counter: int = 1) -> None:
+        """As an engine does; returns when the stage is ready."""
+        part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
+        request = pb.PrepareRequest(
+            hello=make_hello(role="engine", node_id="node-b"),
+            pipeline_id="p",
+            epoch=epoch_to_wire(Epoch(counter, EngineId("engine-1"))),
+            slices=slices_to_wire([part]),
+            kv_tokens=64,
+            block_size=16,
+        )
+        async for _ in self.host.prepare(request, path="", config=CONFIG, engine=None):
+            pass
+
+    async def until(self, wanted: Callable[[], bool]) -> None:
+        """Every turn of the loop is looked at: nothing here takes time."""
+        async with asyncio.timeout(5):
+            while not wanted():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def spares(self) -> list[Process]:
+        """Living processes that serve nothing."""
+        serving = {id(one) for one in self._serving()}
+        return [one for one in self.processes.started if one.alive and id(one) not in serving]
+
+    def state(self) -> str:
+        return self.host.state()[0].state
+
+    def _serving(self) -> list[Any]:
+        return [hold.child for hold in self.host._holds.values()]  # pyright: ignore[reportPrivateUsage]
+
+
+@asynccontextmanager
+async def running(folder: Path, *, free_bytes: int = 20 * GB) -> AsyncIterator[Host]:
+    async with asyncio.TaskGroup() as tasks:
+        host = Host(Processes(free_bytes=free_bytes), tasks, folder)
+        keeper = tasks.create_task(host.host.keep_spare())
+        await host.until(lambda: host.state() == "idle")
+        yield host
+        await host.host.release_all()
+        keeper.cancel()
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_SETTLED_S", 0.0)
+
+
+async def test_a_second_crash_finds_a_spare_too(tmp_path: Path):
+    async with running(tmp_path) as host:
+        first = host.processes.started[0]
+        await host.prepare()
+        await host.until(lambda: len(host.spares()) == 1)
+        spare = host.spares()[0]
+        assert first.settings.device_profile is None
+        assert spare.settings.device_profile is not None  # it does not time a device that is at work
+        first.die()
+        await host.until(lambda: host.host.pipelines() == [])
+        await host.prepare(counter=2)
+        assert spare not in host.spares()
+        assert len(host.processes.started) == 2
+        await host.until(lambda: len(host.spares()) == 1)
+
+
+async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):
+    async with running(tmp_path, free_bytes=GB) as host:
+        await host.prepare()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert host.spares() == []
+
+
+async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path):
+    async with running(tmp_path) as host:
+        await host.prepare()
+        await host.until(lambda: len(host.spares()) == 1)
+        await host.host.release("p")
+        await host.until(lambda: len(host.processes.started) == 3 and host.state() == "idle")
+        assert [one.settings.device_profile for one in host.spares()] == [None]
+
+
+async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_device(tmp_path: Path):
+    async with running(tmp_path) as host:
+        await host.prepare()
+        await host.until(lambda: len(host.spares()) == 1)
+        host.spares()[0].die()
+        await host.until(lambda: len(host.processes.started) == 3)
+        assert host.state() == "serving"
+        assert not host.host.state()[0].HasField("error")
+
+
+@pytest.mark.parametrize(("by_system", "share"), [(True, 0.8), (False, 1.0)])
+async def test_r3_memory_that_the_system_takes_back_twice_is_used_less(tmp_path: Path, by_system: bool, share: float):
+    async with running(tmp_path) as host:
+        before = host.host.state()[0].free_bytes
+        for counter in (1, 2):
+            await host.prepare(counter=counter)
+            host.memory_kills = counter if by_system else 0
+            (serving,) = [hold.child for hold in host.host._holds.values()]  # pyright: ignore[reportPrivateUsage]
+            cast("Process", serving).die(-signal.SIGKILL)
+            await host.until(lambda: host.host.pipelines() == [])
+        assert host.host.state()[0].free_bytes == int(before * share)
+
+
+async def test_stages_that_no_engine_claims_are_given_back(tmp_path: Path):
+    async with running(tmp_path) as host:
+        await host.prepare()
+        host.host.orphaned_by("node-c")  # another's engine
+        host.host.orphaned_by("node-b")
+        await host.prepare(counter=2)  # a new engine claims it in time
+        await asyncio.sleep(0.03)
+        assert host.host.pipelines() == ["p"]
+        host.host.orphaned_by("node-b")
+        await host.until(lambda: host.host.pipelines() == [])
+        assert host.host.state()[0].reserved_bytes == 0

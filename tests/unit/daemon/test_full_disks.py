@@ -1,0 +1,86 @@
+"""Cases R5 and R8 of the fault catalogue: disks that are full or cannot be written, at the start and later."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgepipe.cluster.founding import found_local_cluster, open_trust
+from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.daemon import data_dir as data_dir_module
+from edgepipe.daemon import serve_book
+from edgepipe.daemon.data_dir import DataDir
+from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.errors import ConfigInvalid
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+def refusing(number: int) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "No space"), (errno.EROFS, "Read-only")])
+def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+):
+    opened = DataDir(tmp_path / "node")
+    monkeypatch.setattr(data_dir_module, "write_private", refusing(number))
+    with pytest.raises(ConfigInvalid, match="cannot be written") as caught:
+        opened.next_incarnation(FakeClock())
+    assert reason in caught.value.fact
+    opened.close()
+    monkeypatch.setattr(data_dir_module.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(data_dir_module.os, "pwrite", refusing(number))
+    with pytest.raises(ConfigInvalid, match="cannot be written"):
+        DataDir(tmp_path / "node")
+
+
+async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A folder of a read-only disk cannot even have its rights set, which is told as another error."""
+    monkeypatch.setattr("edgepipe.cluster.trust_keeper._WRITE_AGAIN_S", 0.01)
+    found_local_cluster([tmp_path / name for name in "ab"], name="home")
+    a, b = (open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock()) for name in "ab")
+    (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
+    await a.promote(peer)
+    keeper = asyncio.create_task(b.run())
+    monkeypatch.setattr(Path, "chmod", refusing(errno.EROFS))
+    b.hear(a.node_id, digest=a.digest, statements=a.statements().statements)
+    await asyncio.sleep(0.03)
+    assert not keeper.done(), "the node goes on"
+    monkeypatch.undo()
+    assert _on_disk(tmp_path / "b") != b.digest
+    async with asyncio.timeout(5):
+        while _on_disk(tmp_path / "b") != b.digest:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    keeper.cancel()
+
+
+def _on_disk(folder: Path) -> bytes:
+    again: TrustKeeper = open_trust(folder, cluster="", node_name="again", clock=FakeClock())
+    return again.digest
+
+
+async def test_what_is_served_is_known_though_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    book = ServeBook(tmp_path / "served.bin", on_change=lambda: None)
+    monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
+    keeper = asyncio.create_task(book.run())
+    book.note_served("p", pb.ServeSpec(model="tiny"), engine_node="a")
+    async with asyncio.timeout(5):
+        while "not written down" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [record.spec.model for record in book.served()] == ["tiny"]
+    assert not keeper.done()
+    keeper.cancel()

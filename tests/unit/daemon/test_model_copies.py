@@ -1,0 +1,201 @@
+"""Parts of models on their way between two nodes' disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon import models as models_module
+from edgepipe.daemon.model_parts import held_parts, model_parts, parts_from_wire, parts_on, parts_to_wire
+from edgepipe.daemon.models import LocalModel, Models
+from edgepipe.daemon.pace import Pace, chunk_bytes
+from edgepipe.errors import ModelDownloadFailed
+from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore
+from edgepipe.model.tensor_folder import TensorSink
+from edgepipe.wire.common import slices_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from tests.e2e.node_models import CONFIG, pull_with_weights
+
+ALL = frozenset(range(CONFIG.num_layers + 2))
+
+
+class NearClient:
+    """In place of the calls to another node: its ``Models`` are in this process."""
+
+    source: Models
+    asked: list[str]
+    gate: asyncio.Event
+
+    def __init__(self, **_: Any) -> None: ...
+
+    async def manifest(self, _source: pb.NodeState, model: str) -> Manifest:
+        return Manifest.from_json(await self.source.manifest_json(model))
+
+    async def metadata(self, _source: pb.NodeState, manifest: Manifest) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for entry in manifest.metadata_files:
+            chunks = self.source.read_file(manifest.model_id, manifest.hash, entry.name, offset=0)
+            found[entry.name] = b"".join([chunk.data async for chunk in chunks])
+        return found
+
+    async def tensor(
+        self, _source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncIterator[pb.DataChunk]:
+        self.asked.append(name)
+        async for chunk in self.source.read_tensor(
+            manifest.model_id, manifest.hash, name, offset=offset, bytes_per_s=bytes_per_s
+        ):
+            yield chunk
+            await self.gate.wait()
+
+
+def make_models(folder: Path, others: Sequence[pb.NodeState]) -> Models:
+    peers = SimpleNamespace(
+        hello=None, security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
+    )
+    made = Models(models_dir=folder, peers=cast("Any", peers), timeouts=Timeouts(connect_s=1.0), on_change=lambda: None)
+    made.rescan()
+    return made
+
+
+@pytest.fixture
+async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
+    """A node without the model, beside one that has it."""
+    pull_with_weights(tmp_path / "there", tmp_path / "tiny")
+    NearClient.source, NearClient.asked, NearClient.gate = make_models(tmp_path / "there", []), [], asyncio.Event()
+    NearClient.gate.set()
+    monkeypatch.setattr(models_module, "WeightsClient", NearClient)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    there = pb.NodeState(node_id="there", name="there", models=NearClient.source.on_disk())
+    return make_models(tmp_path / "here", [there])
+
+
+async def copy(here: Models, model: LocalModel, parts: Sequence[int]) -> list[pb.PrepareProgress]:
+    return [one async for one in here.keep_copy(model, parts, first_source="there", bytes_per_s=0.0)]
+
+
+def parts_here(here: Models) -> frozenset[int]:
+    (told,) = here.on_disk()
+    return parts_from_wire(told.parts, num_parts=len(ALL))
+
+
+async def test_a_node_tells_which_parts_it_has(here: Models):
+    model = await here.adopt("tiny")
+    assert parts_here(here) == frozenset()
+    progress = await copy(here, model, [1, 2, 3])
+    assert parts_here(here) == {1, 2, 3}
+    assert progress[-1].bytes_done == progress[-1].bytes_total > 0
+    assert here.transfers() == []
+    (whole,) = NearClient.source.on_disk()
+    assert parts_from_wire(whole.parts, num_parts=len(ALL)) == ALL
+    node = pb.NodeState(models=[*here.on_disk(), whole])
+    assert parts_on(node, "tiny", model.manifest_hash, num_parts=len(ALL)) == ALL
+    assert parts_on(node, "tiny", "another", num_parts=len(ALL)) == frozenset()
+
+
+async def test_the_parts_of_a_slice_are_what_it_loads(here: Models):
+    model = await here.adopt("tiny")
+    part = Slice(index=1, layers=LayerRange(3, 6), embedding=False, head=True)
+    async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+        pass
+    sizes = model_parts(model.config, model.stored.manifest)
+    assert held_parts(model.stored) == sizes.of([part]) == {4, 5, 6, 7}
+    assert sizes.fetch_bytes(held_parts(model.stored), [part]) == 0
+    assert sum(sizes.sizes) == sum(entry.info.num_bytes for entry in model.stored.manifest.tensors)
+
+
+async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(here: Models):
+    model = await here.adopt("tiny")
+    NearClient.gate.clear()
+    copying = asyncio.ensure_future(copy(here, model, sorted(ALL)))
+    async with asyncio.timeout(5):
+        while not NearClient.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    part = Slice(index=1, layers=LayerRange(5, 6), embedding=False, head=True)
+
+    async def fetch() -> None:
+        async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+            pass
+
+    fetching = asyncio.ensure_future(fetch())
+    await asyncio.sleep(0)
+    NearClient.gate.set()
+    await fetching
+    assert held_parts(model.stored) >= {6, 7}
+    assert not copying.done()
+    await copying
+    assert parts_here(here) == ALL
+    late = [name for name in NearClient.asked if name.startswith("model.layers.5")]
+    assert len(late) == len(set(late)), "what came for the stage is not copied again"
+
+
+async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+):
+    model = await here.adopt("tiny")
+    monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 1000)
+    with pytest.raises(ModelDownloadFailed) as caught:
+        await copy(here, model, [1])
+    assert "1.0 KB are free" in caught.value.fact
+    assert NearClient.asked == []
+
+
+async def test_r4_a_disk_that_fills_up_keeps_what_came_and_the_next_try_goes_on(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+):
+    model = await here.adopt("tiny")
+    write, left = TensorSink.write, 3
+
+    def full(sink: TensorSink, chunk: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(sink, chunk)
+
+    monkeypatch.setattr(TensorSink, "write", full)
+    part = Slice(index=0, layers=LayerRange(0, 6), embedding=True, head=True)
+    with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
+        async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+            pass
+    assert caught.value.fact == "the disk is full"
+    assert len(NearClient.asked) == 4, "no other peer is asked: the disk is this node's own"
+    monkeypatch.setattr(TensorSink, "write", write)
+    async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+        pass
+    assert len(NearClient.asked) == 1 + len(model.stored.manifest.tensors)
+    assert held_parts(ModelStore(model.path.parent).resolve("tiny")) == ALL
+
+
+async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(ModelStore, "shard_writer", refuse)
+    with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
+        await here.adopt("tiny")
+    assert "Read-only" in caught.value.fact
+
+
+def test_parts_travel_as_runs():
+    runs = parts_to_wire({0, 1, 2, 5, 7, 8})
+    assert [(run.start, run.end) for run in runs] == [(0, 3), (5, 6), (7, 9)]
+    assert parts_from_wire(runs, num_parts=8) == {0, 1, 2, 5, 7}
+
+
+async def test_all_copies_together_keep_to_their_share():
+    loop, pace, rate = asyncio.get_running_loop(), Pace(), 1e6
+    began_s = loop.time()
+    await asyncio.gather(*(pace.take(10_000, bytes_per_s=rate) for _ in range(11)))
+    assert loop.time() - began_s >= 10 * 0.01
+    assert chunk_bytes(1e9) == 50_000_000
+    assert chunk_bytes(1e3) == 16 << 10
