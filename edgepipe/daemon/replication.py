@@ -101,8 +101,8 @@ class Replication:
         bytes_per_s = 0.0
         if request.paced and not self._peers.is_self(request.source):
             asked = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=[self._peers.own_id])
-            (link,) = await self._peers.profile_links(request.source, asked)
-            bytes_per_s = _LINK_SHARE * link.bytes_per_s
+            links = await self._peers.profile_links(request.source, asked)
+            bytes_per_s = _LINK_SHARE * min(one.bytes_per_s for one in links if one.receiver == self._peers.own_id)
         async for progress in self._models.keep_copy(
             model, list(request.parts), first_source=request.source, bytes_per_s=bytes_per_s
         ):

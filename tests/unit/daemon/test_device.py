@@ -51,6 +51,7 @@ class Process:
         self.exited = asyncio.Event()
         self.alive, self.stopping, self.port, self.certificate, self.hang = True, False, 1, b"", ""
         self.process = SimpleNamespace(returncode=None)
+        self.crashed_in = None
         self.progress = pb.ChildProgress()
         self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
 
