@@ -180,7 +180,15 @@ def _sizing(engine: engine_pb2.EngineState) -> Text:
         lines.append(f"  prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
     if engine.preemptions:
         lines.append(f"  preempted {engine.preemptions} times: the KV cache is short")
+    if engine.recoveries:
+        lines.append(_recoveries(engine))
     return Text("\n".join(lines), style="dim")
+
+
+def _recoveries(engine: engine_pb2.EngineState) -> str:
+    times = "once" if engine.recoveries == 1 else f"{engine.recoveries} times"
+    kept = f"kept {engine.kept_tokens} tokens, replayed {engine.replayed_tokens}"
+    return f"  recovered {times}, {format_duration_s(engine.stall_ms / 1e3)} in all: {kept}"
 
 
 def _advice(engine: engine_pb2.EngineState) -> Text:

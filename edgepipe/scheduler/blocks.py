@@ -73,9 +73,9 @@ class BlockAllocator:
         self._claim(runs[-1], max(room - count, 0))
         return tuple(runs)
 
-    def take(self, block: int) -> None:
-        """Refer to one block that is free now."""
-        self._take(block, 1)
+    def take(self, run: BlockRun) -> None:
+        """Refer to blocks that are free now."""
+        self._take(run.start, run.count)
 
     def free_behind(self, block: int) -> int:
         """How many free blocks come right behind this one."""

@@ -69,8 +69,9 @@ class KVPool:
         """The same cache in a pool where nobody holds anything, for the next epoch."""
         pool = KVPool(self.num_blocks, contiguous=self._contiguous)
         held = [block for block in self._keys if block not in self._idle]
+        for run in as_runs(sorted(self._keys)):
+            pool._blocks.take(run)
         for block in (*self._idle, *reversed(held)):  # of what was held last, a table's end goes first
-            pool._blocks.take(block)
             pool._idle[block] = None
             pool._keys[block] = self._keys[block]
             pool._by_key[self._keys[block]] = block

@@ -70,6 +70,10 @@ def make_status() -> pb.ClusterStatus:
         admitted_tokens=1000,
         cached_tokens=250,
         preemptions=2,
+        recoveries=3,
+        stall_ms=1500,
+        kept_tokens=1232,
+        replayed_tokens=640,
         context_length=8192,
     )
     _stage(engine, "gamer", 0, 39, backend="torch", busy=0.38, step_ms=24.1, one_way_ms=0.2)

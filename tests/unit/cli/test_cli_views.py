@@ -45,6 +45,7 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
         "slowest: stage 1 (studio) · 32 tok/s expected",
         "prefix cache: 25% of 1000 tokens",
         "preempted 2 times",
+        "recovered 3 times, 1.5 s in all: kept 1232 tokens, replayed 640",
     ):
         assert word in text
     assert "…" not in text
