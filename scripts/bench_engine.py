@@ -76,7 +76,7 @@ def predict(settings: Settings, workload: Workload | None = None) -> RunReport:
         Run(
             cluster=imagined(settings),
             workload=workload or make_workload_of(settings),
-            policy=make_policy(settings.get("policy", "throttled"), trim_to_tiles="trim-to-tiles" in settings),
+            policy=make_policy(settings.get("policy", "throttled")),
             micro_batches=0 if micro_batches == "auto" else int(micro_batches),
         )
     )
@@ -160,7 +160,7 @@ def throttling_rows(full: bool) -> list[Row]:
     )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
     plain, other = (predict(one, many) for one in pair)
-    trimmed = predict({**pair[0], "trim-to-tiles": "yes"}, many)
+    trimmed = predict({**pair[0], "policy": "throttled-tiles"}, many)
     rows += _throttled_rows(f"{name}, simulated", plain, other)
     for what, new, old in (
         ("throughput", trimmed.output_tokens_per_s, plain.output_tokens_per_s),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ _BYTES_PER_KV_VALUE = 2
 _DRAWS_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step asks of a device."""
 
     tokens: int
@@ -37,6 +37,11 @@ class StepWork:
         if tokens != rows:
             pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
         return cls(tokens=tokens, rows=rows, kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows)
+
+    def later(self, turns: int) -> StepWork:
+        """The same decodes, each so many tokens later."""
+        more = turns * self.rows
+        return self._replace(kv_tokens=self.kv_tokens + more, attention_pairs=self.attention_pairs + more)
 
 
 class CostModel:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DEVICES = "4x rtx4090"  # where none are named
 _STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
-_KEYS = ("devices", "layout", "slices", "trim-to-tiles", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
+_KEYS = ("devices", "layout", "slices", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
 @options.with_run_options
@@ -32,9 +32,6 @@ def simulate(
         typer.Option("--devices", help='"2x m4max, 1x rtx4090".  [default: 4x rtx4090]', show_default=False),
     ] = None,
     settings: Mapping[str, str],
-    trim_to_tiles: Annotated[bool, typer.Option("--trim-to-tiles", help="Experiment: prefill up to tile edges.")] = (
-        False
-    ),
     layout: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +66,7 @@ def simulate(
 
     check_plot(plot)
     if schedule is not None:
-        given = {"compare": compare, "devices": devices, "layout": layout, "trim-to-tiles": trim_to_tiles, **settings}
+        given = {"compare": compare, "devices": devices, "layout": layout, **settings}
         given.pop("micro-batches", None)
         _refuse([name for name, value in given.items() if value], "does not go with --schedule")
         count = _fixed_micro_batches(settings.get("micro-batches", "auto")) or _MICRO_BATCHES
@@ -78,7 +75,6 @@ def simulate(
     _refuse(["stages"] if stages else [], "goes with --schedule")
     own = {
         "devices": devices or _DEVICES,
-        "trim-to-tiles": "yes" if trim_to_tiles else "no",
         "layout": layout or "pipeline",
         "slices": str(slices or _SLICES),
     }
@@ -172,7 +168,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
         Run(
             cluster=imagine(each),
             workload=share,
-            policy=make_policy(settings["policy"], trim_to_tiles=settings["trim-to-tiles"] == "yes"),
+            policy=make_policy(settings["policy"]),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
             settings={**told, "model": settings["as-model"], "workload": workload.description},

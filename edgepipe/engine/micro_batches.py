@@ -19,6 +19,7 @@ from edgepipe.scheduler.sizing import (
     link_cap_tokens,
     most_micro_batches,
 )
+from edgepipe.scheduler.tiles import TileEdges
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 
@@ -36,10 +37,12 @@ class MicroBatches:
         self._row_bytes = row_bytes
         self._curves = [{index: StageCurve() for index in of_stage} for of_stage in slices]
         self._links = [LinkCurve() for _ in slices]  # of the last one nothing is heard
+        self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self._before = [0] * self._num_stages  # tokens of the step before
         self.link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
+        self.tile_edges: tuple[int, ...] = ()  # tokens of a step above which some slice takes clearly longer
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next look
 
     @property
@@ -83,6 +86,8 @@ class MicroBatches:
             self._known_uploads_s.clear()
             ring = self._ring()
             sizing = self._sizer.decide(ring, sequences=sequences)
+            found = {edge for tiles in self._tiles for one in tiles.values() for edge in one.edges()}
+            self.tile_edges = tuple(sorted(found))
             self.link_cap_tokens = link_cap_tokens(ring, rows=max(1.0, sequences / sizing.micro_batches))
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
@@ -90,6 +95,7 @@ class MicroBatches:
         self._curves[stage][timing.slice_index].note(
             num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6
         )
+        self._tiles[stage][timing.slice_index].note(num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6)
         self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)
         before, self._before[stage] = self._before[stage], timing.num_tokens
         if timing.upload_us and before:

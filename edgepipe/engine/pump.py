@@ -208,10 +208,11 @@ class Pump:
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
 
     def _look_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
-        """What a step that retired at ``now_s`` says of the ring; now and then M and prefill's cap are looked at."""
+        """What a step that retired at ``now_s`` says of the ring; now and then M, prefill's cap and tiles follow."""
         self._measure(site, done)
-        self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.stats().running)
+        self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.num_running)
         self._scheduler.set_link_cap(self.micro_batches.link_cap_tokens)
+        self._scheduler.set_tiles(self.micro_batches.tile_edges)
 
     def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
         meter = self.meters[site.index]

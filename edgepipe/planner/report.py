@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,8 @@ class RequestRecord:
         return len(self.token_times_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One micro-batch on its way."""
+class StepRecord(NamedTuple):
+    """One micro-batch on its way. A tuple, since a simulation makes a great many."""
 
     step: int
     decode_rows: int  # sequences with one token each
@@ -140,6 +139,7 @@ class RunReport:
         shown = self if with_records else replace(self, requests=(), steps=())  # they are long
         value = asdict(replace(shown, facts=replace(self.facts, settings=dict(self.facts.settings))))
         value["prefix_hits"] = self.prefix_hits
+        value["steps"] = [record._asdict() for record in shown.steps]
         if not with_records:
             del value["requests"], value["steps"]
         return value

@@ -21,7 +21,7 @@ class RingStage:
     """A device with its layers, and the link that leaves it."""
 
     name: str
-    step_s: Callable[[StepWork], float]  # without jitter
+    step_s: Callable[[StepWork], float]  # without jitter; of decodes, linear in their KV tokens
     link: LinkShape  # to the next stage; the last one's: what ids take on their way back to the engine
     token_bytes: int  # on that link: per token, on the last one per sampled token
     jitter: float = 0.0  # coefficient of variation of step times
@@ -57,43 +57,98 @@ class Course(NamedTuple):
     back_s: float  # when its sampled tokens can be scheduled again
 
 
+class Repeated(NamedTuple):
+    """Steps that were planned again; both lists have one entry for each."""
+
+    planned_s: list[float]  # when: the moment at which the same step before was back
+    courses: list[Course]
+    stopped: bool  # by what was asked
+
+
+class _Server:
+    """A stage's device and the link that leaves it, and when each is free."""
+
+    __slots__ = ("delay_s", "device_free_s", "jitter", "last_arrival_s", "link", "link_free_s", "step_s", "token_bytes")
+
+    def __init__(self, stage: RingStage, *, seed: int) -> None:
+        self.step_s = stage.step_s
+        self.link = stage.link
+        self.token_bytes = stage.token_bytes
+        self.delay_s = stage.link.one_way_s
+        self.jitter = Jitter(variation=stage.jitter, entropy=(seed, stage.first_layer))
+        self.device_free_s = self.link_free_s = self.last_arrival_s = 0.0
+
+
 class RingTraffic:
     """The ring with what is under way."""
 
     def __init__(self, model: RingModel) -> None:
-        self._stages = tuple(model.stages)
+        self._servers = [_Server(stage, seed=model.seed) for stage in model.stages]
         self._turn_s = model.turn_s
-        self._device_free_s = [0.0] * len(self._stages)
-        self._link_free_s = [0.0] * len(self._stages)
-        self._last_arrival_s = [0.0] * len(self._stages)
-        self._jitters = [
-            Jitter(variation=stage.jitter, entropy=(model.seed, stage.first_layer)) for stage in self._stages
-        ]
         self._delays = np.random.default_rng((model.seed, 1 << 20))
 
     def send(self, work: StepWork, now_s: float) -> Course:
         """Plan a step at ``now_s``."""
-        spans: list[tuple[float, float]] = []
-        uploads: list[float] = []
-        last = len(self._stages) - 1
-        at_s = now_s
-        for index, stage in enumerate(self._stages):
-            start_s = max(at_s, self._device_free_s[index])
-            end_s = start_s + stage.step_s(work) * self._jitters[index].factor()
-            self._device_free_s[index] = end_s
-            spans.append((start_s, end_s))
-            num_bytes = stage.token_bytes * (work.logit_rows if index == last else work.tokens)
-            upload_s = stage.link.upload_s(num_bytes)
-            uploads.append(upload_s)
-            at_s = self._cross(index, end_s, upload_s)
-        return Course(tuple(spans), tuple(uploads), at_s + self._turn_s)
+        return self._go([server.step_s(work) for server in self._servers], self._uploads_s(work), now_s)
 
-    def _cross(self, index: int, ready_s: float, upload_s: float) -> float:
-        """When the last byte is at the other end of the link."""
-        link = self._stages[index].link
-        departs_s = max(ready_s, self._link_free_s[index]) + upload_s
-        self._link_free_s[index] = departs_s
-        delay_s = link.one_way_s + (link.jitter_s * float(self._delays.random()) if link.jitter_s else 0.0)
-        arrives_s = max(self._last_arrival_s[index], departs_s + delay_s)
-        self._last_arrival_s[index] = arrives_s
-        return arrives_s
+    def _uploads_s(self, work: StepWork) -> tuple[float, ...]:
+        """How long each link is busy with the step."""
+        uploads = [server.link.upload_s(server.token_bytes * work.tokens) for server in self._servers[:-1]]
+        last = self._servers[-1]
+        return (*uploads, last.link.upload_s(last.token_bytes * work.logit_rows))
+
+    def repeat(
+        self,
+        works: Sequence[StepWork],
+        courses: Sequence[Course],
+        *,
+        most: int,
+        until_s: float,
+        stop: Callable[[StepWork, Course], bool] | None,
+    ) -> Repeated:
+        """Plan decode steps again and again in their order, each as soon as it is back, with every row one token on.
+
+        works, courses  of those in flight, the oldest first
+        most            how many are planned at most; none after ``until_s``
+        stop            asked of every step that is back; it is not planned again if the answer is yes
+        """
+        first = [[server.step_s(work) for server in self._servers] for work in works]
+        slopes = [
+            [server.step_s(work.later(1)) - now_s for server, now_s in zip(self._servers, times, strict=True)]
+            for work, times in zip(works, first, strict=True)
+        ]
+        count, newest, uploads = len(works), list(courses), [course.uploads_s for course in courses]
+        again = Repeated([], [], stopped=False)
+        for number in range(most):
+            index, turn = number % count, number // count + 1
+            back = newest[index]
+            if back.back_s > until_s:
+                break
+            if stop is not None and stop(works[index], back):
+                return again._replace(stopped=True)
+            times = [at_s + turn * slope for at_s, slope in zip(first[index], slopes[index], strict=True)]
+            newest[index] = course = self._go(times, uploads[index], back.back_s)
+            again.planned_s.append(back.back_s)
+            again.courses.append(course)
+        return again
+
+    def _go(self, times_s: Sequence[float], uploads_s: tuple[float, ...], now_s: float) -> Course:
+        """Around the ring: this runs for every step, so nothing is looked up twice."""
+        spans: list[tuple[float, float]] = []
+        at_s = now_s
+        for server, time_s, upload_s in zip(self._servers, times_s, uploads_s, strict=True):
+            free_s = server.device_free_s
+            start_s = at_s if at_s > free_s else free_s
+            end_s = start_s + time_s * server.jitter.factor()
+            server.device_free_s = end_s
+            spans.append((start_s, end_s))
+            free_s = server.link_free_s
+            departs_s = (end_s if end_s > free_s else free_s) + upload_s
+            server.link_free_s = departs_s
+            at_s = departs_s + server.delay_s
+            if server.link.jitter_s:
+                at_s += server.link.jitter_s * float(self._delays.random())
+            if at_s < server.last_arrival_s:
+                at_s = server.last_arrival_s
+            server.last_arrival_s = at_s
+        return Course(tuple(spans), uploads_s, at_s + self._turn_s)

@@ -1,7 +1,8 @@
 """Runs a workload through an imagined ring with the very scheduler that engines use. PURE, seeded, no real time.
 
 Time jumps from one event to the next: a request arrives, or a step comes back. Nothing else happens in a ring whose
-steps never overtake each other.
+steps never overtake each other. Where the scheduler has nothing to decide for a while (``Scheduler.steady_steps``), the
+same steps go round until it has, and it is told once; what comes out is the same.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import inf
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import EdgepipeError
-from edgepipe.ids import SequenceId
+from edgepipe.ids import SequenceId, StepId
 from edgepipe.planner.imagined import Imagined
 from edgepipe.planner.interleaved import InterleavedTraffic
 from edgepipe.planner.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
-from edgepipe.planner.ring import Course, RingTraffic
+from edgepipe.planner.ring import Course, Repeated, RingTraffic
 from edgepipe.planner.sizing_feed import SizingFeed
 from edgepipe.planner.workload import Workload, WorkloadRequest
 from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
 
+_WORTHWHILE = 2  # turns that can be repeated: fewer are as soon gone through step by step
+_MOST_REPEATED = 4096  # steps at once: their records are made together
 _TOKEN = 0  # every sampled id: nothing depends on which, and no stop id is asked for
 
 
@@ -53,6 +57,17 @@ class _Underway:
     error: str = ""
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step in flight."""
+
+    step: StepId
+    work: StepWork
+    course: Course
+    samplers: list[_Underway]  # who gets a token when it is back
+    looked_at: bool = False  # its times have been measured
+
+
 class _Simulation:
     """One run; used once."""
 
@@ -71,7 +86,8 @@ class _Simulation:
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
         self._waiting = deque(run.workload.requests)  # not made yet
-        self._in_flight: deque[tuple[ScheduledStep, Course]] = deque()
+        self._in_flight: deque[_Flight] = deque()
+        self._wanted = 0  # M, once it is to change
         self._steps: list[StepRecord] = []
 
     def result(self) -> RunReport:
@@ -86,7 +102,7 @@ class _Simulation:
     def _next_event(self) -> float:
         """Let the next thing happen: a step comes back, or everybody arrives who arrives at that moment. When it is."""
         arrival_s = self._next_arrival_s()
-        back_s = self._in_flight[0][1].back_s if self._in_flight else inf
+        back_s = self._in_flight[0].course.back_s if self._in_flight else inf
         if back_s <= arrival_s and self._in_flight:
             self._retire(back_s)
             return back_s
@@ -119,12 +135,18 @@ class _Simulation:
                     return
 
     def _retire(self, now_s: float) -> None:
-        step, course = self._in_flight.popleft()
-        events = self._scheduler.retire(step.step, [_TOKEN] * step.num_samples)
+        flight = self._in_flight.popleft()
+        events = self._scheduler.retire(flight.step, [_TOKEN] * flight.work.logit_rows)
         self._note(events, now_s)
-        if self._feed is not None and self._feed.retired(step, course):
-            running = self._scheduler.stats().running
-            self._scheduler.set_micro_batches(self._feed.micro_batches(running=running))
+        if not flight.looked_at and self._look(flight.work, flight.course):
+            self._scheduler.set_micro_batches(self._wanted)
+
+    def _look(self, work: StepWork, course: Course) -> bool:
+        """Measure a step that is back; whether M is to change."""
+        if self._feed is None or not self._feed.retired(work, course):
+            return False
+        self._wanted = self._feed.micro_batches(running=self._scheduler.num_running)
+        return self._wanted != self._scheduler.micro_batches
 
     def _note(self, events: Sequence[Event], now_s: float) -> None:
         for event in events:
@@ -138,23 +160,65 @@ class _Simulation:
             self._note_cached(step)
             work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
             course = self._traffic.send(work, now_s)
-            self._in_flight.append((step, course))
-            self._steps.append(self._record(step, course, now_s))
+            samplers = [self._requests[one] for one in compress(step.sequences, step.samples)]
+            self._in_flight.append(_Flight(step.step, work, course, samplers))
+            decode_rows = work.rows
+            if work.tokens != decode_rows:
+                rows = zip(step.samples, step.num_tokens, strict=True)
+                decode_rows = sum([1 for samples, count in rows if samples and count == 1])
+            self._record(step.step, work.tokens, decode_rows, now_s, course, self._scheduler.used_blocks)
+        self._repeat()
 
-    def _record(self, step: ScheduledStep, course: Course, now_s: float) -> StepRecord:
-        stats = self._scheduler.stats()
-        num_tokens, decode_rows = len(step.token_ids), step.num_rows
-        if num_tokens != decode_rows:
-            rows = zip(step.samples, step.num_tokens, strict=True)
-            decode_rows = sum(1 for samples, count in rows if samples and count == 1)
-        return StepRecord(
-            step=step.step,
-            decode_rows=decode_rows,
-            prefill_tokens=num_tokens - decode_rows,
-            micro_batches=stats.micro_batches,
-            planned_s=now_s,
-            stages=course.stages,
-            used_blocks=stats.num_blocks - stats.free_blocks,
+    def _repeat(self) -> None:
+        """While nothing is to be decided, work out when things happen, and tell the scheduler once."""
+        if not isinstance(self._traffic, RingTraffic):
+            return
+        flights = list(self._in_flight)
+        most = 0 if not flights or flights[0].looked_at else self._scheduler.steady_steps()
+        if most < _WORTHWHILE * len(flights):
+            return
+        again = self._traffic.repeat(
+            [flight.work for flight in flights],
+            [flight.course for flight in flights],
+            most=min(most, _MOST_REPEATED),
+            until_s=self._next_arrival_s(),
+            stop=None if self._feed is None else self._look,
+        )
+        if again.planned_s:
+            self._take(flights, again, self._scheduler.repeat(len(again.planned_s), _TOKEN))
+        if again.stopped:
+            self._in_flight[0].looked_at = True
+            self._scheduler.set_micro_batches(self._wanted)
+
+    def _take(self, flights: Sequence[_Flight], again: Repeated, used_blocks: Sequence[int]) -> None:
+        """Book repeated steps as if each had been scheduled on its own."""
+        count, first = len(flights), flights[-1].step + 1
+        for number, (now_s, course) in enumerate(zip(again.planned_s, again.courses, strict=True)):
+            rows = flights[number % count].work.rows
+            self._record(first + number, rows, rows, now_s, course, used_blocks[number])
+        for index, flight in enumerate(flights):
+            came_s = again.planned_s[index::count]
+            for underway in flight.samplers:
+                underway.token_times_s.extend(came_s)
+            if came_s:
+                newest = index + (len(came_s) - 1) * count
+                flight.work = flight.work.later(len(came_s))
+                flight.course, flight.step = again.courses[newest], StepId(first + newest)
+        self._in_flight.rotate(-(len(again.planned_s) % count))
+
+    def _record(
+        self, step: int, num_tokens: int, decode_rows: int, now_s: float, course: Course, used_blocks: int
+    ) -> None:
+        self._steps.append(
+            StepRecord(
+                step,
+                decode_rows,
+                num_tokens - decode_rows,
+                self._scheduler.micro_batches,
+                now_s,
+                course.stages,
+                used_blocks,
+            )
         )
 
     def _note_cached(self, step: ScheduledStep) -> None:

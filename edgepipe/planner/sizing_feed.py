@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.planner.ring import Course, RingModel
-from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.sizing import LinkCurve, Ring, Sizer, StageCurve
 
 
@@ -23,11 +23,11 @@ class SizingFeed:
         )
         self._sizer = Sizer(num_stages=len(devices))
 
-    def retired(self, step: ScheduledStep, course: Course) -> bool:
+    def retired(self, work: StepWork, course: Course) -> bool:
         """Take a step's times; whether it is time to ask for ``micro_batches``."""
-        num_tokens = len(step.token_ids)
+        num_tokens = work.tokens
         for curve, (start_s, end_s) in zip(self._curves, course.stages, strict=True):
-            curve.note(num_rows=step.num_rows, num_tokens=num_tokens, seconds=end_s - start_s)
+            curve.note(num_rows=work.rows, num_tokens=num_tokens, seconds=end_s - start_s)
         for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
             link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
         return self._sizer.due()

@@ -11,8 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-import numpy as np
-
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import KVCacheFull
 
@@ -24,7 +22,7 @@ class BlockAllocator:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
-        self._references = np.zeros(num_blocks, dtype=np.int32)
+        self._references = [0] * num_blocks
         self._starts = [0]  # of the free extents: maximal, ascending
         self._lengths = {0: num_blocks}  # of the free extents, by start
         self._claims: dict[int, int] = {}  # block behind a table's end -> blocks that the table may still need
@@ -42,7 +40,7 @@ class BlockAllocator:
 
     def references(self, block: int) -> int:
         """How many refer to the block."""
-        return int(self._references[block])
+        return self._references[block]
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
         """``count`` blocks for a new table, in one run where a free extent is long enough.
@@ -84,10 +82,11 @@ class BlockAllocator:
     def retain(self, runs: Sequence[BlockRun]) -> None:
         """One more reference to blocks that somebody holds already."""
         for run in runs:
-            references = self._references[run.start : run.start + run.count]
-            if not references.all():
+            end = run.start + run.count
+            references = self._references[run.start : end]
+            if 0 in references:
                 raise RuntimeError(f"a free block cannot be shared: {run}")
-            references += 1
+            self._references[run.start : end] = [count + 1 for count in references]
 
     def release(self, table: Sequence[BlockRun]) -> None:
         """One reference less to each block of a table, and the end of the table's claim."""
@@ -98,15 +97,17 @@ class BlockAllocator:
     def drop(self, runs: Sequence[BlockRun]) -> None:
         """One reference less to each block; no table ends with them."""
         for run in runs:
-            references = self._references[run.start : run.start + run.count]
-            if not references.all():
+            end = run.start + run.count
+            references = self._references[run.start : end]
+            if 0 in references:
                 raise RuntimeError(f"a block was given back twice: {run}")
-            references -= 1
-            if not references.any():
+            self._references[run.start : end] = left = [count - 1 for count in references]
+            if not any(left):
                 self._give(run.start, run.count)
             else:
-                for block in np.flatnonzero(references == 0):
-                    self._give(run.start + int(block), 1)
+                for offset, count in enumerate(left):
+                    if not count:
+                        self._give(run.start + offset, 1)
 
     def _check(self, count: int) -> None:
         if count < 1:
@@ -160,7 +161,7 @@ class BlockAllocator:
         kept = [(piece, size) for piece, size in pieces if size]
         self._starts[index : index + 1] = [piece for piece, _ in kept]
         self._lengths.update(kept)
-        self._references[start : start + count] = 1
+        self._references[start : start + count] = [1] * count
         self._free_blocks -= count
 
     def _give(self, start: int, count: int) -> None:

@@ -9,17 +9,19 @@ from edgepipe.scheduler.types import ScheduledStep
 
 
 class Draft:
-    """Columns under construction, and the sequences behind the rows.
+    """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
 
     With a ``last_slice`` it is for replayed tokens alone, and ends there.
     """
 
     def __init__(self, *, last_slice: int | None = None) -> None:
         self._last_slice = last_slice
-        self.rows: list[tuple[Sequence, int, bool]] = []  # in order, with the tokens then computed, and if it samples
+        self.decodes: list[Sequence] = []  # a token each, and each samples
+        self.chunks: list[tuple[Sequence, int, bool]] = []  # with the tokens then computed, and if it samples
         self.copies: list[BlockCopy] = []
+        self._alone = False
         self._positions: list[int] = []
-        self._num_tokens: list[int] = []
+        self._num_tokens: list[int] = []  # of the chunks
         self._token_ids: list[int] = []
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []
@@ -31,26 +33,36 @@ class Draft:
         """Whether only replayed tokens may be in it."""
         return self._last_slice is not None
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has no rows."""
+        return not self.decodes and not self.chunks
+
     def admits(self, sequence: Sequence) -> bool:
         """Whether it may be in one step with those that are in it."""
         if sequence.replays != self.replays:
             return False
-        return not self.rows or not (sequence.alone or self.rows[0][0].alone)
+        return self.empty or not (sequence.alone or self._alone)
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
+    def add_decode(self, sequence: Sequence) -> None:
+        """Schedule the newest token; no chunk has been added yet. This runs for every token that is ever sampled."""
+        tokens = sequence.tokens
+        sequence.scheduled = count = len(tokens)
+        sequence.in_flight += 1
+        self._positions.append(count - 1)
+        self._token_ids.append(tokens[-1])
+        if sequence.new_runs or sequence.alone:
+            self._tell(sequence)
+        self.decodes.append(sequence)
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the next ``num_tokens`` known tokens of a sequence; if they are the last ones, the row samples."""
         start, end = sequence.scheduled, sequence.scheduled + num_tokens
         if not sequence.registered:
             sequence.registered = True
             self._registers.append(sequence.sequence)
-        if sequence.new_runs:
-            for run in sequence.new_runs:
-                self._block_rows.append(len(self.rows))
-                self._block_starts.append(run.start)
-                self._block_counts.append(run.count)
-            self.copies += sequence.new_copies
-            sequence.new_runs, sequence.new_copies = (), ()
-        self.rows.append((sequence, end, end == len(sequence.tokens)))
+        self._tell(sequence)
+        self.chunks.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)
         self._num_tokens.append(num_tokens)
         self._token_ids += sequence.tokens[start:end]
@@ -59,12 +71,15 @@ class Draft:
 
     def finish(self, step: StepId, frees: list[SequenceId]) -> ScheduledStep:
         """The step as it goes out."""
+        num_decodes = len(self.decodes)
+        sequences = [sequence.sequence for sequence in self.decodes]
+        sequences += [sequence.sequence for sequence, _, _ in self.chunks]
         return ScheduledStep(
             step=step,
-            sequences=tuple(sequence.sequence for sequence, _, _ in self.rows),
+            sequences=tuple(sequences),
             positions=tuple(self._positions),
-            num_tokens=tuple(self._num_tokens),
-            samples=tuple(samples for _, _, samples in self.rows),
+            num_tokens=(1,) * num_decodes + tuple(self._num_tokens),
+            samples=(True,) * num_decodes + tuple([samples for _, _, samples in self.chunks]),
             token_ids=tuple(self._token_ids),
             block_rows=tuple(self._block_rows),
             block_starts=tuple(self._block_starts),
@@ -74,3 +89,13 @@ class Draft:
             copies=tuple(self.copies),
             last_slice=self._last_slice,
         )
+
+    def _tell(self, sequence: Sequence) -> None:
+        """What is new of its table; it gets the next row."""
+        self._alone |= sequence.alone
+        for run in sequence.new_runs:
+            self._block_rows.append(len(self.decodes) + len(self.chunks))
+            self._block_starts.append(run.start)
+            self._block_counts.append(run.count)
+        self.copies += sequence.new_copies
+        sequence.new_runs, sequence.new_copies = (), ()

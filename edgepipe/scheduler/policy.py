@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgepipe.errors import ConfigInvalid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What a policy may look at when a step is to be made."""
 
     micro_batches: int  # M, the most steps in flight
@@ -26,8 +24,7 @@ class Load:
     tile_edges: tuple[int, ...] = ()  # tokens of a step above which it takes clearly longer, ascending
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBudget:
+class StepBudget(NamedTuple):
     """The most that the next step may hold."""
 
     decode_rows: int
@@ -119,18 +116,20 @@ class SarathiPolicy:
         return StepBudget(decode_rows=decode_rows, prefill_tokens=self._max_tokens - decode_rows)
 
 
-POLICIES = ("throttled", "sarathi")
+TRIMMING = "throttled-tiles"
+"""An experiment: as ``throttled``, and prefill ends at a tile edge of the measured step times."""
+
+POLICIES = ("throttled", "sarathi", TRIMMING)
 """Names that ``make_policy`` knows, the default first."""
 
 
-def make_policy(name: str, *, max_tokens: int = 2048, trim_to_tiles: bool = False) -> Policy:
+def make_policy(name: str, *, max_tokens: int = 2048) -> Policy:
     """The policy of that name. Raises ConfigInvalid if there is none.
 
-    ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``); ``trim_to_tiles`` is an
-    experiment of ``throttled``: prefill ends at a tile edge of the measured step times.
+    ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``).
     """
-    if name == "throttled":
-        return ThrottledPolicy(max_prefill_tokens=max_tokens, trim_to_tiles=trim_to_tiles)
+    if name in ("throttled", TRIMMING):
+        return ThrottledPolicy(max_prefill_tokens=max_tokens, trim_to_tiles=name == TRIMMING)
     if name == "sarathi":
         return SarathiPolicy(max_tokens=max_tokens)
     raise ConfigInvalid(f"no scheduling policy is called '{name}'", fact=f"there are {', '.join(POLICIES)}")

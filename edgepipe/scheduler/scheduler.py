@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
@@ -18,7 +20,7 @@ from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.queue import WaitingQueue
-from edgepipe.scheduler.sequence import Phase, Sequence
+from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
 from edgepipe.scheduler.tables import BlockTables
 from edgepipe.scheduler.types import (
     EndReason,
@@ -33,10 +35,13 @@ from edgepipe.scheduler.types import (
 _MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as interactive
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlight:
-    rows: list[tuple[Sequence, int, bool]]
-    sent: ScheduledStep
+    step: StepId
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int, bool]]  # with the tokens then computed, and if it samples
+    copies: list[BlockCopy]
+    num_tokens: int
     num_samples: int
 
 
@@ -53,6 +58,7 @@ class Scheduler:
         self._prefilling: deque[Sequence] = deque()  # admitted with unscheduled tokens, by admission
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
         self._num_decodes = 0
+        self._nobody_fits = False  # who is first in the queue was not admitted, and since then nobody left
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
@@ -97,7 +103,7 @@ class Scheduler:
             if reason is None:
                 self._sequences[spec.sequence] = sequence
                 self._unscheduled_prefill += sequence.unscheduled
-                self._waiting.push(sequence)
+                self._wait(sequence)
             else:
                 events.append(SequenceEnded(spec.sequence, reason, sequence.num_output))
         return events
@@ -137,46 +143,136 @@ class Scheduler:
             return None
         preemptions = self._preemptions
         draft = self._fill()
-        while not draft.rows and self._preemptions > preemptions:  # the budget was for those who are gone
+        while draft.empty and self._preemptions > preemptions:  # the budget was for those who are gone
             preemptions = self._preemptions
             draft = self._fill()
-        if not draft.rows:
+        if draft.empty:
             return None
         self._last_step += 1
         self._replayed_last = draft.replays
-        step = StepId(self._last_step)
-        scheduled = draft.finish(step, self._tables.pop_frees())
-        self._in_flight.append(_InFlight(draft.rows, scheduled, scheduled.num_samples))
+        scheduled = draft.finish(StepId(self._last_step), self._tables.pop_frees())
+        self._in_flight.append(
+            _InFlight(
+                scheduled.step,
+                draft.decodes,
+                draft.chunks,
+                draft.copies,
+                len(scheduled.token_ids),
+                len(draft.decodes) + sum([samples for _, _, samples in draft.chunks]),
+            )
+        )
         return scheduled
 
     def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
         """The oldest step in flight is done; ``ids`` has one token per sampling row, in row order."""
         record = self._in_flight[0]
-        if record.sent.step != step or record.num_samples != len(ids):
-            raise ValueError(
-                f"step {record.sent.step} with {record.num_samples} ids is next, not {step} with {len(ids)}"
-            )
+        if record.step != step or record.num_samples != len(ids):
+            raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
         self._in_flight.popleft()
-        self._computed_tokens += len(record.sent.token_ids)
-        self._tables.note_copied(record.sent.copies)
+        self._computed_tokens += record.num_tokens
+        self._tables.note_copied(record.copies)
         events: list[Event] = []
-        tokens = iter(ids)
-        for sequence, end, samples in record.rows:
-            sequence.in_flight -= 1
-            self._tables.note_computed(sequence, end)
+        for sequence, token_id in zip(record.decodes, ids, strict=False):  # the chunks' come after
+            self._computed(sequence, len(sequence.tokens))
+            self._append(sequence, token_id, events)
+            if sequence.phase is not Phase.DECODE:
+                self._let_go(sequence)
+        tokens = iter(ids[len(record.decodes) :])
+        for sequence, end, samples in record.chunks:
+            self._computed(sequence, end)
             if samples:
                 self._append(sequence, next(tokens), events)
-            if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
-                self._tables.release(sequence)
+            self._let_go(sequence)
         return events
 
     def next_to_retire(self) -> tuple[StepId, int] | None:
         """The oldest step in flight and how many ids its ``retire`` takes."""
-        return (self._in_flight[0].sent.step, self._in_flight[0].num_samples) if self._in_flight else None
+        return (self._in_flight[0].step, self._in_flight[0].num_samples) if self._in_flight else None
+
+    # The same steps again
+
+    def steady_steps(self) -> int:
+        """How many steps come that need no decision: those in flight again and again in their order, each row one token
+        further. None of their sequences ends by length meanwhile, and there are blocks for all. 0 if it is not so now.
+
+        Whoever only wants to know when things happen need not go step by step: see ``repeat``.
+        """
+        records = self._in_flight
+        admits = len(self._waiting) and not self._nobody_fits
+        if self._ready or self._prefilling or admits or self._tables.has_frees:
+            return 0
+        if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
+            return 0
+        turns = NEVER
+        for record in records:
+            if record.chunks:
+                return 0
+            for sequence in record.decodes:
+                if sequence.phase is not Phase.DECODE or sequence.stop_ids:
+                    return 0
+                turns = min(turns, sequence.limit - len(sequence.tokens) - 1)
+        return max(0, self._tables.turns_with_blocks(self._running.values(), turns)) * len(records)
+
+    def repeat(self, steps: int, token_id: int) -> list[int]:
+        """As if so many times, at most ``steady_steps``, the oldest step were retired with ``token_id`` for each row,
+        and ``next_step`` called. The blocks in use after each of them.
+
+        What those steps would have told stages is told with the next one.
+        """
+        turns, more = divmod(steps, len(self._in_flight))
+        grown = [0] * steps
+        for index, record in enumerate(self._in_flight):
+            times = turns + (index < more)
+            self._computed_tokens += times * record.num_tokens
+            for sequence in record.decodes:
+                known = len(sequence.tokens)
+                for time in range(sequence.room - known, times, self._limits.block_size):
+                    grown[time * len(self._in_flight) + index] += 1
+                self._go_on(sequence, [token_id] * times)
+        used = accumulate(grown, initial=self.used_blocks - sum(grown))
+        self._in_flight.rotate(-more)
+        self._last_step += steps
+        for step, record in enumerate(self._in_flight, start=self._last_step - len(self._in_flight) + 1):
+            record.step = StepId(step)
+        return list(used)[1:]
+
+    def _sizes_stay(self) -> bool:
+        """Whether the policy lets each step in flight come back as large as it is."""
+        sizes = [record.num_samples for record in self._in_flight]
+        load = self._load()
+        for index, size in enumerate(sizes):
+            others = (*sizes[index + 1 :], *sizes[:index])
+            come_back = load._replace(sampling_rows_in_flight=others, ready_decodes=size)
+            if self._policy.budget(come_back).decode_rows < size:
+                return False
+        return True
+
+    def _go_on(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """A decode's next tokens, all but the last one computed."""
+        sequence.tokens += token_ids
+        sequence.scheduled = len(sequence.tokens)
+        while sequence.room < sequence.scheduled:
+            self._tables.grow(sequence)
+        self._tables.note_computed(sequence, sequence.scheduled - 1)
 
     def tokens(self, sequence_id: SequenceId) -> Seq[int]:
         """The known tokens of a sequence that has not ended, prompt and output."""
         return self._sequences[sequence_id].tokens
+
+    @property
+    def num_running(self) -> int:
+        """Sequences admitted."""
+        return len(self._running)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that some sequence holds."""
+        return self._tables.num_blocks - self._tables.free_blocks
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return self._limits.micro_batches
 
     def stats(self) -> SchedulerStats:
         """Counts at this moment."""
@@ -213,32 +309,33 @@ class Scheduler:
     def _fill_either(self, budget: StepBudget, last_slice: int) -> Draft:
         """A step of replayed tokens, or one through all slices; in turn while there is work for both."""
         draft = self._fill_whole(budget) if self._replayed_last and self._ready else Draft()
-        if not draft.rows:
+        if draft.empty:
             draft = Draft(last_slice=last_slice)
             self._add_prefills(draft, budget.prefill_tokens)
-        return draft if draft.rows else self._fill_whole(budget)
+        return self._fill_whole(budget) if draft.empty else draft
 
     def _load(self) -> Load:
         return Load(
             micro_batches=self._limits.micro_batches,
-            sampling_rows_in_flight=tuple(record.num_samples for record in self._in_flight),
+            sampling_rows_in_flight=tuple([record.num_samples for record in self._in_flight]),
             running_decodes=self._num_decodes,
             ready_decodes=len(self._ready),
             waiting_prefill_tokens=self._unscheduled_prefill,
             num_blocks=self._tables.num_blocks,
             free_blocks=self._tables.free_blocks,
             block_size=self._limits.block_size,
-            reserved_tokens=sum(sequence.unscheduled for sequence in self._prefilling),
+            reserved_tokens=sum([sequence.unscheduled for sequence in self._prefilling]),
             link_cap_tokens=self._link_cap_tokens,
             tile_edges=self._tile_edges,
         )
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:
         deferred: list[Sequence] = []  # their blocks come when steps in flight retire
-        while self._ready and budget > 0 and draft.admits(self._ready[0]):
-            sequence = self._ready.popleft()
-            if self._tables.needs(sequence) <= sequence.num_blocks or self._grow(sequence, promised=len(deferred)):
-                draft.add(sequence, 1)
+        ready = self._ready
+        while ready and budget > 0 and draft.admits(ready[0]):
+            sequence = ready.popleft()
+            if len(sequence.tokens) <= sequence.room or self._grow(sequence, promised=len(deferred)):
+                draft.add_decode(sequence)
                 budget -= 1
             else:
                 deferred.append(sequence)
@@ -261,7 +358,7 @@ class Scheduler:
         replayed: list[Sequence] = []  # up to where nothing was lost; they go on in a step through all slices
         while budget > 0 and (sequence := self._next_prefill()) is not None and draft.admits(sequence):
             count = min(sequence.next_tokens, budget)
-            draft.add(sequence, count)
+            draft.add_chunk(sequence, count)
             budget -= count
             self._unscheduled_prefill -= count
             if not sequence.unscheduled:
@@ -279,14 +376,20 @@ class Scheduler:
             self._admit(first)
         return self._prefilling[0] if self._prefilling else None
 
+    def _wait(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence)
+        self._nobody_fits = False
+
     def _admit(self, sequence: Sequence) -> None:
         """Admit the first in the queue with blocks for all its known tokens, so that its prefill cannot get stuck.
 
         One block per running sequence is left to those: admitting somebody only to preempt him is work done twice.
         """
-        if sequence.in_flight or len(self._running) >= self._limits.max_running:
-            return  # while in flight (preempted), its last token is not known yet
-        if not self._tables.admit(sequence, kept_blocks=len(self._running)):
+        if sequence.in_flight:
+            return  # preempted: its last token is not known yet
+        full = len(self._running) >= self._limits.max_running
+        if full or not self._tables.admit(sequence, kept_blocks=len(self._running)):
+            self._nobody_fits = True
             return
         self._waiting.pop()
         self._unscheduled_prefill -= sequence.scheduled
@@ -323,16 +426,30 @@ class Scheduler:
             next_step="shorten the prompt" + (" or add a node with memory" if short_of_memory else ""),
         )
 
+    def _computed(self, sequence: Sequence, end: int) -> None:
+        """A step that held tokens of it up to ``end`` has retired."""
+        sequence.in_flight -= 1
+        if end >= sequence.next_full:
+            self._tables.note_computed(sequence, end)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Its blocks are free now if it has left and no step touches them any more."""
+        if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
+            self._tables.release(sequence)
+            self._nobody_fits = False
+
     def _append(self, sequence: Sequence, token_id: int, events: list[Event]) -> None:
         if sequence.phase is Phase.ENDED:
             return  # cancelled meanwhile: dropped
-        events.append(TokenSampled(sequence.sequence, sequence.num_output, token_id))
-        sequence.tokens.append(token_id)
+        tokens = sequence.tokens
+        events.append(TokenSampled(sequence.sequence, len(tokens) - sequence.prompt_tokens, token_id))
+        tokens.append(token_id)
         if sequence.phase is Phase.WAITING:
             self._unscheduled_prefill += 1  # preempted meanwhile: logged, computed again with the rest
-        reason = self._end_reason(sequence)
-        if reason is not None:
-            self._end(sequence, reason, events)
+        if token_id in sequence.stop_ids:
+            self._end(sequence, EndReason.STOP, events)
+        elif len(tokens) >= sequence.limit:
+            self._end(sequence, sequence.limit_reason, events)
         elif sequence.phase is Phase.DECODE:
             self._ready.append(sequence)
 
@@ -351,7 +468,7 @@ class Scheduler:
         self._leave_running(sequence)
         sequence.scheduled = 0
         self._unscheduled_prefill += len(sequence.tokens)
-        self._waiting.push(sequence)
+        self._wait(sequence)
         self._tables.release(sequence)
 
     def _end(self, sequence: Sequence, reason: EndReason, events: list[Event]) -> None:
@@ -363,12 +480,14 @@ class Scheduler:
         sequence.phase = Phase.ENDED
         if waits:
             self._waiting.note_ended()
+            self._nobody_fits = False
         del self._sequences[sequence.sequence]
         cached = sequence.cached_prompt_tokens
         events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output, cached_prompt_tokens=cached))
         self._tables.release(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
+        self._nobody_fits = False
         del self._running[sequence.sequence]
         self._tables.leave(sequence)
         if sequence.phase is Phase.PREFILL:

@@ -10,6 +10,9 @@ from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, next_key
 from edgepipe.scheduler.types import EndReason, Priority
 
+NEVER = 1 << 60
+"""More tokens than there will be."""
+
 
 class Phase(Enum):
     """Where a sequence stands."""
@@ -44,7 +47,9 @@ class Sequence:
     draining: bool = False  # left, but steps in flight still touch its blocks
     table: list[BlockRun] = field(default_factory=list[BlockRun])
     blocks: list[int] = field(default_factory=list[int])  # of the table, one by one
+    room: int = 0  # tokens that the blocks hold
     known_blocks: int = 0  # of them: full, computed and told to the cache
+    next_full: int = NEVER  # computed tokens at which one more block can be told to the cache
     keys: list[Key] = field(default_factory=list[Key])  # of full blocks, as far as they were asked for
     new_runs: tuple[BlockRun, ...] = ()  # of the table, not yet told
     new_copies: tuple[BlockCopy, ...] = ()  # into its blocks, not yet told
@@ -75,9 +80,10 @@ class Sequence:
         """Tokens that can go into one step."""
         return (self.replay_end if self.replays else len(self.tokens)) - self.scheduled
 
-    def grow(self, runs: tuple[BlockRun, ...]) -> None:
+    def grow(self, runs: tuple[BlockRun, ...], *, block_size: int) -> None:
         """Append blocks to the table; adjoining runs become one."""
         self.new_runs += runs
+        self.room += block_size * sum([run.count for run in runs])
         for run in runs:
             self.blocks.extend(range(run.start, run.start + run.count))
             last = self.table[-1] if self.table else None
@@ -97,4 +103,5 @@ class Sequence:
         """Empty the table and return what it held."""
         table, self.table = self.table, []
         self.blocks, self.known_blocks, self.new_runs, self.registered = [], 0, (), False
+        self.room, self.next_full = 0, NEVER
         return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from edgepipe.backend.types import BlockCopy
@@ -80,20 +81,34 @@ class BlockTables:
         """One more block, if one is free now."""
         if not self._kv.free_blocks:
             return False
-        sequence.grow(self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks))
+        runs = self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks)
+        sequence.grow(runs, block_size=self._limits.block_size)
         return True
+
+    def turns_with_blocks(self, sequences: Iterable[Sequence], most: int) -> int:
+        """For how many more tokens of each of these there are blocks for sure, at most ``most``."""
+        size = self._limits.block_size
+        rooms = [sequence.room - len(sequence.tokens) for sequence in sequences]
+        turns = min(most, self._kv.free_blocks * size)
+        while turns > 0 and sum([-(-(turns - room) // size) for room in rooms if room < turns]) > self._kv.free_blocks:
+            turns //= 2
+        return turns
 
     def note_computed(self, sequence: Sequence, end: int) -> None:
         """Tokens ``[0, end)`` of its table are computed: blocks that are full now may serve others."""
-        full = end // self._limits.block_size if self._limits.prefix_cache else 0
-        if full > sequence.known_blocks:
-            keys = sequence.keys_of(full, block_size=self._limits.block_size)
-            for index in range(sequence.known_blocks, full):
-                self._kv.enter(keys[index], sequence.blocks[index])
-            sequence.known_blocks = full
+        if end < sequence.next_full:
+            return
+        full = end // self._limits.block_size
+        keys = sequence.keys_of(full, block_size=self._limits.block_size)
+        for index in range(sequence.known_blocks, full):
+            self._kv.enter(keys[index], sequence.blocks[index])
+        sequence.known_blocks = full
+        sequence.next_full = (full + 1) * self._limits.block_size
 
     def note_copied(self, copies: Seq[BlockCopy]) -> None:
         """The step with these copies has retired."""
+        if not copies:
+            return
         self.draining_blocks -= len(copies)
         self._kv.let_go([copy.source for copy in copies])
 
@@ -112,6 +127,11 @@ class BlockTables:
         if sequence.registered:
             self._frees.append(sequence.sequence)
         self._kv.release(sequence.forget_blocks())
+
+    @property
+    def has_frees(self) -> bool:
+        """Whether the next step has to tell of tables that can be forgotten."""
+        return bool(self._frees)
 
     def pop_frees(self) -> list[SequenceId]:
         """Sequences whose tables stages may forget, to be told with the next step."""
@@ -147,11 +167,11 @@ class BlockTables:
         current = self._kv.num_current(known)
         self._kv.hold(known)
         if copied:
-            sequence.grow(self._kv.allocate(count, room=room))
+            sequence.grow(self._kv.allocate(count, room=room), block_size=size)
             self.draining_blocks += len(known)
             sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
         else:
-            sequence.grow(as_runs(known))
+            sequence.grow(as_runs(known), block_size=size)
             self._take_more(sequence, count - len(known), room=room - len(known))
         sequence.scheduled = current * size
         sequence.replay_end = len(known) * size
@@ -159,6 +179,7 @@ class BlockTables:
         if not sequence.preemptions and not sequence.carried:
             sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
         if self._limits.prefix_cache:
+            sequence.next_full = (current + 1) * size
             keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
             self._kv.expect(keys[current:], sequence.sequence)
         self._count(sequence)
@@ -166,9 +187,9 @@ class BlockTables:
     def _take_more(self, sequence: Sequence, count: int, *, room: int) -> None:
         """New blocks behind those that are known, right behind them where it matters."""
         if self._limits.contiguous_kv and sequence.table and count:
-            sequence.grow(self._kv.extend(sequence.table, count, room=room))
+            sequence.grow(self._kv.extend(sequence.table, count, room=room), block_size=self._limits.block_size)
         elif count:
-            sequence.grow(self._kv.allocate(count, room=room))
+            sequence.grow(self._kv.allocate(count, room=room), block_size=self._limits.block_size)
 
     def _count(self, sequence: Sequence) -> None:
         self.admitted_tokens += len(sequence.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import RequestInvalid
@@ -47,9 +48,8 @@ class SequenceSpec:
             raise RequestInvalid(f"there is no priority {self.priority}", fact="0 is interactive, 1 is batch")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSampled:
-    """A token became known."""
+class TokenSampled(NamedTuple):
+    """A token became known. A tuple, since one is made for every token."""
 
     sequence: SequenceId
     position: int  # output position
@@ -69,8 +69,7 @@ class SequenceEnded:
 Event = TokenSampled | SequenceEnded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledStep:
+class ScheduledStep(NamedTuple):
     """One micro-batch, as columns: the same index in the first four is one row. Holds only what changed.
 
     Order of meaning: ``frees``, ``registers``, new blocks, ``copies`` one after another, then the rows.

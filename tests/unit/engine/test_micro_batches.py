@@ -11,7 +11,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.scheduler.sizing import most_micro_batches
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.plans import LinkSample, StepTiming
 
 
 def model(*reads_ms: float, fixed: int = 0, **more: float) -> RingModel:
@@ -120,3 +120,22 @@ def test_a_samples_round_trip_leaves_out_the_stay() -> None:
         acknowledged_us=55_000,
     )
     assert sample.round_trip_us == 5_000
+
+
+def test_edges_of_measured_step_times_are_known_after_a_while() -> None:
+    ring = model(10, 10)
+    ring.run(sequences=8, steps=60)
+    assert ring.sizes.tile_edges == ()
+    for tokens in (*range(60, 65), *range(65, 80)):
+        for step in range(6):
+            timing = StepTiming(
+                step=StepId(1000 + step),
+                slice_index=1,
+                num_tokens=tokens,
+                num_rows=tokens,
+                started_us=0,
+                compute_us=10_000 if tokens <= 64 else 14_000,
+            )
+            ring.sizes.note_timing(1, timing)
+    ring.run(sequences=8, steps=20)
+    assert ring.sizes.tile_edges == (64,)

@@ -17,8 +17,17 @@ from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.planner.report import RunReport
 from edgepipe.planner.ring import RingModel, RingStage
 from edgepipe.planner.simulator import Run, simulate
-from edgepipe.planner.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload, read_trace
-from edgepipe.scheduler import SchedulerLimits, make_policy
+from edgepipe.planner.workload import (
+    Arrivals,
+    FixedLengths,
+    Lengths,
+    LognormalLengths,
+    Workload,
+    WorkloadSpec,
+    make_workload,
+    read_trace,
+)
+from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
 from edgepipe.units import LinkShape, parse_link
 
 
@@ -53,13 +62,21 @@ def utilisation(ring: Imagined, micro_batches: int, slowest: float, *, tokens: i
     return simulate(run).steady_tokens_per_s * slowest
 
 
-def users(count: int, *, requests: int = 0, prompt: int = 64, output: int = 32, **changes: object) -> Workload:
+def users(
+    count: int,
+    *,
+    requests: int = 0,
+    prompt: int = 64,
+    output: int = 32,
+    lengths: Lengths | None = None,
+    **changes: object,
+) -> Workload:
     fields = {
         "arrivals": Arrivals.CLOSED,
         "concurrency": count,
         "num_requests": requests or count,
         "prompt": FixedLengths(tokens=prompt),
-        "output": FixedLengths(tokens=output),
+        "output": lengths or FixedLengths(tokens=output),
     }
     return make_workload(WorkloadSpec(**{**fields, **changes}))  # type: ignore[arg-type]  # any field
 
@@ -83,6 +100,59 @@ def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
     assert edgepipe.planner.simulator.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.engine.epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
+
+
+REPEATED = {
+    "all at once, M fixed": (users(20, prompt=40, output=150), 4, 0),
+    "M sized while it runs": (users(9, output=200), 0, 0),
+    "users with lengths of their own": (
+        users(6, prompt=30, requests=30, lengths=LognormalLengths(median_tokens=40)),
+        3,
+        0,
+    ),
+    "arrivals in between": (
+        make_workload(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=1.0, num_requests=25)),
+        4,
+        0,
+    ),
+    "a pool that is too small": (users(16, prompt=100, output=200), 4, 2048),
+    "fewer than micro-batches": (users(3, output=100), 8, 0),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_steps_that_repeat_come_out_as_if_each_had_been_scheduled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, micro_batches, kv_tokens = REPEATED[name]
+    cluster = imagine(
+        ImaginedCluster(
+            devices=["rtx4090"] * 2,
+            config=named_shape("qwen2.5-7b"),
+            link=parse_link("1gbit,1ms,1ms"),
+            adjustments={"jitter": "0.05"},
+            kv_tokens=kv_tokens,
+        )
+    )
+    planned: list[int] = []
+    next_step = Scheduler.next_step
+
+    def counted(scheduler: Scheduler) -> ScheduledStep | None:
+        planned.append(1)
+        return next_step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "next_step", counted)
+    quick = served(cluster, workload, micro_batches=micro_batches)
+    calls = len(planned)
+    monkeypatch.setattr(Scheduler, "steady_steps", lambda _: 0)
+    slow = served(cluster, workload, micro_batches=micro_batches)
+    assert calls < 0.9 * (len(planned) - calls), "nothing was repeated"
+    assert [(step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in quick.steps] == [
+        (step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in slow.steps
+    ]
+    for one, other in zip(quick.requests, slow.requests, strict=True):
+        assert one.token_times_s == pytest.approx(other.token_times_s)
+        assert (one.cached_tokens, one.error) == (other.cached_tokens, other.error)
+    assert [step.stages[-1][1] for step in quick.steps] == pytest.approx([step.stages[-1][1] for step in slow.steps])
+    assert quick.facts == slow.facts
 
 
 @pytest.mark.parametrize(("micro_batches", "share"), [(12, 12 * 5 / 104), (20, 20 * 5 / 104), (21, 1.0), (30, 1.0)])
