@@ -71,14 +71,17 @@ def measure(*runs: Settings, workload: Workload | None = None) -> list[RunReport
 
 def predict(settings: Settings, workload: Workload | None = None) -> RunReport:
     """The same in the simulator."""
+    return simulate(simulation(settings, workload))
+
+
+def simulation(settings: Settings, workload: Workload | None = None) -> Run:
+    """A run, ready for the simulator."""
     micro_batches = settings["micro-batches"]
-    return simulate(
-        Run(
-            cluster=imagined(settings),
-            workload=workload or make_workload_of(settings),
-            policy=make_policy(settings.get("policy", "throttled")),
-            micro_batches=0 if micro_batches == "auto" else int(micro_batches),
-        )
+    return Run(
+        cluster=imagined(settings),
+        workload=workload or make_workload_of(settings),
+        policy=make_policy(settings.get("policy", "throttled")),
+        micro_batches=0 if micro_batches == "auto" else int(micro_batches),
     )
 
 
@@ -188,7 +191,8 @@ def chats(spec: WorkloadSpec) -> Workload:
 
 
 def sizing_rows(full: bool) -> list[Row]:
-    """``auto`` against the best fixed M of 12 settings in the simulator; the best three of each on the runtime."""
+    """``auto`` against the best fixed M of 12 settings in the simulator; the best three on the runtime, of all settings
+    or of two that have nothing in common."""
     rows: list[Row] = []
     ratios: list[float] = []
     for (ring_name, ring), link, crowd in product((("equal", RING), ("one slow", UNEQUAL)), LINKS, CROWDS):
@@ -202,35 +206,49 @@ def sizing_rows(full: bool) -> list[Row]:
         of = f"best M={fixed[0].micro_batches}; {others}"
         rows.append(at_least(name, auto.steady_tokens_per_s, "tok/s", fixed[0].per_s, of, 0.90))
         if full:
-            rows.append(_confirmed(settings, fixed[:3]))
+            rows.append(_confirmed(settings, fixed[:3], ring_name))
+        elif (ring_name, link, crowd) in (("equal", LAN, 32), ("one slow", SLOW, 32)):
+            rows.append(_confirmed({**settings, "output-tokens": "72"}, fixed[:3], ring_name))
     rows.append(at_least("auto, median of all", statistics.median(ratios), "", 1.0, "best fixed M", 0.95))
-    if not full:
-        settings = decode(RING, link=LAN, sequences=32, micro_batches="auto")
-        rows.append(_confirmed(settings, sweep(settings)[:3]))
     return rows
 
 
-def _confirmed(settings: Settings, fixed: list[Fixed]) -> Row:
+def _confirmed(settings: Settings, fixed: list[Fixed], ring: str) -> Row:
     """On the runtime: ``auto`` against the best of these."""
     choices = [{**settings, "micro-batches": str(one.micro_batches)} for one in fixed]
     auto, *others = (report.steady_tokens_per_s for report in measure(settings, *choices))
-    name = f"  runtime: auto, {settings['link']}, {settings['requests']} sequences"
+    name = f"  runtime: auto, {ring}, {settings['link']}, {settings['requests']} sequences"
     tried = ", ".join(str(one.micro_batches) for one in fixed)
     return at_least(name, auto, "tok/s", max(others), f"best of M={tried}", 0.90)
 
 
 def simulator_rows(full: bool) -> list[Row]:
     """How much faster than real time the simulator is; in one thread, next to whatever else runs here."""
-    rows: list[Row] = []
-    for model, sequences in (("qwen2.5-32b", 64), ("qwen2.5-32b", 8), ("llama-3.3-70b", 8)):
-        ring = {**RING, "emulate": "4x rtx4090" if model == "qwen2.5-32b" else "8x rtx4090", "as-model": model}
-        settings = decode(ring, link=LAN, sequences=sequences, micro_batches="4")
-        begun_s = time.perf_counter()
-        simulated_s = predict(settings).duration_s
-        taken_s = time.perf_counter() - begun_s
-        name = f"simulator, {model} on {ring['emulate']}, {sequences} sequences"
-        rows.append(Row(name, simulated_s, "s simulated", taken_s, "s of real time", simulated_s / taken_s))
-    return rows
+    large = {**RING, "emulate": "8x rtx4090", "as-model": "llama-3.3-70b"}
+    answers, auto = {"output-tokens": "1000"}, {"micro-batches": "auto", "output-tokens": "1000"}
+    book = {"prompt-tokens": "8000", "output-tokens": "1000"}
+    crowd = chats(WorkloadSpec(arrivals=Arrivals.CLOSED, concurrency=64, num_requests=400))
+    stream = chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=4, num_requests=400))
+    cases: list[tuple[str, Settings, int, Settings, Workload | None]] = [
+        ("64 at once, 128 tokens each", RING, 64, {}, None),
+        ("64 at once, 1000 tokens each", RING, 64, answers, None),
+        ("64 at once, 1000 tokens each, M sized", RING, 64, auto, None),
+        ("8 prompts of 8000 tokens, 1000 tokens each", RING, 8, book, None),
+        ("64 users, chats", RING, 64, {}, crowd),
+        ("4 chats a second", RING, 64, {}, stream),
+        ("8 at once, 1000 tokens each", large, 8, answers, None),
+    ]
+    return [_speed(name, ring, count, more, workload) for name, ring, count, more, workload in cases]
+
+
+def _speed(name: str, ring: Settings, sequences: int, more: Settings, workload: Workload | None) -> Row:
+    settings = {**decode(ring, link=LAN, sequences=sequences, micro_batches="4"), **more}
+    run = simulation(settings, workload)
+    begun_s = time.perf_counter()
+    simulated_s = simulate(run).duration_s
+    taken_s = time.perf_counter() - begun_s
+    name = f"simulator, {settings['as-model']}, {name}"
+    return Row(name, simulated_s, "s simulated", taken_s, "s of real time", simulated_s / taken_s)
 
 
 def model_rows(full: bool) -> list[Row]:
