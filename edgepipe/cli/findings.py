@@ -187,7 +187,7 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
         id=name,
         level=Level.WARNING,
         what=quiet,
-        fact="a home network normally has some; guest Wi-Fi, client isolation and firewalls swallow multicast",
+        fact="printers and televisions usually do; guest Wi-Fi, client isolation and firewalls swallow multicast",
         remedy="join by address: edgepipe node join --host ADDRESS CODE; it does not need multicast",
     )
 
@@ -318,7 +318,7 @@ def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool
         level=Level.WARNING,
         what=f"{name}: a slow link; one chat is slower by it, many at once hide it",
         fact=fact,
-        remedy="use a cable" + (" instead of Wi-Fi" if wireless else "") + ", then run this again",
+        remedy=f"use a cable {'instead of Wi-Fi' if wireless else 'at the other end, too'}, then run this again",
     )
 
 

@@ -116,14 +116,19 @@ def _understood(answer: str | None) -> str:
 def say(text: str = "", *, style: str = "") -> None:
     """A line of the wizard, wrapped below its own beginning."""
     console = make_console()
-    indent = " " * (len(text) - len(text.lstrip()))
     for part in printable(text).split("\n"):
+        indent = " " * (len(part) - len(part.lstrip()))
         console.print(_wrapped(part.strip(), indent, console.width), style=style or None, markup=False)
 
 
 def done(text: str) -> None:
     """Something that is as it should be."""
     _marked("✓", "green", text)
+
+
+def note(text: str) -> None:
+    """Something that is neither good nor bad."""
+    _marked("·", "dim", text)
 
 
 def warn(text: str, *, remedy: str = "") -> None:

@@ -42,7 +42,11 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
         verdict = "fine for 2 stages of a 32B model"
     else:
         longer = f"each token of a 32B model over 2 stages takes {added_ms:.0f} ms longer"
-        verdict = f"{longer}; a cable helps" if share <= _NOTICEABLE else f"slow: {longer}; use a cable"
+        verdict = (
+            f"{longer}; cables on both ends help"
+            if share <= _NOTICEABLE
+            else f"slow: {longer}; use cables on both ends"
+        )
     prompt = ""
     if bytes_per_s and (upload_s := _PROMPT_TOKENS * _HOP_BYTES / bytes_per_s) > 0.5:
         prompt = f"; a prompt of {_PROMPT_TOKENS} tokens {upload_s:.1f} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, run_async, status_if_running
@@ -12,7 +13,7 @@ from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, net
 from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Choice, done, say, warn
+from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
 from edgepipe.cli.wizard.fits import fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
@@ -238,7 +239,7 @@ def _join(setup: Setup, code: str, host: str) -> None:
     )
     setup.joined = True
     setup.name = joined.node_name
-    setup.commands.append(f"edgepipe node join {f'--host {host} ' if host else ''}CODE")
+    setup.commands += [f"edgepipe node join {f'--host {host} ' if host else ''}CODE", "edgepipe node start"]
     done(f"joined '{joined.cluster_name}' with {joined.num_peers} more")
     if joined.wanted_name:
         warn(f"another machine there is called '{joined.wanted_name}': this one is '{joined.node_name}' now")
@@ -324,7 +325,8 @@ def _tell_silence(setup: Setup) -> None:
     warn(f"nobody announced itself within {setup.config.listen_s:g} s")
     if facts.address:
         probe = run_async(look_at_multicast(facts, listen_s=setup.config.listen_s))
-        _show(multicast_findings(probe, facts, known_peers=0, family="IPv4"))
+        finding = multicast_findings(probe, facts, known_peers=0, family="IPv4")
+        _show(replace(finding, remedy="") if probe.sent else finding)  # what helps is among the choices below
     say(
         f"       the others must be in the same network; this machine is at {facts.address or 'no address'}",
         style="dim",
@@ -420,8 +422,10 @@ def _ports(setup: Setup) -> Ports:
 
 def _show(finding: Finding) -> None:
     text = finding.what + (f" ({finding.fact})" if finding.fact else "")
-    if finding.level in (Level.OK, Level.NOTE):
+    if finding.level is Level.OK:
         done(text)
+    elif finding.level is Level.NOTE:
+        note(text)
     else:
         warn(text, remedy=finding.remedy)
 

@@ -19,7 +19,7 @@ from tests.unit.cli.conftest import Run, make_status
     ("rtt_ms", "bytes_per_s", "good", "words"),
     [
         (0.4, 117e6, True, "0.4 ms, 936 Mbit/s: fine for 2 stages of a 32B model"),
-        (7.8, 18e6, False, "a cable helps"),
+        (7.8, 18e6, False, "cables on both ends help"),
         (60.0, 0.0, False, "slow: each token of a 32B model over 2 stages takes 60 ms longer"),
         (3.0, 10e6, False, "a prompt of 1000 tokens 1.0 s"),
         (0.0, 0.0, True, "not measured yet"),
