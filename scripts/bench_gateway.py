@@ -1,8 +1,9 @@
-"""The door: sampling and grammars, what HTTP adds to the engine's own time to first token, and many streams at once.
+"""The door: sampling and grammars, what HTTP adds to the engine's own time to first token, many streams at once, and
+large bodies beside them.
 
-Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle grammar http``. Nodes, engine, stages and
-gateway are real processes, only the devices' arithmetic is emulated where no SmolLM2 is named. The client speaks HTTP
-over bare sockets: it must not be what is measured.
+Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle grammar http bodies``. Nodes, engine, stages
+and gateway are real processes, only the devices' arithmetic is emulated where no SmolLM2 is named. The client speaks
+HTTP over bare sockets: it must not be what is measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 from figures import Row, below, print_rows
+from gateway_bodies import body_rows
 from gateway_sampling import cycle_rows, grammar_rows, sampler_rows
 
 from edgepipe.cli.admin import Admin
@@ -227,6 +229,7 @@ PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {
     "cycle": cycle_rows,
     "grammar": grammar_rows,
     "http": http_rows,
+    "bodies": body_rows,
 }
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -153,8 +154,12 @@ async def complete_at(
     max_tokens: int,
     sampling: SamplingParams = GREEDY,
     ignore_eos: bool = True,
+    at_once: int = 0,
 ) -> list[Answer]:
-    """As ``complete``, for the one model that a node serves; every prompt has a seed of its own."""
+    """As ``complete``, for the one model that a node serves; every prompt has a seed of its own.
+
+    ``at_once``: so many of them at a time, the next as soon as one has its answer; 0: all.
+    """
     async with admin.act_as_gateway() as security:
         status = await admin.status()
         (engine,) = status.engines
@@ -168,6 +173,7 @@ async def complete_at(
                 max_tokens=max_tokens,
                 sampling=sampling,
                 ignore_eos=ignore_eos,
+                at_once=at_once or len(prompts),
             )
 
 
@@ -179,6 +185,7 @@ async def _stream(
     max_tokens: int,
     sampling: SamplingParams,
     ignore_eos: bool,
+    at_once: int,
 ) -> list[Answer]:
     times: list[list[float]] = [[] for _ in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
@@ -186,7 +193,8 @@ async def _stream(
     call = engine.Generate(wait_for_ready=True)
     await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id=node_id)))
     started = time.perf_counter()
-    for index, prompt in enumerate(prompts):
+
+    async def submit(index: int, prompt: list[int]) -> None:
         request = Submission(
             request_id=RequestId(f"{started}-{index}"),
             prompt=tuple(prompt),
@@ -195,6 +203,10 @@ async def _stream(
             sampling=replace(sampling, seed=sampling.seed + index),
         )
         await call.write(command_to_wire(request))
+
+    waiting = deque(enumerate(prompts))
+    for _ in range(min(at_once, len(prompts))):
+        await submit(*waiting.popleft())
     while running:
         event: Any = await call.read()
         now = time.perf_counter()
@@ -206,6 +218,8 @@ async def _stream(
             if ended.reason not in ("length", "stop"):
                 raise RuntimeError(f"a request ended early: {ended}")
             running -= 1
+            if waiting:
+                await submit(*waiting.popleft())
     call.cancel()
     return [
         Answer(started_s=started, token_times_s=tuple(when), token_ids=tuple(what))

@@ -1,4 +1,12 @@
-"""Whatever comes in, the answer is an error in OpenAI's shape, with the right status, and the engine hears nothing."""
+"""Whatever comes in, the answer is an error in OpenAI's shape, with the right status, and the engine hears nothing.
+
+Here: bodies that are no JSON, fields out of bounds, prompts, models, hosts, origins, routes (H1-H19 and H22-H24 of the
+catalogue of bad input). Keys and routes without one (H20, H21) are in ``test_access``, sockets (H25-H28, H31) in
+``test_connections``, the queue (H29) in ``test_admission``, clients that leave (H30) in ``tests/cluster``, hostile
+output (H32) in ``test_tool_calls``. Two rows of the catalogue are valid here: no content beside tool calls (H9), and
+keywords that templates know (H17); two end earlier than it says: a key of 1 MB by its header (431), a schema of 10 MB
+by its body (413).
+"""
 
 from __future__ import annotations
 
@@ -42,13 +50,20 @@ def check_error(response: httpx.Response, status: int, code: str | None = None) 
     return body["error"]
 
 
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+
+
+def _tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "a", "parameters": parameters}}
+
+
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *[({"n": value}, "n") for value in (0, -1, 9, 10**6, 1.5, "3", True)],
     *[({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31, "5", 1.5)],
     *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -1)],
     *[({"temperature": value}, "temperature") for value in (-1, 2.1, 1e308, "warm")],
     *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5)],
-    *[({"stop": value}, "stop") for value in (["a"] * 5, [""], ["x" * 257], ["a"] * 1000, "", 3, [3])],
+    *[({"stop": value}, "stop") for value in (["a"] * 5, [""], ["x" * 257], ["a"] * 1000, "x" * 10_000, "", 3, [3])],
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1 << 32]}, "stop_token_ids"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
@@ -89,6 +104,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
             [TOOL, TOOL],
             [TOOL] * 10_000,
             [{"type": "function", "function": {"name": "a", "parameters": 3}}],
+            [_tool(LOOP)],
+            [_tool({"properties": {"x": {"type": "string", "pattern": "(("}}})],
+            [_tool({"properties": {"x": {"description": "y" * 300_000}}})],
             "all",
         )
     ],
@@ -103,6 +121,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
             {"type": "json_schema", "json_schema": {"name": "a"}},
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "wizard"}}},
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anyOf": [{"const": 1}] * 10_000}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOP}},
             "json",
         )
     ],
@@ -117,7 +137,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
+    *[
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": value}]}]}, "messages.0.content")
+        for value in ("x", {"url": "http://127.0.0.1/x.png"}, {"url": "file:///etc/passwd"})
+    ],
     ({"messages": "hi"}, "messages"),
     ({"messages": USER * 2049}, "messages"),
     ({"model": 3}, "model"),
@@ -151,6 +174,7 @@ async def test_a_bad_prompt_is_refused(served: Served, prompt: Any) -> None:
         b'{"temperature": Infinity}',
         b'{"temperature": 1e400}',
         b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"logit_bias": {"1": -Infinity}}',
         b'{"n": 1, "n": 2}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b"[" * 100_000,

@@ -66,6 +66,7 @@ async def test_with_every_connection_at_work_the_next_is_told_so() -> None:
     [
         (GET + b"X: " + b"y" * (64 << 10) + b"\r\n\r\n", b"431"),
         (GET + b"".join(b"X-%d: y\r\n" % i for i in range(10_000)) + b"\r\n", b"431"),
+        (GET + b"Authorization: Bearer " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n", b"400"),
         (b"hello\r\n\r\n", b"400"),
         (b"GET /v1/models HTTP/1.1\r\n\r\n", b"400"),

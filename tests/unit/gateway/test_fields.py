@@ -42,7 +42,9 @@ async def test_sampling_fields_reach_the_engine(served: Served) -> None:
 
 
 async def test_defaults_change_nothing(served: Served) -> None:
-    nothing = dict.fromkeys(("top_p", "logprobs", "n", "stop", "logit_bias", "tools", "tool_choice", "response_format"))
+    nothing = dict.fromkeys(
+        ("top_p", "logprobs", "n", "max_tokens", "stop", "logit_bias", "tools", "tool_choice", "response_format")
+    )
     await served.chat(top_k=-1, user="somebody", metadata={"a": "b"}, store=False, **nothing)
     sampling = served.engine.submits[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs) == (1.0, 0, 1.0, False)
