@@ -12,7 +12,7 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -120,7 +120,7 @@ def _format_grammar(response_format: Mapping[str, Any] | None) -> GrammarSpec | 
     if not isinstance(schema, Mapping):
         raise bad_request(f"{_SCHEMA} must be an object", param=_SCHEMA)
     checked = cast("Mapping[str, Any]", schema)
-    _check_size(checked, param=_SCHEMA)
+    _check_schema(checked, param=_SCHEMA)
     return json_grammar(checked)
 
 
@@ -143,7 +143,7 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         if schema is not None and not isinstance(schema, Mapping):
             raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
         schema = cast("Mapping[str, Any]", schema or {})
-        _check_size(schema, param=f"{param}.parameters")
+        _check_schema(schema, param=f"{param}.parameters")
         found[name] = {"type": "object", **schema}
     return found
 
@@ -249,14 +249,53 @@ _AROUND = {
 }
 
 
-def _check_size(schema: Mapping[str, Any], *, param: str) -> None:
+def _check_schema(schema: Mapping[str, Any], *, param: str) -> None:
     size = len(json.dumps(schema))
     if size > MAX_SCHEMA_CHARS:
         raise bad_request(
             f"the schema is too large: {size} characters, at most {MAX_SCHEMA_CHARS} can be used", param=param
         )
+    _check_references(schema, param=param)
     if "x-guidance" in schema:
         raise bad_request("'x-guidance' is not supported", param=param)
+
+
+def _check_references(schema: Mapping[str, Any], *, param: str) -> None:
+    """A reference that leads to nothing but references would bind the output to nothing at all."""
+    ends: set[str] = set()  # references that are known to lead somewhere, or nowhere, which the library refuses
+    for first in _references(schema):
+        way: set[str] = set()
+        following: object = first
+        while isinstance(following, str) and following not in ends:
+            if following in way:
+                text = f"'{following[:64]}' refers to nothing but itself"
+                raise bad_request(text, param=param, code="invalid_schema")
+            way.add(following)
+            target = _resolved(schema, following)
+            following = target.get("$ref") if target is not None else None
+        ends.update(way)
+
+
+def _references(schema: Mapping[str, Any]) -> Iterator[str]:
+    left: list[object] = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            fields = cast("dict[str, object]", node)
+            if isinstance(reference := fields.get("$ref"), str):
+                yield reference
+            left.extend(fields.values())
+        elif isinstance(node, list):
+            left.extend(cast("list[object]", node))
+
+
+def _resolved(schema: Mapping[str, Any], reference: str) -> Mapping[str, Any] | None:
+    """What a JSON pointer into the schema points at (RFC 6901), if that is an object."""
+    node: object = schema
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
+    return cast("Mapping[str, Any]", node) if isinstance(node, dict) and reference.startswith("#") else None
 
 
 def _problem(error: RequestInvalid, *, param: str) -> HttpProblem:

@@ -150,6 +150,8 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "nothing"}), SCHEMA),
         (_schema({"$ref": "http://127.0.0.1/x"}), SCHEMA),
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
+        (_schema({"$ref": "#"}), SCHEMA),
+        (_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1"}, "b/": {"$ref": "#/$defs/a"}}}), SCHEMA),
         (_schema({"type": "string", "pattern": "(("}), SCHEMA),
         (_schema({"type": "string", "pattern": "(?=a)a"}), SCHEMA),
         (_schema({"type": "string", "minLength": 3, "maxLength": 2}), SCHEMA),
@@ -177,6 +179,18 @@ async def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict[str, An
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "%llguidance" not in caught.value.message
+
+
+async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"below": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["below"],
+        "additionalProperties": False,
+    }
+    grammar = (await plan(**_schema(tree))).grammar
+    assert takes(vocabulary, grammar, '{"below": [{"below": []}]}') == "ends"
+    assert takes(vocabulary, grammar, '{"below": [3') == "refuses"
 
 
 async def test_patterns_that_explode_elsewhere_compile(vocabulary: GrammarTokenizer) -> None:
