@@ -342,10 +342,17 @@ async def _next_line(stream: asyncio.StreamReader) -> bytes:
         return b"(a line too long to show)\n"
 
 
-def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark, int]:
-    """A mark for a new stage, and the descriptor to pass on; that is closed here once the stage has it."""
-    file = passed.enter_context(tempfile.TemporaryFile())
-    return StepMark(file.fileno()), file.fileno()
+def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark | None, int]:
+    """A mark for a new stage, and the descriptor to pass on; that is closed here once the stage has it.
+
+    None, and no descriptor, where the disk takes no file: then nobody knows which step a stage died in.
+    """
+    try:
+        file = passed.enter_context(tempfile.TemporaryFile())
+        return StepMark(file.fileno()), file.fileno()
+    except OSError as exc:
+        logger.warning("crashes inside steps cannot be told from others: %s", exc)
+        return None, -1
 
 
 def _crashed(status: int | None) -> bool:

@@ -181,6 +181,8 @@ class Pump:
 
     def _overtakes(self, site: StageSite, done: StepDone) -> bool:
         """Whether it is a step in flight that ends there, while the one whose turn it is ends on another stage."""
+        if not self._in_flight or self._in_flight[0].step == done.step:
+            return False
         ends = {step.step: self._ends_at.get(self._last_slice(step)) for step in self._in_flight}
         return ends.get(done.step) == site.index and next(iter(ends.values())) != site.index
 

@@ -19,9 +19,9 @@ class StepMark:
     """One side's view of the mark; ``write`` belongs to the compute thread alone."""
 
     def __init__(self, descriptor: int) -> None:
-        """Raises OSError if the descriptor is none of a file that can be mapped."""
+        """Raises OSError if the descriptor is none of a file that can be mapped, or the disk is full."""
         if os.fstat(descriptor).st_size < _FORM.size:
-            os.ftruncate(descriptor, _FORM.size)
+            os.pwrite(descriptor, bytes(_FORM.size), 0)  # a mere size would be missed at the first store: SIGBUS
         self._memory = mmap.mmap(descriptor, _FORM.size)
 
     def write(self, epoch: int, step: int) -> None:

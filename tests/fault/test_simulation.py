@@ -53,8 +53,9 @@ class Forgetful(simulation.SimulatedStage):
         return super().compute()
 
 
-def run_many(kind: type[Simulation]) -> None:
-    for seed in range(1000):
+def run_many(kind: type[Simulation], *, first: int = 0) -> None:
+    """``first``: a seed shortly before one that shows the fault, as long as schedules are drawn as they are."""
+    for seed in range(first, first + 1000):
         kind(seed).run()
 
 
@@ -84,7 +85,7 @@ async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: 
 
     monkeypatch.setattr(KVPool, "lose", lose_only)
     with pytest.raises(AssertionError, match="instead of"):
-        run_many(Simulation)
+        run_many(Simulation, first=210)
 
 
 @pytest.mark.parametrize("part", range(2))
