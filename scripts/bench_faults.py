@@ -68,14 +68,21 @@ def epochs(status: pb.ClusterStatus) -> list[int]:
 
 
 async def stalls_of(
-    cluster: ChaosCluster, fault: str, *, times: int, seed: int, exact: bool = True, max_tokens: int = 0
+    cluster: ChaosCluster,
+    fault: str,
+    *,
+    times: int,
+    seed: int,
+    exact: bool = True,
+    max_tokens: int = 0,
+    strike_at: float | None = None,
 ) -> list[float]:
     """The longest pause of every stream that the fault met, over so many trials."""
     run = ChaosRun(cluster, seed=seed, exact=exact, max_tokens=max_tokens or (160 if exact else 60))
     await run.prepare(num_requests=4)
     stalls: list[float] = []
     for _ in range(times):
-        stalls += (await run.trial(fault, num_streams=2, most_pause_s=60.0)).stalls_s
+        stalls += (await run.trial(fault, num_streams=2, most_pause_s=60.0, strike_at=strike_at)).stalls_s
     return stalls
 
 
@@ -133,7 +140,7 @@ async def drained(times: int, rows: list[Row]) -> None:
     async with folder() as place, chaos_cluster(place) as cluster:
         for fault, what in (("drain node", "a stage's node"), ("drain engine", "the engine's node")):
             progress(f"{what} is drained in mid-answer")
-            stalls = await stalls_of(cluster, fault, times=times, seed=7, max_tokens=2000)
+            stalls = await stalls_of(cluster, fault, times=times, seed=7, max_tokens=1200, strike_at=0.05)
             rows.append(below(f"pause, {what} drained, p50", statistics.median(stalls), "s", 1.0))
             rows.append(below(f"pause, {what} drained, worst", max(stalls), "s", 1.0))
 
