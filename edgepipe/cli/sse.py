@@ -68,7 +68,7 @@ class ChatClient:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise error_from_body(await response.aread(), status=response.status_code)
-                async for line in response.aiter_lines():
+                async for line in event_lines(response):
                     if line == "data: [DONE]":
                         return
                     if line.startswith(": "):
@@ -91,6 +91,18 @@ class ChatClient:
             fact=f"{self._base_url}: {type(exc).__name__}",
             next_step="edgepipe status    (or: edgepipe logs)",
         )
+
+
+async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream of events, which end with ``LF`` alone: text may hold U+0085 or U+2028, which end lines
+    elsewhere, also in httpx."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def piece_from_event(data: str) -> Piece:

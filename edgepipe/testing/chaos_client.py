@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from edgepipe.cli.sse import event_lines
 from edgepipe.clock import Clock
 from edgepipe.testing.history import Asked, Counted, Ended, Given, History, Noted
 
@@ -56,7 +57,7 @@ class RecordingClient:
         self._end(stream, "left", "")
 
     async def _read(self, stream: str, response: httpx.Response) -> None:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line == _DONE:
                 self._end(stream, "done", "")
             elif line.startswith("data: "):

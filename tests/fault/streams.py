@@ -13,6 +13,7 @@ import psutil
 from edgepipe_emulated import emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
+from edgepipe.cli.sse import event_lines
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.nodes import Node, Nodes, children_of, idle
@@ -59,7 +60,7 @@ class Stream:
         url = f"http://127.0.0.1:{http_port}/v1/completions"
         async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url, json=body) as response:
             assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if line.startswith("data: {"):
                     await self._take(json.loads(line[6:]))
 
