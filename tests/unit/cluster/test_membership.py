@@ -211,6 +211,16 @@ def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes():
     assert MemberStatus.ALIVE in statuses(cluster.on_beat(beat(OTHER), now=50.0))
 
 
+def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep():
+    cluster = membership()
+    told = state(OTHER)
+    told.sleeps_soon = True
+    cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=3.0)
+    for half in range(6, 14):
+        cluster.on_tick(now=half / 2)
+    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, 3.0)]
+
+
 def test_a_dead_node_is_absent_since_it_was_last_heard():
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=3.0)
