@@ -634,6 +634,19 @@ async def _flap_node(run: ChaosRun) -> None:
     run.note(f"cable of {name} in")
 
 
+async def _change_address(run: ChaosRun) -> None:
+    """From one network to another that has the same machines: the old address is gone, and so is every connection."""
+    lab = run.cluster.lab
+    assert lab is not None, "other addresses need the LAN lab"
+    name, _ = await run.victim("stage")
+    host = lab.host(name)
+    address = f"10.77.{run.random.randint(1, 250)}.{run.random.randint(1, 250)}/16"
+    await run.strike(f"{name} gets the address {address}")
+    for command in ("addr flush dev lan0", f"addr add {address} dev lan0", "route add default dev lan0"):
+        done = await host.run(["ip", *command.split()])
+        assert done.exit_code == 0, done.stderr
+
+
 async def _blink_links(run: ChaosRun) -> None:
     """Every link silent for half a second."""
     lab = run.cluster.lab
@@ -714,6 +727,7 @@ FAULTS: dict[str, Fault] = {
     "cut one way": _cut_one_way,
     "cut pair": _cut_pair,
     "flap node": _flap_node,
+    "change address": _change_address,
     "blink links": _blink_links,
     "lossy links": _lossy_links,
     "slow links": _slow_links,

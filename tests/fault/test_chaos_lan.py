@@ -25,9 +25,11 @@ CASES = {
     "N7 5 % loss": ("lossy links", {}),
     "N5 N8 N9 slow links": ("slow links", {}),
 }
+LONG_CASES = {
+    "N11 a node gets another address": ("change address", {}),
+}
 NOT_HERE = {
     "N6": "no false death in ten minutes of jitter: scripts/bench faults --only load --full",
-    "N11": "a host of the lab keeps its address",
     "N12": "hosts of the lab have one interface",
     "N15": "a blocked port is the doctor's affair",
     "N16": "the lab speaks IPv4",
@@ -98,6 +100,13 @@ async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_m
     statuses = [await cluster.running[name].status() for name in served]
     engines = [status.engines[0].epoch.engine_id for status in statuses]
     assert engines[0] == engines[1], "the lower epoch has given way"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG_CASES)
+async def test_streams_go_on_in_cases_that_take_longer(run: ChaosRun, case: str):
+    fault, settings = LONG_CASES[case]
+    await run.trial(fault, **settings)
 
 
 @pytest.mark.parametrize("case", NOT_HERE)
