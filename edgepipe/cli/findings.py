@@ -208,6 +208,14 @@ def reach_finding(
             fact="connection refused",
             remedy="on that machine: edgepipe node start    (or look there: edgepipe service status)",
         )
+    if probe.reach is Reach.NO_NAME:
+        return Finding(
+            id=base,
+            level=Level.PROBLEM,
+            what=f"{name}: no machine of that name is known here",
+            fact=probe.error,
+            remedy="give its address; 'edgepipe peers' on that machine shows it",
+        )
     if facts.mac and probe.errno == _MAC_NO_ROUTE:
         return Finding(
             id=base,

@@ -33,6 +33,7 @@ class Reach(StrEnum):
     REFUSED = "refused"  # the machine answers, nobody listens
     TIMEOUT = "timeout"  # something drops the packets, or the machine is off
     NO_ROUTE = "no route"
+    NO_NAME = "no name"  # nobody knows the host's address
     BLOCKED = "blocked"  # this machine's own system says no
 
 
@@ -90,6 +91,8 @@ async def probe_tcp(host: str, port: int, *, timeout_s: float) -> TcpProbe:
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         return result(Reach.TIMEOUT)
+    except (socket.gaierror, UnicodeError) as exc:
+        return result(Reach.NO_NAME, OSError(0, str(exc.args[-1])))
     except OSError as exc:
         return result(reach_of(exc.errno or 0), exc)
     mtu = _path_mtu(writer.get_extra_info("socket"))

@@ -26,7 +26,7 @@ from edgepipe.cli.findings import (
     rights_finding,
     worst,
 )
-from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, reach_of
+from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, probe_tcp, reach_of
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
@@ -62,6 +62,14 @@ def test_what_is_in_the_way_of_a_peer(
     assert finding.level is Level.PROBLEM
     assert words in finding.what
     assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
+async def test_a_name_that_nobody_knows_is_told(host: str) -> None:
+    probe = await probe_tcp(host, 7117, timeout_s=10)
+    finding = reach_finding(probe, host, FACTS, PORTS, neighbour_known=None)
+    assert finding.level is Level.PROBLEM
+    assert "no machine of that name" in finding.what
 
 
 def test_an_open_port_is_no_problem() -> None:
