@@ -73,6 +73,8 @@ def simulate(
         _compare_schedules(schedule, sizes=(stages or _STAGES, count, slices or _SLICES), plot=plot, as_json=as_json)
         return
     _refuse(["stages"] if stages else [], "goes with --schedule")
+    if layout != "interleaved" and not any("layout" in text for text in compare or ()):
+        _refuse(["slices"] if slices else [], "goes with --schedule or --layout interleaved")
     own = {
         "devices": devices or _DEVICES,
         "layout": layout or "pipeline",

@@ -74,7 +74,7 @@ def test_a_picture_is_written(run: Run, tmp_path: Path) -> None:
         (("--schedule", "all", "--micro-batches", "1000"), ["1000 micro-batches", "256"]),
         (("--schedule", "all", "--rate", "3"), ["--rate does not go with --schedule"]),
         (("--schedule", "all", "--devices", "2x rtx4090"), ["--devices does not go with --schedule"]),
-        (("--slices", "2"), ["--slices goes with --schedule"]),
+        (("--slices", "2"), ["--slices goes with --schedule or --layout interleaved"]),
         (("--schedule", "all", "--plot", "out.doc"), ["out.doc", "png"]),
     ],
 )
