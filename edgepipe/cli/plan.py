@@ -132,7 +132,7 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
     try:
         shown = preview(demand, cluster, wishes)
     except NoFeasiblePlacement:
-        if cluster.machines:
+        if cluster.machines and not wishes.layers and wishes.num_nodes <= len(cluster.machines):
             short = shortage_of(demand, cluster.machines, num_nodes=wishes.num_nodes)
             if as_json:
                 print_json(shortage_as_dict(short))

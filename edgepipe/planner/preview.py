@@ -35,8 +35,8 @@ def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool =
     return Preview(
         model=cluster.model,
         plan=found,
-        alternatives=tuple(alternatives(demand, cluster, found)) if compare else (),
-        helps=tuple(helps(demand, cluster, found)) if compare else (),
+        alternatives=tuple(alternatives(demand, cluster, found, wishes)) if compare else (),
+        helps=tuple(helps(demand, cluster, found, wishes)) if compare and not wishes.layers else (),
     )
 
 

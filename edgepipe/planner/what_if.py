@@ -63,8 +63,13 @@ def changed(cluster: Cluster, text: str) -> Cluster:
     return cluster
 
 
-def alternatives(demand: Demand, cluster: Cluster, base: Plan) -> Iterator[Alternative]:
-    """The best single machine, and the best plan for the other aim, where they are others."""
+def alternatives(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> Iterator[Alternative]:
+    """What would be done without wishes, the best single machine, and the best plan for the other aim, where they are
+    others."""
+    if wishes != Wishes():
+        free = _try("without wishes", demand, cluster, Wishes())
+        if free.plan is not None and free.plan.placed != base.placed:
+            yield free
     if len(base.stages) > 1:
         yield _try("best single machine", demand, cluster, Wishes(num_nodes=1))
     other = Objective.THROUGHPUT if demand.objective is Objective.LATENCY else Objective.LATENCY
@@ -73,10 +78,10 @@ def alternatives(demand: Demand, cluster: Cluster, base: Plan) -> Iterator[Alter
         yield found
 
 
-def helps(demand: Demand, cluster: Cluster, base: Plan) -> list[Alternative]:
-    """What would gain the most, the best first: cables, memory, one more machine like the slowest."""
+def helps(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> list[Alternative]:
+    """What would gain the most with the same wishes, the best first: cables, memory, one more machine."""
     tried = [
-        _try(what, demand, other, Wishes())
+        _try(what, demand, other, wishes)
         for what, other in [*_better_links(cluster, base), *_more_memory(cluster, base), *_one_more(cluster, base)]
     ]
     worth = [one for one in tried if one.gain_over(base) >= _WORTH_TELLING]
@@ -110,7 +115,7 @@ def _one_more(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
 
 def _try(what: str, demand: Demand, cluster: Cluster, wishes: Wishes) -> Alternative:
     try:
-        return Alternative(what=what, plan=plan(demand, cluster.machines, cluster.links, wishes))
+        return Alternative(what=what, plan=plan(demand, cluster.machines, cluster.links, wishes, explain=False))
     except NoFeasiblePlacement as error:
         return Alternative(what=what, plan=None, why_not=error.what)
 

@@ -1,0 +1,112 @@
+"""``edgepipe plan``: the picture, its twin in JSON, and how it ends when nothing can be planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from edgepipe.cli import admin
+from edgepipe.errors import LinkNotMeasured
+from edgepipe.wire.v1 import node_pb2 as pb
+
+IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
+
+
+def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run):
+    shown = run(*IMAGINED, "--objective", "throughput", "--what-if", "link 100mbit,5ms")
+    assert shown.code == 0
+    assert max(map(len, shown.out.splitlines())) <= 80
+    for part in ("MACHINE", "bottleneck", "one token", "tok/s", "estimated from data sheets", "with the changes"):
+        assert part in shown.out
+    assert "\x1b" not in shown.out, "colours in a pipe"
+
+
+def test_json_is_one_document_and_says_the_same(run: Run):
+    told = json.loads(run(*IMAGINED, "--json").out)
+    by_hand = json.loads(run(*IMAGINED, "--json", "--plan", told["plan"]).out)
+    assert by_hand["plan"] == told["plan"]
+    assert by_hand["one_chat_tokens_per_s"] == told["one_chat_tokens_per_s"]
+    assert by_hand["left_out"] == []
+
+
+def test_wishes_are_kept(run: Run):
+    told = json.loads(run(*IMAGINED, "--json", "--first", "d", "--nodes", "4").out)
+    assert told["stages"][0]["node"] == "d"
+    assert len(told["stages"]) == 4
+    told = json.loads(run(*IMAGINED, "--json", "--exclude", "a").out)
+    assert {"node": "a", "reason": "as you wish"} in told["left_out"]
+
+
+def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):
+    short = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090")
+    assert short.code == 6
+    for part in ("needed", "free on a", "missing", "WHAT WOULD HELP", "--force"):
+        assert part in short.out
+    told = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--json")
+    assert told.code == 6
+    assert json.loads(told.out)["missing_bytes"] > 0
+
+
+def test_too_few_machines_are_no_lack_of_memory(run: Run):
+    short = run(*IMAGINED, "--nodes", "5")
+    assert short.code == 6
+    assert "5 nodes are wanted, 4 can compute" in short.err
+    assert "WHAT WOULD HELP" not in short.out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--nodes", "2", "--plan", "a:0-31,b:32-63"),
+        ("--first", "a", "--plan", "a:0-31,b:32-63"),
+        ("--first", "a", "--exclude", "a"),
+        ("--exclude", "nobody"),
+        ("--nodes", "65"),
+        ("--plan", "a:0-31,b:33-63"),
+        ("--objective", "fame"),
+        ("--context", "99999999"),
+        ("--what-if", "buy a house"),
+        ("--measure",),
+    ],
+)
+def test_contradictory_wishes_end_with_two_and_one_sentence(run: Run, flags: tuple[str, ...]):
+    refused = run(*IMAGINED, *flags)
+    assert refused.code == 2
+    assert refused.err.startswith("\nerror: ") or refused.err.startswith("error: ")
+    assert "Traceback" not in refused.err
+
+
+def test_a_link_without_devices_and_no_node_are_told_apart(run: Run):
+    assert run("plan", "qwen2.5-32b", "--link", "1gbit").code == 2
+    assert run("plan", "qwen2.5-32b").code == 3
+
+
+def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, monkeypatch: pytest.MonkeyPatch):
+    class Vanishing:
+        async def survey(self, model: str, **_: Any) -> pb.SurveyReply:
+            raise LinkNotMeasured("a node went away while links were measured", next_step="try again")
+
+    @asynccontextmanager
+    async def connect(folder: Path) -> AsyncIterator[Any]:
+        yield Vanishing()
+
+    monkeypatch.setattr(admin, "connect", connect)
+    gone = run("plan", "qwen2.5-32b")
+    assert gone.code == 3
+    assert gone.err.strip().splitlines() == [
+        "error: a node went away while links were measured",
+        "   try: try again",
+    ]
+
+
+def test_force_plans_as_if_all_memory_were_free(run: Run):
+    tight = ("plan", "qwen2.5-14b", "--emulate", "rtx4090, m1", "--json")
+    whole = json.loads(run(*tight, "--force").out)
+    free = json.loads(run(*tight).out)
+    assert sum(one["free_bytes"] for one in whole["stages"]) > sum(one["free_bytes"] for one in free["stages"])

@@ -1,0 +1,129 @@
+"""Imagined changes of a cluster, what would help, and a plan as plain values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from planner_world import GB
+
+from edgepipe.backend.devices import parse_devices
+from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.ids import NodeId
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.preview import plan_as_dict, plan_text, preview, preview_as_dict, shortage_as_dict, which_fit
+from edgepipe.planner.shortage import shortage_of
+from edgepipe.planner.what_if import alternatives, changed, helps
+from edgepipe.units import parse_link
+
+BIG = named_shape("qwen2.5-32b")
+
+
+def cluster(devices: str, link: str = "1gbit,0.3ms") -> Cluster:
+    return known_cluster(parse_devices(devices), BIG, link=parse_link(link), model="qwen2.5-32b")
+
+
+def names(found: Cluster) -> list[str]:
+    return [one.name for one in found.machines]
+
+
+def test_machines_come_and_go():
+    found = changed(cluster("2x rtx4090"), "add m4max, remove a, add rtx4090")
+    assert names(found) == ["b", "new m4max", "new rtx4090"]
+    assert len({one.node_id for one in found.machines}) == 3
+
+
+def test_links_change_everywhere_or_at_one_node():
+    before = cluster("3x rtx4090")
+    everywhere = changed(before, "link 2.5gbit,0.1ms").links
+    assert everywhere.between(NodeId("a"), NodeId("c")).shape == parse_link("2.5gbit,0.1ms")
+    one = changed(before, "link b 100mbit").links
+    assert one.between(NodeId("a"), NodeId("b")).shape.bytes_per_s == 12.5e6
+    assert one.between(NodeId("a"), NodeId("c")).shape == parse_link("1gbit,0.3ms")
+
+
+def test_memory_is_what_the_machine_then_has():
+    assert changed(cluster("rtx4090"), "memory a 96GB").machines[0].room.free_bytes == 96 * GB
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("buy rtx4090", ConfigInvalid),
+        ("add toaster", ConfigInvalid),
+        ("memory a", ConfigInvalid),
+        ("link fast", ConfigInvalid),
+        ("remove z", PlanInvalid),
+        ("memory z 8GB", PlanInvalid),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(text: str, error: type[Exception]):
+    with pytest.raises(error):
+        changed(cluster("2x rtx4090"), text)
+
+
+def test_a_slow_network_is_helped_by_cables_first():
+    slow = cluster("4x rtx4090", link="50mbit,10ms")
+    demand = Demand(config=BIG, objective=Objective.THROUGHPUT)
+    base = plan(demand, slow.machines, slow.links)
+    found = helps(demand, slow, base, Wishes())
+    assert found[0].what.startswith("cables of")
+    assert found[0].gain_over(base) > 0.5
+    gains = [one.gain_over(base) for one in found]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_plan_by_hand_is_compared_with_what_would_be_done_and_helped_by_nothing():
+    there = cluster("4x rtx4090")
+    wishes = Wishes(layers="a:0-11,b:12-23,c:24-43,d:44-63")
+    demand = Demand(config=BIG)
+    base = plan(demand, there.machines, there.links, wishes)
+    free = next(alternatives(demand, there, base, wishes))
+    assert free.what == "without wishes"
+    assert free.gain_over(base) >= 0
+    assert preview(demand, there, wishes).helps == ()
+
+
+def test_a_single_machine_that_cannot_hold_the_model_is_said_to():
+    there = cluster("4x rtx4090")
+    base = plan(Demand(config=BIG), there.machines, there.links)
+    single = next(one for one in alternatives(Demand(config=BIG), there, base, Wishes()) if "single" in one.what)
+    assert single.plan is None
+    assert "needs" in single.why_not
+
+
+def test_a_preview_is_plain_json_that_says_what_the_plan_says():
+    there = cluster("4x rtx4090")
+    shown = preview(Demand(config=BIG), there, Wishes())
+    told = json.loads(json.dumps(preview_as_dict(shown)))
+    assert told["model"] == "qwen2.5-32b"
+    assert told["plan"] == plan_text(shown.plan)
+    assert sum(int(one["layers"].split("-")[1]) - int(one["layers"].split("-")[0]) + 1 for one in told["stages"]) == 64
+    assert len(told["links"]) == len(told["stages"]) - 1
+    assert told["source"] == "estimated"
+    assert told["what_if"] is None
+    assert told["one_chat_tokens_per_s"] == pytest.approx(1 / told["token_s"], rel=0.01)
+    assert all(0 <= one["busy"] <= 1 for one in plan_as_dict(shown.plan)["stages"])
+    again = plan(Demand(config=BIG), there.machines, there.links, Wishes(layers=told["plan"]))
+    assert again.placed == shown.plan.placed
+
+
+def test_a_shortage_as_plain_values_adds_up():
+    there = cluster("2x rtx4090")
+    told = shortage_as_dict(shortage_of(Demand(config=BIG), there.machines))
+    assert told["missing_bytes"] == told["needed_bytes"] - told["free_bytes"] > 0
+    assert told["free_bytes"] == sum(one["free_bytes"] for one in told["machines"])
+    assert any(one["enough"] for one in told["helps"])
+
+
+def test_models_that_fit_come_first_the_largest_of_them():
+    sizes = ("llama-3.3-70b", "qwen2.5-7b", "qwen2.5-14b")
+    clusters = [
+        (name, known_cluster(["m4max"], named_shape(name), link=parse_link("ideal")).machines) for name in sizes
+    ]
+    found = which_fit(clusters, cluster("m4max").links)
+    assert [one.model for one in found] == ["qwen2.5-14b", "qwen2.5-7b", "llama-3.3-70b"]
+    assert found[-1].plan is None
