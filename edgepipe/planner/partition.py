@@ -142,22 +142,24 @@ class ExactSearch:
         self._sizes = sizes
         self._masks_by_size = [masks[sizes == size] for size in range(1, num_devices + 1)]
 
-    def best(self, instance: Instance, *, below_s: float = inf) -> Share | None:
-        """The share with the smallest cycle, if one is smaller than ``below_s``."""
+    def best(self, instance: Instance, *, below_s: float = inf, near_s: float = 0.0) -> Share | None:
+        """The share with the smallest cycle, if one is smaller than ``below_s``; ``near_s``: about where its T is."""
         if not len(self._mask) or not could_fit(instance, below_s / instance.micro_batches):
             return None
         search = _Limits(self, instance)
         limits = server_times(instance, below_s / instance.micro_batches)
-        low, high = 0, len(limits) - 1
-        if search.shortest_turn_s(limits[high]) >= below_s:
+        if search.shortest_turn_s(limits[-1]) >= below_s:
             return None
-        while low < high:  # the first limit at which the ring's turn is no longer what holds it up
-            middle = (low + high) // 2
-            if search.shortest_turn_s(limits[middle]) <= instance.micro_batches * limits[middle]:
-                high = middle
-                search.forget_worse()
-            else:
-                low = middle + 1
+        search.forget_above(below_s)
+
+        def filled(limit_s: float) -> bool:
+            """Whether the ring's turn is no longer what holds it up."""
+            if search.shortest_turn_s(limit_s) > instance.micro_batches * limit_s:
+                return False
+            search.forget_above(instance.micro_batches * limit_s * (1 + _ROUNDING))
+            return True
+
+        low = first_true(limits, filled, near=near_index(limits, near_s))
         shares = [search.share(limits[index]) for index in (low, low - 1) if index >= 0]
         found = [share for share in shares if share is not None and share.cycle_s < below_s]
         return min(found, key=lambda share: share.cycle_s, default=None)
@@ -240,20 +242,18 @@ class _Limits:
         self._alive = np.arange(len(search.choices()[0]))  # choices that can still be the best
         self._turns = np.zeros(0)
         self._alike = _alike(instance)
-        self._limit_s = 0.0
 
     def shortest_turn_s(self, limit_s: float) -> float:
         """Of all choices; infinite if none fits."""
         _, first, last = self._search.choices()
         sums, _ = self._search.stage_sums_s(self._instance, limit_s, self._alive)
         closing_s = self._instance.closing_s[first[self._alive], last[self._alive]]
-        self._limit_s = limit_s
         self._turns = sums + self._paths_s(limit_s) + closing_s
         return float(self._turns.min())
 
-    def forget_worse(self) -> None:
-        """Drop choices that cannot keep the last limit or whose turn takes longer: its cycle is beaten already."""
-        self._alive = self._alive[self._turns <= self._instance.micro_batches * self._limit_s]
+    def forget_above(self, cycle_s: float) -> None:
+        """Drop choices whose turn within the last limit takes longer: within a lower one it is no shorter."""
+        self._alive = self._alive[self._turns <= cycle_s]
 
     def share(self, limit_s: float) -> Share | None:
         """The share with the shortest turn."""
@@ -300,16 +300,36 @@ def _alike(instance: Instance) -> tuple[float, float] | None:
 
 def first_limit(limits: Floats, holds: Callable[[float], bool]) -> float | None:
     """The smallest limit that holds, if the last one does; every limit above one that holds does too."""
-    low, high = 0, len(limits) - 1
-    if not len(limits) or not holds(float(limits[high])):
+    if not len(limits) or not holds(float(limits[-1])):
         return None
+    return float(limits[first_true(limits, holds, near=len(limits) - 1)])
+
+
+def first_true(limits: Floats, holds: Callable[[float], bool], *, near: int) -> int:
+    """Index of the first limit that holds; every one above one that holds does, and the last one is taken to.
+
+    Looks ``near`` an index first and then ever farther away: searches that follow one another find theirs close by.
+    """
+    low, high = 0, len(limits) - 1
+    step, at = 1, min(max(near, 0), high)
     while low < high:
-        middle = (low + high) // 2
-        if holds(float(limits[middle])):
-            high = middle
+        if holds(float(limits[at])):
+            high = at
+            if low == high:
+                break
+            at = max(low, at - step) if step else (low + high) // 2
         else:
-            low = middle + 1
-    return float(limits[low])
+            low = at + 1
+            at = min(high, low + step - 1) if step else (low + high) // 2
+        if step and (at <= low or at >= high or 4 * step > high - low):
+            step, at = 0, (low + high) // 2  # both sides are known: halve what is between
+        step *= 2
+    return low
+
+
+def near_index(limits: Floats, near_s: float) -> int:
+    """Where to begin: at a known T, else at the top: what beats the best so far is seldom far below it."""
+    return int(np.searchsorted(limits, near_s)) if near_s else len(limits) - 2
 
 
 def could_fit(instance: Instance, limit_s: float) -> bool:

@@ -27,6 +27,8 @@ from edgepipe.planner.partition import (
     could_fit,
     evaluate,
     first_limit,
+    first_true,
+    near_index,
     rooms_within,
     server_times,
 )
@@ -53,26 +55,25 @@ class ManySearch:
         self._must = frozenset(must)
         self._num_devices = num_devices
 
-    def best(self, instance: Instance, *, below_s: float = inf) -> Share | None:
-        """The share with the smallest cycle that was found, if one is smaller than ``below_s``."""
+    def best(self, instance: Instance, *, below_s: float = inf, near_s: float = 0.0) -> Share | None:
+        """The share with the smallest cycle that was found, if one is smaller than ``below_s``; ``near_s``: about where
+        its T is."""
         m = instance.micro_batches
         if not could_fit(instance, below_s / m) or self._bound_s(instance, below_s / m) >= below_s:
             return None
         limits = server_times(instance, below_s / m)
-        low, high = 0, len(limits) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._bound_s(instance, limits[middle]) <= m * limits[middle]:
-                high = middle
-            else:
-                low = middle + 1
-        bounds = {
-            index: max(m * limits[index], self._bound_s(instance, limits[index]))
-            for index in (low, low - 1)
-            if index >= 0
-        }
+        tables: dict[float, _Table] = {}
+
+        def table(limit_s: float) -> _Table:
+            if limit_s not in tables:
+                tables[limit_s] = _Table(self, instance, limit_s)
+            return tables[limit_s]
+
+        low = first_true(limits, lambda limit_s: table(limit_s).best_s <= m * limit_s, near=near_index(limits, near_s))
+        ends = [float(limits[index]) for index in (low, low - 1) if index >= 0]
+        bounds = {limit_s: max(m * limit_s, table(limit_s).best_s) for limit_s in ends}
         bound_s = min(bounds.values())
-        shares = [self._share(instance, limits[index], bound_s) for index, value in bounds.items() if value < inf]
+        shares = [self._share(instance, table(limit_s), bound_s) for limit_s, value in bounds.items() if value < inf]
         found = [share for share in shares if share is not None and share.cycle_s < below_s]
         return min(found, key=lambda share: share.cycle_s, default=None)
 
@@ -81,7 +82,7 @@ class ManySearch:
         most_s = share.cycle_s * (1 + slack)
         limits = server_times(instance, share.server_s)
         limit_s = first_limit(limits, lambda limit: self._bound_s(instance, limit) <= most_s)
-        found = None if limit_s is None else self._share(instance, limit_s, share.bound_s)
+        found = None if limit_s is None else self._share(instance, _Table(self, instance, limit_s), share.bound_s)
         worse = found is None or found.server_s >= share.server_s or found.cycle_s > most_s
         return share if found is None or worse else found
 
@@ -90,13 +91,13 @@ class ManySearch:
         table = _Table(self, instance, limit_s)
         return table.best_s
 
-    def _share(self, instance: Instance, limit_s: float, bound_s: float) -> Share | None:
-        layers = _Table(self, instance, limit_s).layers()
+    def _share(self, instance: Instance, table: _Table, bound_s: float) -> Share | None:
+        layers = table.layers()
         if layers is None:
             return None
         first = next(one for one, (flags, _) in layers.items() if flags & EMBEDS)
         last = next(one for one, (flags, _) in layers.items() if flags & HEAD)
-        order = shortest_way(instance, list(layers), first=first, last=last, limit_s=limit_s)
+        order = shortest_way(instance, list(layers), first=first, last=last, limit_s=table.limit_s)
         share = evaluate(instance, order, [layers[one][1] for one in order])
         return Share(
             devices=share.devices,
@@ -137,6 +138,7 @@ class _Table:
     def __init__(self, search: ManySearch, instance: Instance, limit_s: float) -> None:
         self._search = search
         self._instance = instance
+        self.limit_s = limit_s
         rooms = rooms_within(instance, limit_s)
         hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
         np.fill_diagonal(hop, inf)

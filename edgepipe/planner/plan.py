@@ -24,6 +24,7 @@ from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import format_bytes, format_duration_s
 
 _SLACK = 0.01  # of the objective, given up where that spreads the work more evenly
+_MUCH_LONGER = 4.0  # times
 _WORTH = 0.02  # gain below which another device is not worth its trouble
 
 
@@ -302,7 +303,9 @@ class _Search:
             return f"{format_bytes(max(0, machine.room.free_bytes))} free cannot hold one layer and its KV"
         if self._wishes.num_nodes:
             return f"{self._wishes.num_nodes} were asked for"
-        with_it = self._new_search(0, must=(index,)).best(instance)
+        search = self._new_search(0, must=(index,))
+        with_it = search.best(instance, below_s=_MUCH_LONGER * share.cycle_s, near_s=share.server_s)
+        with_it = with_it or search.best(instance)
         if with_it is None:
             return "no way round the ring fits with it"
         loss = with_it.cycle_s / share.cycle_s - 1
