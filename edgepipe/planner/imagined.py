@@ -18,6 +18,7 @@ from edgepipe.scheduler import SchedulerLimits
 from edgepipe.units import LinkShape, format_bytes
 
 _BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
+_HOST_S = 0.0001  # of one small message: with it a plan has about the turn and the hops that are simulated
 _KV_SHARE = 0.9  # of what is free beside the weights
 _CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
 
@@ -56,6 +57,7 @@ class Imagined:
 def imagine(cluster: ImaginedCluster) -> Imagined:
     """Place the model as nodes would. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
     known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
+    known = replace(known, links=replace(known.links, assumed_host_s=_HOST_S))
     keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
     wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))

@@ -23,9 +23,9 @@ from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import format_bytes, format_duration_s
 
-_SLACK = 0.01  # of the objective, given up where that spreads the work more evenly
+_SLACK = 0.003  # of the objective, given up where that spreads the work more evenly
 _MUCH_LONGER = 4.0  # times
-_WORTH = 0.02  # gain below which another device is not worth its trouble
+_WORTH = 0.01  # gain below which another device is not worth its trouble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

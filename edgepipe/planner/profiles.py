@@ -172,6 +172,7 @@ class Links:
 
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
     assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
+    assumed_host_s: float = HOST_S  # likewise of hosts
     barred: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link:
@@ -188,7 +189,7 @@ class Links:
     def host_s(self, node: NodeId) -> float:
         """What one small message costs a node, network left out; measured by calls to itself."""
         own = self.measured.get((node, node))
-        return own.one_way_s if own is not None else HOST_S
+        return own.one_way_s if own is not None else self.assumed_host_s
 
     def home_s(self, sender: NodeId, receiver: NodeId, nodes: Iterable[NodeId]) -> float:
         """One way for a token's id: direct, where that is barred through one of ``nodes``. Raises LinkNotMeasured."""

@@ -1,0 +1,126 @@
+"""What a plan is made of: asked from nodes, measured where it is not known; nodes that go meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from edgepipe.daemon.link_probes import LinkProbes
+from edgepipe.daemon.survey import Surveyor
+from edgepipe.errors import BackendUnavailable, LinkNotMeasured, NodeUnreachable
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2 as pb
+
+LAYER = pb.LayerProfile(
+    decode=[pb.ProfilePoint(size=1, seconds=1)],
+    prefill=[pb.ProfilePoint(size=32, seconds=2)],
+    head=[pb.ProfilePoint(size=1, seconds=1)],
+)
+MODEL = cast("Any", type("Model", (), {"name": "m", "config_json": "{}"})())
+
+
+class FakePeers:
+    """Nodes a, b, c on three machines; ``gone`` do not answer, ``unknown`` have measured nothing."""
+
+    def __init__(self) -> None:
+        self.hello = make_hello(role="node", node_id="a")
+        self.own_id = "a"
+        self.gone: set[str] = set()
+        self.unknown: set[str] = set()
+        self.layers: list[tuple[str, bool, bool]] = []
+        self.links: list[tuple[str, tuple[str, ...], bool]] = []
+
+    def nodes(self) -> list[pb.NodeState]:
+        return [self.node(name) for name in "abc"]
+
+    def node(self, node_id: str) -> pb.NodeState:
+        state = pb.NodeState(node_id=node_id, name=node_id, address=f"10.0.0.{ord(node_id)}:7117")
+        device = state.devices.add(state="idle", free_bytes=10**9)
+        device.profile.compute_dtype = "float32"
+        return state
+
+    def is_self(self, node_id: str) -> bool:
+        return node_id == self.own_id
+
+    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        self.layers.append((node_id, request.known_only, request.fresh))
+        if node_id in self.gone or (request.known_only and node_id in self.unknown):
+            raise BackendUnavailable("no")
+        return LAYER
+
+    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
+        self.links.append((node_id, tuple(request.node_ids), request.known_only))
+        if node_id in self.gone:
+            raise NodeUnreachable(f"node {node_id} is not in the cluster now")
+        return [pb.LinkProfile(sender=node_id, receiver=other, one_way_s=0.001) for other in request.node_ids]
+
+
+def surveyor(peers: FakePeers) -> Surveyor:
+    return Surveyor(cast("Any", peers))
+
+
+async def test_every_device_and_every_directed_link_is_asked_for():
+    peers = FakePeers()
+    told = await surveyor(peers).survey(MODEL, "auto")
+    assert [one.node_id for one in told.machines] == ["a", "b", "c"]
+    assert all(one.HasField("layer") for one in told.machines)
+    assert {(one.sender, one.receiver) for one in told.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
+    assert not any(known_only for _, known_only, _ in peers.layers)
+
+
+async def test_what_is_known_is_measured_again_when_asked():
+    peers = FakePeers()
+    await surveyor(peers).survey(MODEL, "auto", fresh=True)
+    assert all(fresh for _, _, fresh in peers.layers)
+
+
+async def test_a_node_that_goes_while_links_are_measured_ends_the_survey():
+    peers = FakePeers()
+    peers.gone.add("b")
+    with pytest.raises(LinkNotMeasured) as error:
+        await surveyor(peers).survey(MODEL, "auto")
+    assert error.value.exit_code == 3
+
+
+async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out():
+    peers = FakePeers()
+    peers.unknown, peers.gone = {"b"}, {"c"}
+    told = await surveyor(peers).known(MODEL, "auto")
+    assert {one.node_id: one.HasField("layer") for one in told.machines} == {"a": True, "b": False, "c": False}
+    assert {one.sender for one in told.links} == {"a", "b"}
+    assert all(known_only for *_, known_only in peers.links)
+
+
+async def test_only_what_touches_a_new_node_is_measured():
+    peers = FakePeers()
+    await surveyor(peers).known(MODEL, "auto", measure=["c"])
+    assert {(name, known_only) for name, known_only, _ in peers.layers} == {("a", True), ("b", True), ("c", False)}
+    measured = {(name, other) for name, others, known_only in peers.links if not known_only for other in others}
+    assert measured == {("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")}
+
+
+class CountingProbes(LinkProbes):
+    """Wires are imagined; this node's own calls are counted by the peers."""
+
+    measured = 0
+
+    async def _measure(self, node: pb.NodeState) -> pb.LinkProfile:
+        self.measured += 1
+        return pb.LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
+
+
+async def test_links_are_kept_a_while_and_told_with_what_the_host_takes():
+    peers, clock = FakePeers(), FakeClock()
+    probes = CountingProbes(peers=cast("Any", peers), clock=clock, timeouts=cast("Any", None), network=None)
+    assert probes.known(["b"]) == []
+    found = await probes.measure(["b"])
+    assert [one.receiver for one in found] == ["a", "b"]
+    await probes.measure(["b"])
+    assert probes.measured == 1
+    await probes.measure(["b"], fresh=True)
+    clock.advance(3600)
+    assert [one.receiver for one in probes.known(["b"])] == ["a", "b"], "old figures are better than none"
+    await probes.measure(["b"])
+    assert probes.measured == 3
