@@ -41,6 +41,9 @@ class FakePeers:
         device.profile.compute_dtype = "float32"
         return state
 
+    def broken_links(self) -> frozenset[tuple[str, str]]:
+        return frozenset()
+
     def is_self(self, node_id: str) -> bool:
         return node_id == self.own_id
 
