@@ -51,7 +51,7 @@ from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2
 
 _CHATS = 8  # of the real model
-_SIMULATED_HOST_S = 0.0001  # of one small message, as the simulator has it
+_SIMULATED_HOST_S = 0.00023  # of one small message, as the simulator has it
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96
 MODEL = "qwen2.5-14b"
 LINK, SLOW_LINK = "1gbit,0.5ms", "100mbit,5ms"

@@ -18,7 +18,7 @@ from edgepipe.scheduler import SchedulerLimits
 from edgepipe.units import LinkShape, format_bytes
 
 _BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
-_HOST_S = 0.0001  # of one small message: with it a plan has about the turn and the hops that are simulated
+_HOST_S = 0.00023  # of one small message: with it a plan has about the turn and the hops that are simulated
 _KV_SHARE = 0.9  # of what is free beside the weights
 _CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
 

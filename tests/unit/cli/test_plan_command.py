@@ -110,3 +110,17 @@ def test_force_plans_as_if_all_memory_were_free(run: Run):
     whole = json.loads(run(*tight, "--force").out)
     free = json.loads(run(*tight).out)
     assert sum(one["free_bytes"] for one in whole["stages"]) > sum(one["free_bytes"] for one in free["stages"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--rebalance",), 3),  # understood; but no node runs
+        (("--rebalance", "auto"), 3),
+        (("--rebalance", "--nodes", "2"), 3),
+        (("--rebalance=soon",), 2),
+        (("--rebalance", "auto", "--plan", "a:0-1"), 2),
+    ],
+)
+def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int):
+    assert run("serve", "demo", *flags).code == code
