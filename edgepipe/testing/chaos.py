@@ -638,7 +638,7 @@ async def _change_address(run: ChaosRun) -> None:
     """From one network to another that has the same machines: the old address is gone, and so is every connection."""
     lab = run.cluster.lab
     assert lab is not None, "other addresses need the LAN lab"
-    name, _ = await run.victim("stage")
+    name = run.other_node()
     host = lab.host(name)
     address = f"10.77.{run.random.randint(1, 250)}.{run.random.randint(1, 250)}/16"
     await run.strike(f"{name} gets the address {address}")
