@@ -283,7 +283,11 @@ def main() -> None:
     rows: list[Row] = []
     for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        rows += PARTS[name](full)
+        found = PARTS[name](full)
+        for row in found:  # what is known is not lost if a later part fails
+            ratio = "" if row.ratio is None else f", {row.ratio:.2f}x of {row.baseline_name}"
+            print(f"  {row.name}: {row.value:.3g} {row.unit}{ratio}", file=sys.stderr, flush=True)
+        rows += found
     print_rows("engine", rows)
 
 

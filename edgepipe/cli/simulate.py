@@ -76,7 +76,7 @@ def simulate(
     if layout != "interleaved" and not any("layout" in text for text in compare or ()):
         _refuse(["slices"] if slices else [], "goes with --schedule or --layout interleaved")
     own = {
-        "devices": devices or _DEVICES,
+        "devices": _DEVICES if devices is None else devices,
         "layout": layout or "pipeline",
         "slices": str(slices or _SLICES),
     }

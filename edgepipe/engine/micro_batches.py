@@ -82,7 +82,7 @@ class MicroBatches:
     def retired(self, step: StepId, now_s: float, *, sequences: int) -> None:
         """A step's token came back, while so many sequences run; from time to time, M is looked at."""
         self._turns.retired(step, now_s)
-        if self._sizer.due():
+        if self._sizer.due(sequences=sequences):
             self._known_uploads_s.clear()
             ring = self._ring()
             sizing = self._sizer.decide(ring, sequences=sequences)

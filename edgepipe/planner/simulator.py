@@ -143,9 +143,10 @@ class _Simulation:
 
     def _look(self, work: StepWork, course: Course) -> bool:
         """Measure a step that is back; whether M is to change."""
-        if self._feed is None or not self._feed.retired(work, course):
+        running = self._scheduler.num_running
+        if self._feed is None or not self._feed.retired(work, course, running=running):
             return False
-        self._wanted = self._feed.micro_batches(running=self._scheduler.num_running)
+        self._wanted = self._feed.micro_batches(running=running)
         return self._wanted != self._scheduler.micro_batches
 
     def _note(self, events: Sequence[Event], now_s: float) -> None:

@@ -23,14 +23,14 @@ class SizingFeed:
         )
         self._sizer = Sizer(num_stages=len(devices))
 
-    def retired(self, work: StepWork, course: Course) -> bool:
-        """Take a step's times; whether it is time to ask for ``micro_batches``."""
+    def retired(self, work: StepWork, course: Course, *, running: int) -> bool:
+        """Take a step's times, while so many sequences run; whether it is time to ask for ``micro_batches``."""
         num_tokens = work.tokens
         for curve, (start_s, end_s) in zip(self._curves, course.stages, strict=True):
             curve.note(num_rows=work.rows, num_tokens=num_tokens, seconds=end_s - start_s)
         for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
             link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
-        return self._sizer.due()
+        return self._sizer.due(sequences=running)
 
     def micro_batches(self, *, running: int) -> int:
         """The M to use now, with ``running`` sequences sharing the ring."""

@@ -220,7 +220,8 @@ def _trace_line(text: str, index: int, place: str) -> WorkloadRequest:
         arrival_text, prompt_text, output_text = fields
         arrival_s, prompt_tokens, output_tokens = float(arrival_text), int(prompt_text), int(output_text)
     except ValueError:
-        raise _bad_line(place, text, f"it has {len(fields)} fields") from None
+        problem = "one of them is no number" if len(fields) == 3 else f"it has {len(fields)} fields"
+        raise _bad_line(place, text, problem) from None
     if not 0 <= arrival_s < math.inf:
         raise _bad_line(place, text, "the arrival is no time of zero or more seconds")
     if prompt_tokens < 1 or output_tokens < 1:

@@ -37,6 +37,7 @@ _WINDOW = 128  # steps over a link: the fastest of this and of the last window c
 EQUAL = 0.01  # what forecasts may differ by and still be called equal
 GAIN = 0.03  # predicted, for M to move: less is noise
 TURNS_BETWEEN = 2  # one that fills with the new M and one to measure
+MOST_TURNS_BETWEEN = 8  # where looks change nothing: under a second in most rings
 SLACK = 2.0  # standard deviations of a step's time, where b cannot grow
 
 
@@ -355,7 +356,8 @@ class Sizing:
 
 class Sizer:
     """Moves M towards the best one: by one at a time, at most once in ``TURNS_BETWEEN`` turns, and only for a
-    predicted gain of ``GAIN``. Where sequences have left, it is as many as remain: there cannot be more.
+    predicted gain of ``GAIN``. Where sequences have left, it is as many as remain: there cannot be more. While neither
+    M nor the number of sequences changes, it looks less often.
 
     Counts retired steps; knows no clock. An M that somebody asked for stays, told with what the ring makes of it.
     """
@@ -364,13 +366,16 @@ class Sizer:
         self._fixed = fixed
         self._max_rows = max_rows
         self._retired = 0  # steps since the last look
+        self._sequences = 0  # at the last look
+        self._turns_between = TURNS_BETWEEN
         why = f"asked for: {fixed}" if fixed else "one per stage until every stage has been measured"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
-    def due(self) -> bool:
-        """Count a retired step; True when it is time to ``decide``."""
+    def due(self, *, sequences: int) -> bool:
+        """Count a retired step, while so many sequences share the ring; True when it is time to ``decide``."""
         self._retired += 1
-        return self._retired >= TURNS_BETWEEN * self.sizing.micro_batches
+        turns = self._turns_between if sequences == self._sequences else TURNS_BETWEEN
+        return self._retired >= turns * self.sizing.micro_batches
 
     def decide(self, ring: Ring, *, sequences: int) -> Sizing:
         """Look at the ring and at how many sequences share it."""
@@ -380,6 +385,9 @@ class Sizer:
         forecasts = Forecasts(ring, sequences=sequences, max_rows=self._max_rows)
         now, best = forecasts.of(self.sizing.micro_batches), forecasts.best()
         wanted = self._fixed or self._towards(now, best)
+        settled = wanted == self.sizing.micro_batches and sequences == self._sequences
+        self._turns_between = min(2 * self._turns_between, MOST_TURNS_BETWEEN) if settled else TURNS_BETWEEN
+        self._sequences = sequences
         forecast = forecasts.of(wanted)
         self.sizing = Sizing(
             micro_batches=wanted,

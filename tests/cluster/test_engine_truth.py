@@ -23,6 +23,7 @@ class Load:
     lab: EngineLab
     rng: random.Random
     wanted_tokens: int
+    longest: int  # answer, in tokens
     cached_tokens: int = 0
     num_requests: int = 0
     num_cancelled: int = 0
@@ -45,7 +46,7 @@ class Load:
         rng = self.rng
         opening = rng.choice(self.openings)
         prompt = opening[: rng.randint(0, len(opening))] + [rng.randrange(250) for _ in range(rng.randint(1, 40))]
-        max_tokens, choices = rng.randint(1, 160), rng.choice([1, 1, 1, 3])
+        max_tokens, choices = rng.randint(1, self.longest), rng.choice([1, 1, 1, 3])
         gateway.send(submission(name, prompt, max_tokens, num_choices=choices, priority=int(rng.random() < 0.1)))
         if rng.random() < 0.2:
             await gateway.has(name, rng.randint(0, max_tokens))
@@ -64,7 +65,7 @@ class Load:
 
 
 async def run_load(
-    *, seed: int, tokens: int, contiguous_kv: bool, num_gateways: int, max_blocks: int
+    *, seed: int, tokens: int, contiguous_kv: bool, num_gateways: int, max_blocks: int, longest: int = 160
 ) -> SchedulerStats:
     """Eight users at each gateway and a KV pool that is too small for them."""
     rng = random.Random(seed)
@@ -75,7 +76,7 @@ async def run_load(
         contiguous_kv=contiguous_kv,
         limits=EngineLimits(max_prefill_tokens=256, block_size=BLOCK_SIZE),
     ) as lab:
-        load = Load(lab, rng, tokens)
+        load = Load(lab, rng, tokens, longest)
         async with asyncio.TaskGroup() as users:
             for index in range(num_gateways):
                 gateway = await lab.gateway(node_id=f"gateway{index}")
@@ -88,7 +89,7 @@ async def run_load(
 
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
-    stats = await run_load(seed=1, tokens=1_600, contiguous_kv=contiguous_kv, num_gateways=2, max_blocks=45)
+    stats = await run_load(seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=40)
     assert stats.cached_tokens > 0.1 * stats.admitted_tokens
     assert stats.preemptions > 0
 

@@ -279,7 +279,7 @@ def driven(sizer: Sizer, of: Ring, *, sequences: int, decisions: int) -> list[in
     found: list[int] = []
     for _ in range(decisions):
         steps = 1
-        while not sizer.due():
+        while not sizer.due(sequences=sequences):
             steps += 1
         assert steps >= 2 * sizer.sizing.micro_batches
         found.append(sizer.decide(of, sequences=sequences).micro_batches)
@@ -326,3 +326,19 @@ def test_the_cap_is_what_the_slowest_link_uploads_while_the_slowest_device_compu
     assert link_cap_tokens(ring(10.0, 20.0, mbit=100.0, row_ms=0.0), rows=16) == int(0.020 / token_s)
     assert link_cap_tokens(ring(20.0), rows=16) is None, "no link"
     assert link_cap_tokens(ring(10.0, 20.0, mbit=1000.0, row_ms=1.0), rows=20) == int(0.040 / token_s * 10)
+
+
+def test_where_nothing_changes_looks_are_rarer_until_sequences_come_or_go() -> None:
+    sizer, of = Sizer(num_stages=4), ring(*EQUAL)
+
+    def steps_until_due(sequences: int) -> int:
+        return next(count for count in range(1, 1000) if sizer.due(sequences=sequences))
+
+    waits: list[int] = []
+    for _ in range(6):
+        waits.append(steps_until_due(64))
+        sizer.decide(of, sequences=64)
+    count = sizer.sizing.micro_batches
+    assert waits[0] == 2 * count
+    assert waits[-1] == 8 * count
+    assert steps_until_due(60) == 2 * count
