@@ -89,7 +89,9 @@ async def run_load(
 
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
-    stats = await run_load(seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=40)
+    stats = await run_load(
+        seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100
+    )
     assert stats.cached_tokens > 0.1 * stats.admitted_tokens
     assert stats.preemptions > 0
 
