@@ -366,8 +366,8 @@ class Sizer:
         self._fixed = fixed
         self._max_rows = max_rows
         self._retired = 0  # steps since the last look
-        self._sequences = 0  # at the last look
-        self._turns_between = TURNS_BETWEEN
+        self._sequences: int = 0  # at the last look
+        self._turns_between: int = TURNS_BETWEEN
         why = f"asked for: {fixed}" if fixed else "one per stage until every stage has been measured"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
