@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.backend.types import BlockCopy
 from edgepipe.engine.kept import KeptKV
 from edgepipe.scheduler import KVPool, ScheduledStep
 from edgepipe.testing import simulation
@@ -48,8 +47,7 @@ class Forgetful(simulation.SimulatedStage):
     """A stage that leaves copies out."""
 
     def compute(self) -> tuple[ScheduledStep, list[int]]:
-        copies: tuple[BlockCopy, ...] = ()
-        object.__setattr__(self.plans[0], "copies", copies)
+        self.plans[0] = self.plans[0]._replace(copies=())
         return super().compute()
 
 
