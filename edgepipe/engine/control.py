@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class StageControl:
         self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
+        self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # after it opened
         self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
 
     async def connect(self, *, timeout_s: float) -> None:
@@ -98,6 +99,20 @@ class StageControl:
             raise self._named(RemoteProtocolError(f"{self.site.label} reported before it was open"))
         if report.opened.HasField("kv_since"):
             self.kv_since = epoch_from_wire(report.opened.kv_since)
+        self._first = asyncio.ensure_future(anext(self._reports, None))
+
+    async def stand_until(self, all_open: Coroutine[Any, Any, Any]) -> None:
+        """Until the other stages are open, too. Raises what the stage raised, or StageLost: else the stage before it
+        would try in vain to reach it, for as long as opening may take."""
+        assert self._first is not None, "it is open"
+        waiting = asyncio.ensure_future(all_open)
+        try:
+            await asyncio.wait((waiting, self._first), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                self._take(self._told(self._first))
+                await waiting
+        finally:
+            waiting.cancel()
 
     def send(self, plan: stage_pb2.ControlMessage) -> None:
         """Queue a plan. Raises StepFailed if the stage has stopped taking them."""
@@ -118,6 +133,8 @@ class StageControl:
 
     async def close(self) -> None:
         """End the stream; the stage gives up the epoch."""
+        if self._first is not None and not self._first.cancel() and not self._first.cancelled():
+            self._first.exception()  # somebody else told why the epoch ends
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
@@ -131,12 +148,24 @@ class StageControl:
             return  # the reader tells why
 
     async def _read(self) -> None:
+        assert self._first is not None, "it is open"
+        await asyncio.wait((self._first,))
+        self._take(self._told(self._first))
         try:
             async for report in self._reports:
                 self._take(report)
         except grpc.aio.AioRpcError as exc:
             raise self._lost(exc) from exc
         raise self._lost(None)
+
+    def _told(self, first: asyncio.Future[stage_pb2.StageReport | None]) -> stage_pb2.StageReport:
+        try:
+            report = first.result()
+        except grpc.aio.AioRpcError as exc:
+            raise self._lost(exc) from exc
+        if report is None:
+            raise self._lost(None)
+        return report
 
     def _take(self, report: stage_pb2.StageReport) -> None:
         kind = report.WhichOneof("message")

@@ -93,14 +93,20 @@ class EpochRun:
             async with asyncio.TaskGroup() as tasks:
                 for control in self._controls:
                     tasks.create_task(control.connect(timeout_s=timeout_s), name=f"connect:{control.site.index}")
+            all_open = asyncio.Barrier(len(self._controls))
             async with asyncio.TaskGroup() as tasks:
                 for control in reversed(self._controls):
-                    opening = control.open(self._pipeline_spec(control.site), self._around.hello, timeout_s=timeout_s)
-                    tasks.create_task(opening, name=f"open:{control.site.index}")
+                    tasks.create_task(self._open_stage(control, all_open), name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         self.pump.connect(self._controls, registration=registration, on_news=on_news)
         self._take_over()
+
+    async def _open_stage(self, control: StageControl, all_open: asyncio.Barrier) -> None:
+        await control.open(
+            self._pipeline_spec(control.site), self._around.hello, timeout_s=self._around.timeouts.open_s
+        )
+        await control.stand_until(all_open.wait())
 
     async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
         """Until ``stopping`` is set (None) or until the epoch ends (why)."""
