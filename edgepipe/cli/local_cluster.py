@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.admin import Admin
+from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.node_process import node_command, silent_node, told_error
+from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
@@ -72,9 +73,19 @@ async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
             started: list[LocalNode] = []
             for node, process in zip(plan.nodes, processes, strict=True):
                 started.append(await _ready(node, process, folder / node.name))
-            yield started
+            try:
+                yield started
+            finally:
+                await asyncio.shield(_stop_serving(started[0]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _stop_serving(node: LocalNode) -> None:
+    """All nodes end, so none shall first move what it serves to another."""
+    with suppress(EdgepipeError, TimeoutError):
+        async with asyncio.timeout(_STOP_S), connect(node.data_dir) as admin:
+            await admin.stop_model("")
 
 
 async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -> pb.ClusterStatus | None:
