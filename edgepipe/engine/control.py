@@ -108,9 +108,9 @@ class StageControl:
         waiting = asyncio.ensure_future(all_open)
         try:
             await asyncio.wait((waiting, self._first), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                self._take(self._told(self._first))
-                await waiting
+            if not waiting.done() and (report := self._told(self._first)).WhichOneof("message") == "fault":
+                self._take(report)
+            await waiting
         finally:
             waiting.cancel()
 
