@@ -27,12 +27,13 @@ _MOST_LAYERS = 16
 _POINT_S = 0.05  # spent on a point after its first run
 _TOO_SLOW_S = 0.4  # of one run: larger sizes follow from the slope
 _LEAST_RUNS, _MOST_RUNS = 7, 30
+_ENOUGH_S, _SLOW_RUNS = 0.2, 3  # runs that took so long together are less disturbed: so many of them do
 _QUANTILE = 0.35  # of a point's runs: what else the machine does only makes runs longer
 _LOAD_S = 0.5  # for the largest probe's weights
 
 
 def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_bytes: int) -> LayerProfile:
-    """Measure on the compute thread, with nothing loaded; leaves nothing loaded. Takes about a second.
+    """Measure on the compute thread, with nothing loaded; leaves nothing loaded. Some seconds on a CPU.
 
     Raises what loading raises, DeviceOutOfMemory foremost.
     """
@@ -125,6 +126,8 @@ class _Probe:
         runs.clear()  # the first one warmed up
         while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
             runs.append(self._run_s(rows))
+            if len(runs) >= _SLOW_RUNS and sum(runs) >= _ENOUGH_S:
+                break
         return float(np.quantile(runs, _QUANTILE))
 
     def _run_s(self, rows: Sequence[tuple[int, int]]) -> float:
