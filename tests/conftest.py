@@ -1,9 +1,10 @@
-"""What all tests share: Hypothesis without deadlines, and where the demo model is."""
+"""What all tests share: Hypothesis without deadlines, where the demo model is, and nodes' logs beside a failure."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
+_LOG_LINES = 25  # of each node, beside a failure
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's report has the ends of the logs that nodes wrote in its folder."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and folder is not None:
+        for log in sorted(folder.rglob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            report.sections.append((f"the end of {log.relative_to(folder)}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(scope="session")

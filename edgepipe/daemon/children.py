@@ -102,20 +102,36 @@ class Child:
         except ChildProcessError:
             return False
 
+    async def lives(self) -> bool:
+        """Whether it answers. One that is silent for a second is believed to live as long as its process stands.
+
+        A process that is being killed hangs up on its peers some time before the system tells of its end.
+        """
+        if self.alive and self._introduced is not None:
+            self._tell_peers(self._introduced)
+            await self.knows_peers()
+        return self.alive
+
     def introduce(self, peers: list[pb.IntroducedPeer]) -> None:
         """Tell whom it may talk to, unless it knows."""
         if self._introduced is None or peers != self._introduced:
-            self._introduced = peers
-            self._version += 1
-            self._current.clear()
-            told = pb.IntroducedPeers(version=self._version, peers=peers)
-            self.send(pb.ChildCommand(introduce=told))
+            self._tell_peers(peers)
+
+    def _tell_peers(self, peers: list[pb.IntroducedPeer]) -> None:
+        self._introduced = peers
+        self._version += 1
+        self._current.clear()
+        told = pb.IntroducedPeers(version=self._version, peers=peers)
+        self.send(pb.ChildCommand(introduce=told))
 
     async def knows_peers(self) -> None:
-        """Wait until what ``introduce`` told holds there, or a second."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KNOWS_S):
-                await self._current.wait()
+        """Wait until what ``introduce`` told holds there, or until the process ends, or a second."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self._current, self.exited)]
+        try:
+            await asyncio.wait(waiting, timeout=_KNOWS_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
 
     def send(self, command: pb.ChildCommand) -> None:
         """Queue a command. A child that takes none for so long is killed: it hangs."""

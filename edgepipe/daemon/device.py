@@ -149,7 +149,7 @@ class DeviceHost:
         BackendUnavailable and what loading raises.
         """
         load = _load_command(request, path)
-        if (kept := self._keep(request, load)) is not None:
+        if (kept := await self._keep(request, load)) is not None:
             await self._give_engine(self._holds[request.pipeline_id], engine)
             yield pb.PrepareEvent(prepared=kept)
             return
@@ -349,10 +349,12 @@ class DeviceHost:
             self._introduce(hold.child)
             await hold.child.knows_peers()
 
-    def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
+    async def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
         """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""
         hold = self._known(request)
-        if hold is None or hold.child is None or not hold.child.alive or hold.loaded != _shard_key(load):
+        if hold is None or hold.child is None or hold.loaded != _shard_key(load) or not await hold.child.lives():
+            return None
+        if self._known(request) is not hold:  # meanwhile another request came, or the stage was released
             return None
         hold.epoch, hold.engine_node = epoch_from_wire(request.epoch), request.hello.node_id
         return hold.prepared

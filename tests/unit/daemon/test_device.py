@@ -50,10 +50,16 @@ class Process:
         self.settings = settings
         self.exited = asyncio.Event()
         self.alive, self.stopping, self.port, self.certificate, self.hang = True, False, 1, b"", ""
+        self.is_dying = False  # it hangs up before its end is told
         self.process = SimpleNamespace(returncode=None)
         self.crashed_in = None
         self.progress = pb.ChildProgress()
         self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
+
+    async def lives(self) -> bool:
+        if self.is_dying:
+            self.die(-9)
+        return self.alive
 
     def send(self, command: pb.ChildCommand) -> None:
         if command.HasField("load"):
@@ -177,6 +183,20 @@ async def test_a_second_crash_finds_a_spare_too(tmp_path: Path):
         assert spare not in host.spares()
         assert len(host.processes.started) == 2
         await host.until(lambda: len(host.spares()) == 1)
+
+
+async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Path):
+    async with running(tmp_path) as host:
+        first = host.processes.started[0]
+        await host.prepare()
+        await host.until(lambda: len(host.spares()) == 1)
+        await host.prepare(counter=2)
+        assert first.alive
+        assert len(host.processes.started) == 2
+        first.is_dying = True
+        await host.prepare(counter=3)
+        assert len(host.spares()) == 0
+        assert host.host.pipelines() == ["p"]
 
 
 async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):

@@ -1,0 +1,71 @@
+"""What the daemon knows of a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from edgepipe.daemon.children import Child
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.wire.v1 import node_pb2 as pb
+
+SETTINGS = ChildSettings(
+    kind="stage",
+    child_id="child-1",
+    socket="/tmp/socket",
+    host="127.0.0.1",
+    ports=(0,),
+    http_port=0,
+    node_id="node-a",
+    node_name="a",
+    cluster_id="c",
+    address="127.0.0.1:1",
+    log_level="info",
+)
+
+
+@pytest.fixture
+async def child() -> AsyncIterator[Child]:
+    waits = "import sys; sys.stdin.read()"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", waits, stdin=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    made = Child(SETTINGS, process)
+    made.introduce([])
+    yield made
+    made.kill()
+    await process.wait()
+
+
+async def _newest(child: Child) -> int:
+    """The version of the peers that it was told of last."""
+    async for command in child.commands():
+        if child._commands.empty():  # pyright: ignore[reportPrivateUsage]
+            return command.introduce.version
+    return 0
+
+
+async def test_a_child_that_answers_lives(child: Child):
+    asking = asyncio.ensure_future(child.lives())
+    await asyncio.sleep(0)
+    child.take_report(pb.ChildReport(introduced=await _newest(child)))
+    assert await asking
+
+
+async def test_a_child_that_is_being_killed_does_not(child: Child):
+    asking = asyncio.ensure_future(child.lives())
+    await asyncio.sleep(0)
+    assert not asking.done()  # its process stands
+    child.kill()
+    await child.process.wait()
+    child.ended()
+    assert not await asking
+    assert child.state == "exited"
+
+
+async def test_a_silent_child_is_believed_to_live(child: Child, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("edgepipe.daemon.children._KNOWS_S", 0.01)
+    assert await child.lives()
