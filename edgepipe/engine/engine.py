@@ -22,6 +22,7 @@ from edgepipe.engine.pump import StepNews
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
+from edgepipe.engine.told import Told, stage_state
 from edgepipe.errors import (
     ClusterError,
     EdgepipeError,
@@ -36,7 +37,7 @@ from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
-from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec, StageState
+from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,6 @@ class Engine:
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
         self._spec: ServeSpec = spec
         self._nodes: Nodes = Nodes(addresses=nodes, names=node_names or {})
-        self._on_state = on_state
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
         self._around = Surroundings(
@@ -127,7 +127,7 @@ class Engine:
         self._held = {stage.node_id for stage in spec.stages}  # nodes that may hold a stage, of an engine before, too
         self._releasing: set[asyncio.Future[None]] = set()
         self._preparation = self._new_preparation()
-        self._base = EngineState(
+        base = EngineState(
             model=spec.model,
             pipeline_id=pipeline_id,
             epoch=self._epoch,
@@ -138,7 +138,7 @@ class Engine:
             address=address,
             manifest_hash=spec.manifest_hash,
         )
-        self._told: EngineState | None = None
+        self._told = Told(base, on_state)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve gateways there."""
@@ -156,37 +156,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """What it is and does at this moment."""
-        if self._run is None:
-            return self._base
-        pump, stats = self._run.pump, self._run.pump.stats()
-        sizing = pump.micro_batches.sizing
-        rows = stats.running / min(sizing.micro_batches, stats.running) if stats.running else 0.0
-        decodes = [pump.micro_batches.decode_s(index, rows) for index in range(len(pump.meters))]
-        stages = tuple(
-            replace(meter.told(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
-            for stage, meter, (step_s, upload_s) in zip(self._base.stages, pump.meters, decodes, strict=True)
-        )
-        return replace(
-            self._base,
-            micro_batches=sizing.micro_batches,
-            why=sizing.why,
-            bottleneck=sizing.bottleneck,
-            predicted_tokens_per_s=sizing.tokens_per_s,
-            decode_rows=rows,
-            latency_ms=pump.micro_batches.latency_s * 1e3,
-            in_flight=stats.in_flight,
-            running=stats.running,
-            waiting=stats.waiting,
-            num_blocks=stats.num_blocks,
-            free_blocks=stats.free_blocks,
-            preemptions=stats.preemptions,
-            admitted_tokens=stats.admitted_tokens,
-            cached_tokens=stats.cached_tokens,
-            kept_tokens=self._base.kept_tokens + stats.kept_tokens,
-            replayed_tokens=self._base.replayed_tokens + stats.replayed_tokens,
-            tokens_per_s=pump.tokens.per_second(),
-            stages=stages,
-        )
+        return self._told.state(self._run)
 
     async def start(self) -> None:
         """Get memory and loaded stages from the nodes and open the pipeline. May take minutes; cancel it to give up.
@@ -299,7 +269,7 @@ class Engine:
         if self._stalled_since_s is not None and news.events:
             stall_ms = round(1e3 * (self._around.clock.monotonic_s() - self._stalled_since_s))
             self._stalled_since_s = None
-            self._base = replace(self._base, stall_ms=self._base.stall_ms + stall_ms)
+            self._told.note(stall_ms=self._told.base.stall_ms + stall_ms)
             self._log_going_on(stall_ms)
 
     def _log_going_on(self, stall_ms: int) -> None:
@@ -350,7 +320,7 @@ class Engine:
         plan = await self._planner.plan(self._spec, barred=barred)
         self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
         self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
-        self._base = replace(self._base, epoch=self._epoch)
+        self._told.note(epoch=self._epoch)
 
     async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
         """The model does not fit: tell everybody what is missing, until the cluster changes."""
@@ -437,8 +407,7 @@ class Engine:
 
     async def _open_epoch(self, sites: list[StageSite]) -> None:
         placed = {stage.node_id for stage in self._spec.stages}
-        self._base = replace(self._base, epoch=self._epoch)
-        self._tell(message="opening the pipeline", stages=tuple(_stage_state(site) for site in sites))
+        self._tell(epoch=self._epoch, message="opening the pipeline", stages=tuple(stage_state(site) for site in sites))
         run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites, kept=self._kept)
         try:
             await run.open(registration=self._table.registration, on_news=self._note)
@@ -449,14 +418,7 @@ class Engine:
         self._run = run
         self._let_go(self._held - placed)
         self._held = placed
-        self._base = replace(
-            self._base,
-            context_length=run.limits.max_tokens,
-            stages=tuple(
-                replace(stage, kv_bytes=run.limits.num_blocks * site.kv_block_bytes)
-                for stage, site in zip(self._base.stages, sites, strict=True)
-            ),
-        )
+        self._told.opened(run)
 
     def _let_go(self, left: set[NodeId]) -> None:
         """Give back what nodes hold that the plan has left, while steps go on; one that is gone needs no telling."""
@@ -499,12 +461,7 @@ class Engine:
 
     async def _close_run(self) -> None:
         if self._run is not None:
-            stats = self._run.pump.stats()
-            self._base = replace(
-                self._base,
-                kept_tokens=self._base.kept_tokens + stats.kept_tokens,
-                replayed_tokens=self._base.replayed_tokens + stats.replayed_tokens,
-            )
+            self._told.closed(self._run)
             run, self._run = self._run, None
             self._kept = run.hand_over()
             self._lost_steps = (run.epoch.counter, run.pump.in_flight())
@@ -527,28 +484,12 @@ class Engine:
             self._tell()
 
     def _note_progress(self, message: str, progress: float) -> None:
-        if round(progress, 2) != round(self._base.progress, 2):  # told per tensor: people see hundredths
+        if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
             self._tell(message=message, progress=progress)
 
     def _tell(self, **changes: Any) -> None:
-        self._base = replace(self._base, **changes)
-        state = self.state()
-        if state != self._told:
-            self._told = state
-            self._on_state(state)
+        self._told.tell(self._run, **changes)
 
 
 def _policy(name: str, limits: EngineLimits) -> Policy:
     return make_policy(name) if name else ThrottledPolicy(max_prefill_tokens=limits.max_prefill_tokens)
-
-
-def _stage_state(site: StageSite) -> StageState:
-    return StageState(
-        node_id=site.node_id,
-        node_name=site.node_name,
-        backend=site.backend,
-        device=site.device,
-        slices=site.slices,
-        address=site.address,
-        weight_bytes=site.weight_bytes,
-    )
