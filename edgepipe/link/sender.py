@@ -173,9 +173,9 @@ class RingSender:
             self._on_sample(replace(sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
     def _line(self, call: RingCall) -> Line:
-        if self._network is None:
+        if self._network is None or self._wire is None:
             return PlainLine(call.write, self._clock)
-        return self._network.line(call.write, self._wire)
+        return self._network.frames_line(call.write, self._wire)
 
     async def _write(self, line: Line) -> None:
         """Write what may be written; ends quietly when the stream does, whose reader knows why."""

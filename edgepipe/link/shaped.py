@@ -2,6 +2,10 @@
 
 Rate and delay are apart, as on a wire: the rate is a server that messages queue for, the delay is none, so any number
 of messages may be under way. Activations take the rate's turn; small messages (plans, reports, credits) only the delay.
+
+Activations are handed to the real transport when their first byte leaves, and the receiving end holds them until their
+last byte would be there: hosts copy and encrypt beside a wire, not after it. Both ends share a clock, since one machine
+emulates them; where they do not, a frame is held too long by at most its own passage.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
@@ -21,6 +25,7 @@ from edgepipe.clock import Clock
 from edgepipe.link.alarm import Alarm, ThreadAlarm
 from edgepipe.link.serving import Replies
 from edgepipe.units import LinkShape, parse_link
+from edgepipe.wire.v1 import stage_pb2
 
 Write = Callable[[Any], Awaitable[None]]
 
@@ -103,8 +108,10 @@ class PlainLine:
 class ShapedLine:
     """A stream behind an emulated wire. What is under way is bounded by its writer: credits, or steps in flight."""
 
-    def __init__(self, write: Write, *, wire: Wire, alarm: Alarm, clock: Clock) -> None:
+    def __init__(self, write: Write, *, wire: Wire, alarm: Alarm, clock: Clock, receiver_holds: bool = False) -> None:
+        """``receiver_holds``: messages are ``RingMessage``s, and the other end reads them by ``arriving``."""
         self._write = write
+        self._receiver_holds = receiver_holds
         self._wire = wire
         self._alarm = alarm
         self._clock = clock
@@ -120,8 +127,11 @@ class ShapedLine:
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
         """See ``Line.write``. Returns at once; a broken stream swallows messages, its reader knows why."""
         passage = self._wire.carry(self._clock.monotonic_s(), num_bytes)
+        if self._receiver_holds:
+            message.frame.passage_us = round(1e6 * (passage.arrives_s - passage.begins_s))
         if not self._broken:
-            self._under_way.append((passage.arrives_s, message))
+            due_s = passage.begins_s if self._receiver_holds else passage.arrives_s
+            self._under_way.append((due_s, message))
             self._changed.set()
         return passage.departs_s
 
@@ -130,8 +140,8 @@ class ShapedLine:
         try:
             while self._under_way or not self._finished:
                 while self._under_way:
-                    arrives_s, message = self._under_way.popleft()
-                    await self._alarm.until(arrives_s)
+                    due_s, message = self._under_way.popleft()
+                    await self._alarm.until(due_s)
                     await self._write(message)
                 if not self._finished:
                     self._changed.clear()
@@ -162,6 +172,16 @@ class Network:
         """A stream over ``wire``; without one its messages are small, so that only the delay counts."""
         wire = wire or Wire(replace(self._shape, bytes_per_s=inf))
         return ShapedLine(write, wire=wire, alarm=self._alarm, clock=self._clock)
+
+    def frames_line(self, write: Write, wire: Wire) -> ShapedLine:
+        """A stream of activations over ``wire``, whose other end reads it by ``arriving``."""
+        return ShapedLine(write, wire=wire, alarm=self._alarm, clock=self._clock, receiver_holds=True)
+
+    async def held(self, frame: stage_pb2.Frame) -> None:
+        """Until the frame's last byte is there."""
+        passage_s = frame.passage_us / 1e6
+        rest_s = frame.sent_us / 1e6 + passage_s - self._clock.wall_s()
+        await self._alarm.until(self._clock.monotonic_s() + max(0.0, min(rest_s, passage_s)))
 
     def close(self) -> None:
         """End the thread that waits."""
@@ -196,3 +216,41 @@ async def delayed_replies(network: Network | None, replies: Replies) -> AsyncGen
         await carrier
     finally:
         carrier.cancel()
+
+
+@asynccontextmanager
+async def arriving(
+    network: Network | None, messages: AsyncIterator[stage_pb2.RingMessage]
+) -> AsyncGenerator[AsyncIterator[stage_pb2.RingMessage]]:
+    """What comes over ``network`` (None: as it comes) from a ``Network.frames_line``, each when it is there."""
+    if network is None:
+        yield messages
+        return
+    came: asyncio.Queue[stage_pb2.RingMessage | None] = asyncio.Queue()  # credits bound it
+    reader = asyncio.ensure_future(_read_ahead(messages, came))
+    try:
+        yield _delivered(network, came, reader)
+    finally:
+        reader.cancel()
+        await asyncio.wait((reader,))
+        if not reader.cancelled():
+            reader.exception()  # told already, or the stream was left before
+
+
+async def _read_ahead(
+    messages: AsyncIterator[stage_pb2.RingMessage], came: asyncio.Queue[stage_pb2.RingMessage | None]
+) -> None:
+    try:
+        async for message in messages:
+            came.put_nowait(message)
+    finally:
+        came.put_nowait(None)
+
+
+async def _delivered(
+    network: Network, came: asyncio.Queue[stage_pb2.RingMessage | None], reader: asyncio.Future[None]
+) -> AsyncGenerator[stage_pb2.RingMessage]:
+    while (message := await came.get()) is not None:
+        await network.held(message.frame)
+        yield message
+    await reader  # raises what ended the stream

@@ -21,7 +21,7 @@ from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.security import Peer, Security
 from edgepipe.link.serving import Replies, RingStream
-from edgepipe.link.shaped import Network, delayed_replies
+from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
@@ -246,10 +246,11 @@ class Stage:
         )
         receiver = await self.find_receiver(target)
         session = self._session
-        async with delayed_replies(self._network_to(opening.hello), replies) as delayed:
+        network = self._network_to(opening.hello)
+        async with delayed_replies(network, replies) as delayed, arriving(network, messages) as arrived:
             stream = RingStream(receiver, delayed)
             try:
-                await stream.serve(messages)
+                await stream.serve(arrived)
             except RemoteProtocolError as exc:
                 if session is not None:
                     session.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again

@@ -384,6 +384,7 @@ class Frame(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SENT_US_FIELD_NUMBER: _builtins.int
+    PASSAGE_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     slice: _builtins.int
     """that shall compute them"""
@@ -393,6 +394,8 @@ class Frame(_message.Message):
     """at most 512 KB"""
     sent_us: _builtins.int
     """sender's wall clock, for the one-way latency"""
+    passage_us: _builtins.int
+    """emulated networks: from sent_us until its last byte is there; its receiver holds it so long"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     def __init__(
@@ -404,10 +407,11 @@ class Frame(_message.Message):
         chunk: _builtins.int = ...,
         data: _builtins.bytes = ...,
         sent_us: _builtins.int = ...,
+        passage_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "epoch", b"epoch", "sent_us", b"sent_us", "slice", b"slice", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "epoch", b"epoch", "passage_us", b"passage_us", "sent_us", b"sent_us", "slice", b"slice", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.security import Plaintext
 from edgepipe.link.sender import RingSender
 from edgepipe.link.serving import RingStream
-from edgepipe.link.shaped import Network
+from edgepipe.link.shaped import Network, arriving
 from edgepipe.units import parse_link
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import LinkSample
@@ -39,7 +39,8 @@ def activations(step: int, tokens: int = 4) -> Activations:
 class Hop:
     """One hop; ``take`` plays the stage that computes what arrives."""
 
-    def __init__(self, *, window: int) -> None:
+    def __init__(self, *, window: int, network: Network | None = None) -> None:
+        self.network = network
         self.arrived: asyncio.Queue[tuple[int, StepBytes]] = asyncio.Queue()
         self.samples: list[LinkSample] = []
         self.held = 0
@@ -80,7 +81,8 @@ class Hop:
         stream = RingStream(self.receiver, context)
         self.streams.append(stream)
         try:
-            await stream.serve(messages)
+            async with arriving(self.network, messages) as arrived:
+                await stream.serve(arrived)
         except EdgepipeError as exc:
             self.stream_errors.append(exc)
             self._changed.set()
@@ -176,13 +178,14 @@ async def send_and_fail(hop: Hop, sender: Outgoing, *, tokens: int = 4) -> None:
 
 @asynccontextmanager
 async def open_hop(over: str, *, window: int = 4) -> AsyncGenerator[Hop]:
-    hop = Hop(window=window)
     if over == "memory":
+        hop = Hop(window=window)
         sender = memory_sender(hop)
         async with running(hop, sender):
             yield hop
         return
     network = Network(parse_link("1gbit,1ms,0.2ms"), SystemClock()) if over == "shaped" else None
+    hop = Hop(window=window, network=network)
     try:
         async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address, network=network)):
             yield hop

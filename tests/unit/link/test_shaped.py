@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,10 @@ from ring_ends import Hop, grpc_sender, grpc_service, running
 
 from edgepipe.daemon.system import SystemClock
 from edgepipe.link.alarm import ThreadAlarm
-from edgepipe.link.shaped import Network, ShapedLine, Wire, delayed_replies
+from edgepipe.link.shaped import Network, ShapedLine, Wire, arriving, delayed_replies
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import LinkShape, parse_link
+from edgepipe.wire.v1 import stage_pb2
 
 GIGABIT = parse_link("1gbit,1ms")
 
@@ -81,6 +83,48 @@ async def test_chunks_of_a_step_pipeline_through_a_line() -> None:
     assert [moment for _, moment in far.came] == pytest.approx([0.002, 0.003, 0.004])
 
 
+async def test_activations_go_to_the_transport_at_once_and_are_held_until_they_are_there() -> None:
+    clock = FakeClock(monotonic_s=0.0)
+    far = Far(clock)
+    line = ShapedLine(far.write, wire=Wire(GIGABIT), alarm=FakeAlarm(clock), clock=clock, receiver_holds=True)
+    frames = [stage_pb2.RingMessage(frame=stage_pb2.Frame(step=step)) for step in (1, 2)]
+    departures = [await line.write(frame, 125_000) for frame in frames]
+    line.finish()
+    await line.run()
+    assert departures == pytest.approx([0.001, 0.002])
+    assert [moment for _, moment in far.came] == pytest.approx([0.0, 0.001])  # as their first bytes leave
+    assert [frame.frame.passage_us for frame in frames] == [2000, 2000]
+
+
+async def test_a_frame_is_held_no_longer_than_its_passage_whatever_the_sender_s_clock_says() -> None:
+    clock = SystemClock()
+    network = Network(GIGABIT, clock)
+    try:
+        for ahead_s, least_s in ((3600.0, 0.01), (0.0, 0.005), (-3600.0, 0.0)):
+            sent_us = int((clock.wall_s() + ahead_s) * 1e6) - 5_000
+            begun_s = clock.monotonic_s()
+            await network.held(stage_pb2.Frame(sent_us=sent_us, passage_us=10_000))
+            assert clock.monotonic_s() - begun_s >= least_s - 0.001
+            assert clock.monotonic_s() - begun_s < 10
+    finally:
+        network.close()
+
+
+async def test_what_breaks_a_stream_reaches_its_reader_over_an_emulated_network() -> None:
+    async def broken() -> AsyncIterator[stage_pb2.RingMessage]:
+        yield stage_pb2.RingMessage()
+        raise ConnectionResetError("gone")
+
+    network = Network(GIGABIT, SystemClock())
+    try:
+        async with arriving(network, broken()) as messages:
+            await anext(messages)
+            with pytest.raises(ConnectionResetError):
+                await anext(messages)
+    finally:
+        network.close()
+
+
 async def test_small_messages_take_the_delay_and_no_turn_of_the_rate() -> None:
     network = Network(parse_link("8bit,1ms"), SystemClock())
     came: list[object] = []
@@ -133,7 +177,7 @@ async def test_a_cancelled_wait_does_not_disturb_the_others() -> None:
 async def test_a_shaped_link_is_measured_like_a_real_one() -> None:
     """A step of 80 bytes at 80 kB/s occupies the wire for 1 ms, in five chunks, and is 2 ms under way."""
     network = Network(LinkShape(bytes_per_s=80_000, one_way_s=0.002), SystemClock())
-    hop = Hop(window=4)
+    hop = Hop(window=4, network=network)
     try:
         async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address, network=network)):
             for step in (1, 2, 3):
