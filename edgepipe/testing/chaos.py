@@ -296,6 +296,11 @@ class ChaosRun:
         elsewhere = [one for one in found if one[0] != self.cluster.names[0]]
         return self.random.choice(elsewhere if elsewhere and spare_first else found)
 
+    async def victim_node(self, kind: str) -> str:
+        """A node with a serving child of a kind, never the client's: any other where only that has one."""
+        name, _ = await self.victim(kind)
+        return name if name != self.cluster.names[0] else self.other_node()
+
     def other_node(self) -> str:
         """A random node that is not the client's."""
         return self.random.choice([name for name in self.cluster.running if name != self.cluster.names[0]])
@@ -531,9 +536,7 @@ async def _drain(run: ChaosRun, name: str) -> None:
 
 async def _term_engines_node(run: ChaosRun) -> None:
     """The engine's machine is shut down in order."""
-    name, _ = await run.victim("engine")
-    if name == run.cluster.names[0]:
-        name = run.other_node()
+    name = await run.victim_node("engine")
     node = run.cluster.running.pop(name)
     await run.strike(f"SIGTERM {name}")
     node.process.terminate()
@@ -548,7 +551,7 @@ async def _term_engines_node(run: ChaosRun) -> None:
 
 async def _announce_sleep(run: ChaosRun) -> None:
     """The system tells that the machine is about to sleep; it then sleeps without another word."""
-    name, _ = await run.victim("stage")
+    name = await run.victim_node("stage")
     node = run.cluster.running[name]
     await run.strike(f"{name} is about to sleep")
     node.process.send_signal(signal.SIGUSR1)
