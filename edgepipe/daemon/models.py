@@ -19,6 +19,7 @@ from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, Mo
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.hub_tensors import hub_tensors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 from edgepipe.model.tensor_folder import ShardWriter
@@ -51,8 +52,19 @@ class LocalModel:
 class Models:
     """One store, the peers that may have what it lacks, and the transfers under way."""
 
-    def __init__(self, *, models_dir: Path, peers: Peers, timeouts: Timeouts, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        models_dir: Path,
+        peers: Peers,
+        timeouts: Timeouts,
+        on_change: Callable[[], None],
+        hub_endpoint: str | None = None,
+    ) -> None:
+        """``hub_endpoint``: None for that of ``huggingface_hub``."""
         self._store = ModelStore(models_dir)
+        self._hub_endpoint = hub_endpoint
+        self._hub_idle_s = timeouts.transfer_idle_s
         self._peers = peers
         self._on_change = on_change
         self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
@@ -145,8 +157,9 @@ class Models:
     ) -> AsyncGenerator[pb.PrepareProgress]:
         """Fetch the tensors that the slices need and that are not here; nothing to say when all are.
 
-        Raises ModelUnknown when no peer has one of them, ModelInvalid when what came was damaged everywhere,
-        ModelDownloadFailed when the disk is full or cannot be written.
+        From peers, and what no reachable one gives from the hub, if the model was pulled from there. Raises
+        ModelUnknown when nobody gives one of them, ModelInvalid when what came was damaged, ModelDownloadFailed when
+        the disk is full or cannot be written.
         """
         parts = slices_from_wire(slices)
         if not await asyncio.to_thread(model.stored.missing, parts):
@@ -158,10 +171,12 @@ class Models:
                 writer = self._writer(model)
                 missing = writer.missing(tensor_names(model.config, parts))
                 check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
-                sources = self._sources(model.name, model.manifest_hash, first_source)
-                with self._transfers.begin(model.name, missing, sources) as transfer:
-                    async for done in transfer.run(writer):
-                        yield done
+                peers = self._sources(model.name, model.manifest_hash, first_source)
+                async with hub_tensors(writer.manifest, endpoint=self._hub_endpoint, idle_s=self._hub_idle_s) as hub:
+                    with self._transfers.begin(model.name, missing, peers, hub=hub) as transfer:
+                        async with aclosing(transfer.run(writer)) as progress:
+                            async for done in progress:
+                                yield done
                 self.rescan()
         finally:
             self._waited_for -= 1
@@ -171,7 +186,10 @@ class Models:
     async def keep_copy(
         self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
     ) -> AsyncGenerator[pb.PrepareProgress]:
-        """Fetch parts so that they are here too; whatever a stage waits for goes first. Raises as ``fetch``."""
+        """Fetch parts so that they are here too; whatever a stage waits for goes first. Raises as ``fetch``.
+
+        Never from the hub: nobody asked for the download.
+        """
         names = part_tensors(model.config)
         wanted = [name for part in parts if part < len(names) for name in names[part]]
         if model.stored.whole or model.stored.card.emulated:
@@ -216,12 +234,14 @@ class Models:
     ) -> AsyncGenerator[pb.DataChunk]:
         """For a peer, which wants at most ``bytes_per_s`` (0: as fast as it goes).
 
-        Raises ModelUnknown, ModelInvalid if the tensor is not here.
+        Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor.
         """
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         entry = stored.manifest.by_name.get(tensor)
         if entry is None:
             raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
+        if not await asyncio.to_thread(stored.holds, tensor):
+            raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
         most = min(_CHUNK_BYTES, chunk_bytes(bytes_per_s)) if bytes_per_s else _CHUNK_BYTES
         while offset < entry.info.num_bytes:
             size = min(most, entry.info.num_bytes - offset)

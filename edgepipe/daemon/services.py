@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from edgepipe.cluster.admission import cluster_label
@@ -88,8 +89,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         model = await self._models.adopt(
             request.model, manifest_hash=request.manifest_hash, first_source=request.weights_node
         )
-        async for progress in self._models.fetch(model, list(request.slices), first_source=request.weights_node):
-            yield pb.PrepareEvent(progress=progress)
+        fetching = self._models.fetch(model, list(request.slices), first_source=request.weights_node)
+        async with aclosing(fetching):
+            async for progress in fetching:
+                yield pb.PrepareEvent(progress=progress)
         async for event in self._device.prepare(request, path=str(model.path), config=model.config, engine=engine):
             yield event
 

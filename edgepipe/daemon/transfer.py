@@ -1,15 +1,21 @@
-"""Tensors and files from peers: each transfer on a channel of its own, resumed where it broke, checked by hash."""
+"""Tensors and files from peers, and tensors that no peer gives from the hub: resumed where it broke, checked by hash.
+
+Each tensor from a peer comes on a channel of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 from edgepipe.config import Timeouts
 from edgepipe.errors import (
     EdgepipeError,
+    LinkError,
     ModelDownloadFailed,
     ModelInvalid,
     ModelUnknown,
@@ -19,6 +25,7 @@ from edgepipe.errors import (
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Security
 from edgepipe.model.disk import disk_errors
+from edgepipe.model.hub_tensors import HubTensors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
@@ -27,7 +34,9 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEP = 100  # progress is told about a hundred times a transfer
-_ATTEMPTS = 3  # with the same peer: a broken connection is normal, a third one in a row is not
+_ATTEMPTS = 3  # with the same source: a broken connection is normal, a third one in a row is not
+_LATER_S = 60.0  # a source that does not answer is asked last for so long, or every tensor would wait for it
+_HUB = "hub"  # in place of a node id
 
 
 class WeightsClient:
@@ -93,6 +102,75 @@ class WeightsClient:
                 yield node_pb2_grpc.WeightsStub(channel)
 
 
+class Source(Protocol):
+    """Somebody who may have a tensor."""
+
+    @property
+    def source_id(self) -> str:
+        """A node id, or ``hub``."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
+        """A tensor's bytes from ``offset`` on. Raises ModelUnknown and ModelInvalid for good, LinkError for now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerSource:
+    """Another node."""
+
+    client: WeightsClient
+    node: pb.NodeState
+
+    @property
+    def source_id(self) -> str:
+        """Its node id."""
+        return self.node.node_id
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"node {self.node.name}"
+
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
+        """See ``WeightsClient.tensor``."""
+        return self.client.tensor(self.node, manifest, name, offset=offset, bytes_per_s=bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromHub:
+    """The hub, for what somebody waits for: it is asked for all that it can give."""
+
+    tensors: HubTensors
+
+    @property
+    def source_id(self) -> str:
+        """As ``Transfer.source`` tells it."""
+        return _HUB
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "the hub"
+
+    async def tensor(
+        self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncGenerator[pb.DataChunk]:
+        """See ``HubTensors.read``; what was refused or cannot be reached is a LinkError, as with peers."""
+        try:
+            async with aclosing(self.tensors.read(name, offset=offset)) as chunks:
+                async for data in chunks:
+                    yield pb.DataChunk(offset=offset, data=data)
+                    offset += len(data)
+        except ModelDownloadFailed as error:  # else it would be taken for this node's own disk
+            raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
+
+
 class Transfer:
     """Missing tensors on their way, one after the other; it may be left and taken up again."""
 
@@ -100,8 +178,7 @@ class Transfer:
         self,
         told: pb.Transfer,
         missing: Sequence[MissingTensor],
-        sources: Sequence[pb.NodeState],
-        client: WeightsClient,
+        sources: Sequence[Source],
         on_change: Callable[[], None],
         *,
         bytes_per_s: float,
@@ -109,7 +186,7 @@ class Transfer:
         self._told = told
         self._missing = list(missing)
         self._sources = sources
-        self._client = client
+        self._later_s: dict[str, float] = {}  # sources that do not answer are asked last until then
         self._on_change = on_change
         self._bytes_per_s = bytes_per_s
         self._done_bytes = 0  # of tensors that are complete
@@ -151,9 +228,11 @@ class Transfer:
 
     async def _tensor(self, writer: ShardWriter, tensor: MissingTensor) -> AsyncGenerator[int]:
         """Positions reached; on return the tensor is complete and checked."""
-        problem: EdgepipeError | None = None
-        for source in self._sources:
+        problems: dict[str, EdgepipeError] = {}
+        now_s = asyncio.get_running_loop().time
+        for source in sorted(self._sources, key=lambda one: now_s() < self._later_s.get(one.source_id, 0.0)):
             for _ in range(_ATTEMPTS):
+                began_bytes = sum(one.have_bytes for one in writer.missing([tensor.name]))
                 try:
                     async with aclosing(self._from(source, writer, tensor.name)) as positions:
                         async for position in positions:
@@ -162,29 +241,40 @@ class Transfer:
                 except ModelDownloadFailed:
                     raise  # it is this node's own disk
                 except EdgepipeError as error:
-                    problem = error
-                    logger.warning("transfer broke tensor=%s node=%s: %s", tensor.name, source.name, error)
+                    problems[source.source_id] = error
+                    logger.warning("transfer broke tensor=%s source=%s: %s", tensor.name, source.name, error)
+                    if isinstance(error, ModelInvalid) and began_bytes:
+                        continue  # what was here before may have been the damaged part
                     if isinstance(error, ModelUnknown | ModelInvalid):
-                        break  # asking the same node again gives the same
-        if isinstance(problem, ModelInvalid):
-            raise problem
-        raise ModelUnknown(
-            f"no reachable node has tensor '{tensor.name}'",
-            fact=str(problem) if problem else "no other node is in the cluster",
-            next_step=f"edgepipe models pull {writer.manifest.model_id}",
-        )
+                        break  # asking the same source again gives the same
+            else:
+                self._later_s[source.source_id] = now_s() + _LATER_S
+        raise _nobody_gave(tensor.name, writer.manifest.model_id, problems)
 
-    async def _from(self, source: pb.NodeState, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
+    async def _from(self, source: Source, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
         with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
-            async for chunk in self._client.tensor(
-                source, writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s
-            ):
-                if chunk.offset != sink.position:
-                    raise RemoteProtocolError(f"node {source.name} sent another part of '{name}' than asked")
-                await asyncio.to_thread(sink.write, chunk.data)
-                yield sink.position
+            chunks = source.tensor(writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.offset != sink.position:
+                        raise RemoteProtocolError(f"{source.name} sent another part of '{name}' than asked")
+                    await asyncio.to_thread(sink.write, chunk.data)
+                    self._told.source = source.source_id
+                    yield sink.position
             if not await asyncio.to_thread(sink.finish):
-                raise RemoteProtocolError(f"node {source.name} sent too little of '{name}'")
+                raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
+
+
+def _nobody_gave(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:
+    """``problems``: the last one with each source that was asked, in that order."""
+    hub = problems.get(_HUB)
+    peers = [problem for source_id, problem in problems.items() if source_id != _HUB]
+    facts = [str(peers[-1]) if peers else "no other node is in the cluster"]
+    if hub is not None:
+        facts.append(f"from the hub: {hub.what}, {hub.fact}" if hub.fact else f"from the hub: {hub.what}")
+    damaged = next((problem for problem in (hub, *peers[-1:]) if isinstance(problem, ModelInvalid)), None)
+    kind, what = (ModelInvalid, damaged.what) if damaged else (ModelUnknown, f"no reachable node has tensor '{tensor}'")
+    return kind(what, fact="; ".join(facts), next_step=f"edgepipe models pull {model_id}")
 
 
 class Transfers:
@@ -204,17 +294,24 @@ class Transfers:
         self,
         model: str,
         missing: Sequence[MissingTensor],
-        sources: Sequence[pb.NodeState],
+        peers: Sequence[pb.NodeState],
         *,
+        hub: HubTensors | None = None,
         copy: bool = False,
         bytes_per_s: float = 0.0,
     ) -> Generator[Transfer]:
-        """A transfer, listed while the block runs. ``copy``: nobody waits for it; ``bytes_per_s``: 0 for no limit."""
+        """A transfer, listed while the block runs; ``hub`` is asked for what no peer gives.
+
+        ``copy``: nobody waits for it; ``bytes_per_s``: what peers send at most, 0 for no limit.
+        """
         total = sum(tensor.num_bytes for tensor in missing)
-        told = pb.Transfer(model=model, source=sources[0].node_id if sources else "", bytes_total=total, copy=copy)
+        sources: list[Source] = [PeerSource(self._client, node) for node in peers]
+        if hub is not None:
+            sources.append(FromHub(hub))
+        told = pb.Transfer(model=model, source=sources[0].source_id if sources else "", bytes_total=total, copy=copy)
         self._running.append(told)
         try:
-            yield Transfer(told, missing, sources, self._client, self._on_change, bytes_per_s=bytes_per_s)
+            yield Transfer(told, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
         finally:
             self._running = [one for one in self._running if one is not told]
             self._on_change()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from edgepipe.model.tensors import TensorInfo
+from edgepipe.model.tensors import TensorInfo, TensorPlace
 
 ROPE_FACTORS = "rope_freqs.weight"  # per rotary pair; part of the config, not of the weights
 
@@ -40,7 +40,7 @@ _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadCounts:
+class _HeadCounts:
     """What un-permuting needs; given for the architecture ``llama`` only."""
 
     query: int
@@ -60,13 +60,10 @@ def hugging_face_name(name: str) -> str:
 class GgufFile:
     """The tensors of one GGUF file, read lazily. The metadata is not kept."""
 
-    def __init__(self, path: Path, header: GgufHeader, heads: HeadCounts | None) -> None:
+    def __init__(self, path: Path, places: Mapping[str, TensorPlace]) -> None:
         self._path = path
-        self._heads = heads
-        self._tensors = {
-            hugging_face_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS
-        }
-        self._infos = {name: _info(name, tensor) for name, tensor in self._tensors.items()}
+        self._places = places
+        self._infos = {name: place.info for name, place in places.items()}
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -75,23 +72,18 @@ class GgufFile:
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """A whole tensor's blocks, rows in logical order. Raises ModelInvalid if the file is shorter than promised."""
-        tensor = self._tensors[name]
-        data = read_at(self._path, tensor.offset, tensor.num_bytes, what=f"tensor '{tensor.name}'")
-        heads = self._num_permuted_heads(tensor)
-        return data if heads is None else unpermute_rows(data, tensor.shape[0], heads)
+        place = self._places[name]
+        data = read_at(self._path, place.offset, place.info.num_bytes, what=f"tensor '{name}'")
+        if place.permuted_heads is None:
+            return data
+        return unpermute_rows(data, place.info.shape[0], place.permuted_heads)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Part of what ``read`` gives. Raises ModelInvalid as ``read``."""
-        tensor = self._tensors[name]
-        if self._num_permuted_heads(tensor) is not None:
+        place = self._places[name]
+        if place.permuted_heads is not None:
             return self.read(name)[offset : offset + num_bytes]
-        return read_at(self._path, tensor.offset + offset, num_bytes, what=f"tensor '{tensor.name}'")
-
-    def _num_permuted_heads(self, tensor: GgufTensor) -> int | None:
-        match = _QUERY_KEY.fullmatch(tensor.name)
-        if self._heads is None or match is None:
-            return None
-        return self._heads.query if match.group(1) == "q" else self._heads.key
+        return read_at(self._path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
 
 
 def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -> npt.NDArray[np.uint8]:
@@ -118,27 +110,47 @@ def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
 def open_gguf(path: Path) -> tuple[GgufHeader, GgufFile]:
     """Header and tensors of a GGUF file. Raises ModelInvalid."""
     header = read_gguf_header(path)
-    return header, GgufFile(path, header, _head_counts(path, header))
+    return header, GgufFile(path, tensor_places(header, file=path.name))
 
 
-def _head_counts(path: Path, header: GgufHeader) -> HeadCounts | None:
+def tensor_places(header: GgufHeader, *, file: str) -> dict[str, TensorPlace]:
+    """Where the tensors stand, by Hugging Face's name; ``file`` is its name for people. Raises ModelInvalid."""
+    heads = _head_counts(file, header)
+    return {
+        hugging_face_name(name): _place(tensor, heads)
+        for name, tensor in header.tensors.items()
+        if name != ROPE_FACTORS
+    }
+
+
+def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:
     if header.metadata.get("general.architecture") != "llama":
         return None
     query = header.metadata.get("llama.attention.head_count")
     key = header.metadata.get("llama.attention.head_count_kv", query)
-    counts = HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
+    counts = _HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
     if counts is None or counts.query < 1 or counts.key < 1:
-        raise ModelInvalid(f"'{path.name}' does not say how many heads it has", fact=f"{query=}, {key=}")
+        raise ModelInvalid(f"'{file}' does not say how many heads it has", fact=f"{query=}, {key=}")
     for tensor in header.tensors.values():
         match = _QUERY_KEY.fullmatch(tensor.name)
         heads = counts.query if match and match.group(1) == "q" else counts.key
         if match and tensor.shape[0] % (2 * heads):
             raise ModelInvalid(
-                f"'{path.name}' contradicts itself",
+                f"'{file}' contradicts itself",
                 fact=f"'{tensor.name}' {tensor.shape} has no even rows for {heads} heads",
             )
     return counts
 
 
-def _info(name: str, tensor: GgufTensor) -> TensorInfo:
-    return TensorInfo(name=name, shape=tensor.shape, scheme=tensor.block.name, num_bytes=tensor.num_bytes, rounded=True)
+def _place(tensor: GgufTensor, heads: _HeadCounts | None) -> TensorPlace:
+    info = TensorInfo(
+        name=hugging_face_name(tensor.name),
+        shape=tensor.shape,
+        scheme=tensor.block.name,
+        num_bytes=tensor.num_bytes,
+        rounded=True,
+    )
+    match = _QUERY_KEY.fullmatch(tensor.name)
+    if heads is None or match is None:
+        return TensorPlace(info=info, offset=tensor.offset)
+    return TensorPlace(info=info, offset=tensor.offset, permuted_heads=heads.query if match[1] == "q" else heads.key)

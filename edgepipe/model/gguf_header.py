@@ -9,6 +9,7 @@ Layout (GGUF 2 and 3, little-endian)::
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,23 +62,28 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Parse and check a GGUF file's header. Raises ModelInvalid, naming the file and what is wrong with it."""
     try:
         with path.open("rb", buffering=1 << 20) as file:
-            return _parse(_Reader(file, path))
+            return parse_gguf_header(file, size=os.fstat(file.fileno()).st_size, name=path.name)
     except OSError as exc:
         raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+
+
+def parse_gguf_header(file: BinaryIO, *, size: int, name: str) -> GgufHeader:
+    """As ``read_gguf_header``, of a file of ``size`` bytes that is read from its start. Raises ModelInvalid."""
+    return _parse(_Reader(file, size, name))
 
 
 class _Reader:
     """Reads little-endian values and refuses to go past the file's end."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, size: int, name: str) -> None:
         self._file = file
-        self._path = path
-        self.size = path.stat().st_size
+        self._name = name
+        self.size = size
         self.position = 0
 
     def fail(self, fact: str) -> ModelInvalid:
         return ModelInvalid(
-            f"'{self._path.name}' is no GGUF file that can be used",
+            f"'{self._name}' is no GGUF file that can be used",
             fact=fact,
             next_step="fetch the file again: edgepipe models pull",
         )

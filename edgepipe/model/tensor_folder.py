@@ -1,4 +1,4 @@
-"""A folder with one file per tensor, filled from a peer: any part of a model, hash-checked, resumable.
+"""A folder with one file per tensor, filled from peers or the hub: any part of a model, hash-checked, resumable.
 
 ::
 
@@ -139,7 +139,7 @@ class TensorSink:
             self._take_up()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Raises ModelInvalid if the peer sends more than the manifest promised; what came is deleted."""
+        """Append. Raises ModelInvalid if more comes than the manifest promised; all is deleted."""
         if self.position + len(chunk) > self._entry.info.num_bytes:
             self._discard()
             raise self._refused(f"more than the promised {self._entry.info.num_bytes} bytes came")
@@ -187,7 +187,7 @@ class TensorSink:
         return ModelInvalid(
             f"tensor '{self._entry.info.name}' came damaged",
             fact=fact,
-            next_step="it is fetched again, from another peer",
+            next_step="it is fetched again, from elsewhere",
         )
 
 

@@ -27,6 +27,15 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """Where a tensor's bytes stand in its file."""
+
+    info: TensorInfo
+    offset: int  # bytes from the file's start
+    permuted_heads: int | None = None  # the rows of each of so many heads stand in GGUF's order for llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawTensor:
     """One tensor as stored: ``data`` [num_bytes] uint8, rows in the order of the logical shape (q/k un-permuted)."""
 

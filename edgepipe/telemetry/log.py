@@ -25,7 +25,7 @@ def set_up_logging(*, level: str, file: Path | None = None) -> None:
         handler.setFormatter(logging.Formatter(_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     logging.raiseExceptions = False  # a line that a full disk refuses is lost, it need not be a traceback
-    for noisy in ("asyncio", "httpx", "httpcore", "zeroconf", "huggingface_hub", "filelock"):
+    for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "zeroconf", "huggingface_hub", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

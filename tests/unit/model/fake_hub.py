@@ -26,6 +26,10 @@ class FakeHub:
     cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
     damaged: set[str] = field(default_factory=set[str])  # sent with other bytes than announced
     refused: set[str] = field(default_factory=set[str])  # answered with 403
+    silent: set[str] = field(default_factory=set[str])  # half of what was asked for is sent, then nothing more
+    ranges: bool = True  # else every GET is answered with the whole file
+    held: threading.Event = field(default_factory=threading.Event)  # somebody waits for the rest of a silent one
+    ended: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (file, Range header) of every GET
 
     def listing(self) -> dict[str, Any]:
@@ -48,10 +52,15 @@ class FakeHub:
         return value
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silent: whoever asks may hang up."""
+
+
 @contextmanager
 def running(hub: FakeHub) -> Iterator[FakeHub]:
     """Serve a hub on a free port of 127.0.0.1."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server = _Server(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -59,6 +68,7 @@ def running(hub: FakeHub) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.ended.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -98,12 +108,21 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 hub.asked.append((name, asked))
             if name in hub.damaged:
                 data = bytes(len(data))
-            begin = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
             headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            if begin:
-                headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+            part = data
+            if asked and hub.ranges:
+                first, last = asked.removeprefix("bytes=").split("-")
+                part = data[int(first) : int(last) + 1 if last else None]
+                headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
             cut = hub.cut_after.pop(name, None) if body else None
-            self._send(data[begin:], headers, status=206 if begin else 200, body=body, cut=cut)
+            silent = body and name in hub.silent
+            if silent:
+                cut = len(part) // 2
+            self._send(part, headers, status=206 if "Content-Range" in headers else 200, body=body, cut=cut)
+            if silent:
+                self.wfile.flush()
+                hub.held.set()
+                hub.ended.wait()
 
         def _send(
             self, data: bytes, headers: dict[str, str], *, status: int = 200, body: bool, cut: int | None = None

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub, running
+from fake_hub import COMMIT, FakeHub, running
 from model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config import hf_config
-from edgepipe.model.hub import parse_hub_source
+from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult
 from edgepipe.model.store import ModelStore
@@ -55,7 +55,7 @@ def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: 
     assert model.open_weights().config.num_layers == 3
     download = [progress for progress in told if progress.phase == "download"]
     assert download[-1].done_bytes == download[-1].total_bytes == result.total_bytes
-    assert model.manifest.source.startswith(f"hub:{REPO}@")
+    assert parse_pinned(model.manifest.source) == HubSource(repo=REPO, revision=COMMIT)
 
 
 def test_a_dry_run_asks_for_sizes_only(hub: FakeHub, tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""Single tensors from the Hugging Face Hub: just their bytes, at the commit from which the model was pulled.
+
+Which file holds a tensor tell the manifest and the repository's index; where it stands in it tells the file's header.
+Nothing of that is believed further than the manifest goes: sizes are compared before anything is read, headers go
+through the parsers for files on disk, and who writes the bytes down checks their hash. Connections, redirects, token,
+endpoint and offline mode are those of ``huggingface_hub``, which is imported when the first tensor is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from edgepipe.errors import ModelInvalid, ModelUnknown, RemoteProtocolError, SendTimeout
+from edgepipe.model.gguf_file import tensor_places, unpermute_rows
+from edgepipe.model.gguf_header import parse_gguf_header
+from edgepipe.model.hub import CONTACT_TIMEOUT_S, HubSource, hub_errors, list_hub, parse_pinned
+from edgepipe.model.manifest import FileEntry, Manifest
+from edgepipe.model.safetensors_file import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    SINGLE_FILE,
+    parse_safetensors,
+    parse_weight_map,
+)
+from edgepipe.model.strict_json import parse_json_object
+from edgepipe.model.tensors import TensorPlace
+from edgepipe.model.weights import GGUF_FILE
+
+_FIRST_BYTES = 64 << 10  # most safetensors headers end there; GGUF's, with a vocabulary, after some megabytes
+_METADATA_WAITS = 6  # an index or a header may take so many times as long as the hub may be silent
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19}-\d{1,19}|\*)/(\d{1,19})")
+
+
+class HubTensors:
+    """The tensors of one model. Connections stay open between them: ``aclose`` in the end."""
+
+    def __init__(self, manifest: Manifest, source: HubSource, *, endpoint: str | None, idle_s: float) -> None:
+        self._manifest = manifest
+        self._source = source
+        self._endpoint = endpoint
+        self._idle_s = idle_s
+        self._files = {entry.name: entry for entry in manifest.files}
+        self._session: _Session | None = None
+        self._gguf_name = ""
+        self._shards: Mapping[str, str] = {}  # tensor to file, once the index was read
+        self._places: dict[str, Mapping[str, TensorPlace]] = {}  # by the names of files whose headers were read
+
+    async def read(self, name: str, *, offset: int) -> AsyncGenerator[bytes]:
+        """A tensor's bytes from ``offset`` on, those that the manifest's hash covers.
+
+        Raises ModelInvalid (the hub's files are others than the manifest's), ModelUnknown (they are gone),
+        ModelDownloadFailed (refused, unreachable, offline mode), RemoteProtocolError, SendTimeout.
+        """
+        async with self._patience(_METADATA_WAITS * self._idle_s):
+            file, place = await self._find(name)
+        heads = _Heads(place, offset) if place.permuted_heads else None
+        start = heads.start if heads else offset
+        if start == place.info.num_bytes:
+            return
+        async with aclosing(self._range(file, place.offset + start, place.offset + place.info.num_bytes)) as chunks:
+            async for chunk in chunks:
+                if data := heads.push(chunk) if heads else chunk:
+                    yield data
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        if self._session is not None:
+            await self._session.client.aclose()
+
+    async def _find(self, name: str) -> tuple[FileEntry, TensorPlace]:
+        file = await self._file_of(name)
+        if file.name not in self._places:
+            self._places[file.name] = await self._header(file)
+        place, promised = self._places[file.name].get(name), self._manifest.by_name.get(name)
+        if place is None or promised is None or place.info != promised.info:
+            raise self._another(f"'{file.name}' has no tensor '{name[:80]}' as the manifest describes it")
+        return file, place
+
+    async def _file_of(self, name: str) -> FileEntry:
+        """The file that holds a tensor, under the hub's name for it."""
+        if gguf := self._files.get(GGUF_FILE):
+            self._gguf_name = self._gguf_name or await self._find_gguf(gguf)
+            return replace(gguf, name=self._gguf_name)
+        if index := self._files.get(INDEX_FILE):
+            self._shards = self._shards or await self._index(index)
+            shard = self._shards.get(name, "")
+        else:
+            shard = SINGLE_FILE
+        if shard not in self._files:
+            raise ModelInvalid(f"no file of the model holds tensor '{name[:80]}'", fact="the manifest lists none")
+        return self._files[shard]
+
+    async def _find_gguf(self, gguf: FileEntry) -> str:
+        """In the store it has another name, so the repository's file of that hash is looked for."""
+        _, files = await asyncio.to_thread(list_hub, self._source, endpoint=self._endpoint)
+        for file in files:
+            if file.name.endswith(".gguf") and (file.sha256, file.num_bytes) == (gguf.sha256, gguf.num_bytes):
+                return file.name
+        raise ModelUnknown(f"the hub has no GGUF file of '{self._source.repo}' with the model's SHA-256")
+
+    async def _index(self, entry: FileEntry) -> Mapping[str, str]:
+        if entry.num_bytes > MAX_INDEX_BYTES:
+            raise self._another(f"'{entry.name}' has {entry.num_bytes} bytes, at most {MAX_INDEX_BYTES} are read")
+        data = bytearray()
+        async with aclosing(self._range(entry, 0, entry.num_bytes)) as chunks:
+            async for chunk in chunks:
+                data += chunk
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise self._another(f"'{entry.name}' has another SHA-256 than the manifest promises")
+        return await asyncio.to_thread(lambda: parse_weight_map(parse_json_object(bytes(data), what=f"'{entry.name}'")))
+
+    async def _header(self, file: FileEntry) -> Mapping[str, TensorPlace]:
+        """What a file's first bytes tell, as soon as there are enough of them."""
+        parse = _parse_gguf if file.name == self._gguf_name else parse_safetensors
+        data, needed = bytearray(), _FIRST_BYTES
+        async with aclosing(self._range(file, 0, min(file.num_bytes, 8 + MAX_HEADER_BYTES))) as chunks:
+            async for chunk in chunks:
+                data += chunk
+                if len(data) < min(needed, file.num_bytes):
+                    continue
+                try:
+                    return await asyncio.to_thread(parse, _Prefix(data), size=file.num_bytes, name=file.name)
+                except _TooShort as short:
+                    needed = max(short.needed, 2 * len(data))
+        raise self._another(f"the header of '{file.name}' does not end within {len(data)} bytes")
+
+    async def _range(self, file: FileEntry, begin: int, end: int) -> AsyncGenerator[bytes]:
+        """Bytes ``[begin, end)`` of a file, all of them or an error."""
+        whole = (begin, end) == (0, file.num_bytes)  # small files may be served without ranges
+        left = end - begin
+        if self._session is None:
+            self._session = await asyncio.to_thread(_open_session)
+        with hub_errors(self._source):
+            async with self._opened(file.name, {} if whole else {"Range": f"bytes={begin}-{end - 1}"}) as response:
+                self._check_answer(response, file, begin, end, whole=whole)
+                async with aclosing(response.aiter_raw()) as chunks:
+                    while (chunk := await self._next(chunks)) is not None:
+                        left -= len(chunk)
+                        if left < 0:
+                            raise RemoteProtocolError(f"the hub sends more of '{file.name}' than was asked for")
+                        yield chunk
+        if left:
+            raise RemoteProtocolError(f"the hub sent too little of '{file.name}'", fact=f"{left} bytes are missing")
+
+    @asynccontextmanager
+    async def _opened(self, file: str, headers: Mapping[str, str]) -> AsyncGenerator[Any]:
+        """The answer's head is here; leaving closes the connection unless all was read."""
+        assert self._session is not None
+        session, source = self._session, self._source
+        url = session.url(source.repo, file, revision=source.revision, endpoint=self._endpoint)
+        async with AsyncExitStack() as stack:
+            stream = session.client.stream("GET", url, headers={**session.headers, **headers})
+            async with self._patience(min(CONTACT_TIMEOUT_S, self._idle_s)):
+                response = await stack.enter_async_context(stream)
+            yield response
+
+    def _check_answer(self, response: Any, file: FileEntry, begin: int, end: int, *, whole: bool) -> None:
+        """Raises unless just those bytes of a file of just that size are about to come."""
+        from huggingface_hub.utils import hf_raise_for_status
+
+        status, headers = response.status_code, response.headers
+        plain = headers.get("Content-Encoding", "identity") == "identity"
+        told = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
+        size = told[2] if told else headers.get("Content-Length", "") if status == 200 and plain else ""
+        if size and size != str(file.num_bytes):
+            raise self._another(f"'{file.name}' has {size[:20]} bytes, the manifest promises {file.num_bytes}")
+        hf_raise_for_status(response)
+        right = status == 200 if whole else status == 206 and told and told[1] == f"{begin}-{end - 1}"
+        if not right or not plain:
+            raise RemoteProtocolError(
+                f"the hub does not send the asked part of '{file.name}'",
+                fact=f"it answered with status {status}" + ("" if plain else " and compressed bytes"),
+            )
+
+    async def _next(self, chunks: AsyncGenerator[bytes]) -> bytes | None:
+        async with self._patience(self._idle_s):
+            return await anext(chunks, None)
+
+    @asynccontextmanager
+    async def _patience(self, seconds: float) -> AsyncGenerator[None]:
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as exc:
+            raise SendTimeout(
+                "the hub does not answer",
+                fact=f"silent for {seconds:.0f} s",
+                next_step="check this machine's way to the internet and try again: it goes on where it stopped",
+            ) from exc
+
+    def _another(self, fact: str) -> ModelInvalid:
+        return ModelInvalid(
+            f"the hub's files of '{self._source.repo}' are others than the model's",
+            fact=fact,
+            next_step=f"edgepipe models pull {self._source.repo}",
+        )
+
+
+@asynccontextmanager
+async def hub_tensors(manifest: Manifest, *, endpoint: str | None, idle_s: float) -> AsyncGenerator[HubTensors | None]:
+    """The tensors of a model that was pulled from the hub, None for any other. Asks nobody yet.
+
+    ``endpoint``: None for the library's own; ``idle_s``: after so long a silence it is given up.
+    """
+    source = parse_pinned(manifest.source)
+    if source is None:
+        yield None
+        return
+    tensors = HubTensors(manifest, source, endpoint=endpoint, idle_s=idle_s)
+    try:
+        yield tensors
+    finally:
+        await tensors.aclose()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """The library's way to the hub."""
+
+    client: Any  # an httpx.AsyncClient
+    headers: dict[str, str]  # with the token, if there is one
+    url: Callable[..., str]
+
+
+def _open_session() -> _Session:
+    """Blocks: imports the library, reads certificates and the token."""
+    import huggingface_hub
+    from huggingface_hub import utils
+
+    # Compressed bytes would have other positions than those that were asked for.
+    headers = cast("Any", utils).build_hf_headers(library_name="edgepipe") | {"Accept-Encoding": "identity"}
+    return _Session(client=huggingface_hub.get_async_session(), headers=headers, url=huggingface_hub.hf_hub_url)
+
+
+class _Heads:
+    """Turns q and k rows of a llama GGUF file, as they come, into Hugging Face's order, head by head."""
+
+    def __init__(self, place: TensorPlace, offset: int) -> None:
+        """``offset``: where in the result to begin, bytes."""
+        num_heads = place.permuted_heads or 1
+        self._num_rows = place.info.shape[0] // num_heads  # of a head
+        self._num_bytes = place.info.num_bytes // num_heads  # of a head
+        self._skipped = offset % self._num_bytes
+        self._held = bytearray()
+        self.start = offset - self._skipped  # where in the file's bytes to begin
+
+    def push(self, chunk: bytes) -> bytes:
+        """The heads that are complete with this chunk."""
+        self._held += chunk
+        num_heads = len(self._held) // self._num_bytes
+        if not num_heads:
+            return b""
+        taken = np.frombuffer(bytes(self._held[: num_heads * self._num_bytes]), np.uint8)
+        del self._held[: len(taken)]
+        data = unpermute_rows(taken, num_heads * self._num_rows, num_heads).tobytes()[self._skipped :]
+        self._skipped = 0
+        return data
+
+
+class _TooShort(Exception):
+    """A parser wanted more than has come."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed  # bytes from the file's start
+
+
+class _Prefix(io.BytesIO):
+    """A file's first bytes; reading past them says so instead of giving less."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Exactly ``size`` bytes."""
+        begin = self.tell()
+        data = super().read(size)
+        if size is not None and len(data) < size:
+            raise _TooShort(begin + size)
+        return data
+
+
+def _parse_gguf(file: BinaryIO, *, size: int, name: str) -> dict[str, TensorPlace]:
+    return tensor_places(parse_gguf_header(file, size=size, name=name), file=name)
