@@ -27,6 +27,8 @@ class FakeHub:
     damaged: set[str] = field(default_factory=set[str])  # sent with other bytes than announced
     refused: set[str] = field(default_factory=set[str])  # answered with 403
     silent: set[str] = field(default_factory=set[str])  # half of what was asked for is sent, then nothing more
+    cdn: bool = False  # files are told to be at another origin
+    tokens: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # Authorization headers by Host header
     ranges: bool = True  # else every GET is answered with the whole file
     held: threading.Event = field(default_factory=threading.Event)  # somebody waits for the rest of a silent one
     ended: threading.Event = field(default_factory=threading.Event)
@@ -90,8 +92,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def _answer(self, *, body: bool) -> None:
             path = urlsplit(self.path).path
             resolve = f"/{hub.repo}/resolve/{COMMIT}/"
+            hub.tokens.setdefault(self.headers["Host"], set()).add(self.headers.get("Authorization", ""))
             if path.startswith(f"/api/models/{hub.repo}"):
                 self._send(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body=body)
+            elif path.startswith("/cdn/"):
+                self._file(path.removeprefix("/cdn/"), body=body)
+            elif path.startswith(resolve) and hub.cdn:
+                there = hub.endpoint.replace("127.0.0.1", "localhost")
+                self._send(b"", {"Location": f"{there}/cdn/{path.removeprefix(resolve)}"}, status=302, body=body)
             elif path.startswith(resolve) and path.removeprefix(resolve) in hub.files:
                 self._file(path.removeprefix(resolve), body=body)
             else:

@@ -162,6 +162,15 @@ async def test_a_connection_that_breaks_is_made_again(place: Place):
     assert QUERY in place.held()
 
 
+async def test_the_token_is_for_the_hub_and_not_for_where_it_sends_us(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    place.hub.cdn = True
+    await place.fetch()
+    assert QUERY in place.held()
+    (_, port) = place.hub.endpoint.rsplit(":", 1)
+    assert place.hub.tokens == {f"127.0.0.1:{port}": {"Bearer hf_secret"}, f"localhost:{port}": {""}}
+
+
 async def test_damaged_bytes_are_refused_and_forgotten(place: Place):
     file, data = place.file_of(QUERY), place.whole.read_tensor(QUERY).tobytes()
     place.hub.files[file] = place.hub.files[file].replace(data[:64], bytes(64))
