@@ -14,6 +14,7 @@ import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
 _GRPC_VERBOSITY = "GRPC_VERBOSITY"
 _GRPC_CIPHERS = "GRPC_SSL_CIPHER_SUITES"
 _NO_TLS_1_2 = "ECDHE-RSA-AES256-GCM-SHA384"
+_GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_ONE_POLLER = "-event_engine_client,-event_engine_listener"
+_ONE_POLLER_UP_TO = (1, 85)  # gRPC's versions that are known to have the choice; others would complain of the names
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DTYPES = ("auto", "float32", "bfloat16")
 
@@ -140,10 +144,15 @@ def prepare_environment() -> None:
     handshakes would fill the log.
 
     And leave TLS 1.3 alone: gRPC has no setting for a lowest version in Python, but one for the suites of TLS 1.2. The
-    one that it is given here needs an RSA certificate, and every certificate of edgepipe is ECDSA."""
+    one that it is given here needs an RSA certificate, and every certificate of edgepipe is ECDSA.
+
+    And have the thread that waits for completions read and write sockets, too, instead of a pool of threads: a message
+    that crosses fewer threads takes half the processor time and two thirds of the time (docs/experiments.md)."""
     os.environ[_GRPC_FORK] = "0"
     os.environ[_GRPC_CIPHERS] = _NO_TLS_1_2
     os.environ.setdefault(_GRPC_VERBOSITY, "NONE")
+    if tuple(map(int, version("grpcio").split(".")[:2])) <= _ONE_POLLER_UP_TO:
+        os.environ.setdefault(_GRPC_EXPERIMENTS, _ONE_POLLER)
 
 
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
