@@ -23,10 +23,15 @@ class DaemonPlanner:
         self._link = link
         self._answer: asyncio.Future[pb.PlanMade] | None = None
 
-    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
         """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
         answer = self._answer = asyncio.get_running_loop().create_future()
-        self._link.report(pb.ChildReport(plan_wanted=pb.PlanWanted(spec=serve_spec_to_wire(spec), barred=barred)))
+        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec), barred=barred)
+        for one, other in barred_links:
+            wanted.barred_links.add(node_id=one, other_id=other)
+        self._link.report(pb.ChildReport(plan_wanted=wanted))
         try:
             async with asyncio.timeout(_PLAN_S):
                 made = await answer

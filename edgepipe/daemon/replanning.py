@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edgepipe.daemon.model_parts import fetch_bytes
 from edgepipe.daemon.models import LocalModel, Models
@@ -100,21 +101,27 @@ class Replanner:
     async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
         """Survivors keep their stages where lost ones fit on others; else everything is placed anew.
 
+        Where there is none without the nodes that the engine barred, it is with them; likewise links, if need be.
         Raises NoFeasiblePlacement, ModelUnknown.
         """
         spec = wanted.spec
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
         barred = frozenset(wanted.barred)
-        placed = self._replaced(model, spec, pipeline_id, avoided=barred)
-        if placed is None:
-            known = await self.known(pipeline_id, spec)
+        unreached = frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in wanted.barred_links)
+        none = frozenset[Any]()
+        tries = list(dict.fromkeys([(barred, unreached), (none, unreached), (none, none)]))
+        known: Known | None = None
+        while True:
+            avoided, cut = tries.pop(0)
+            placed = self._replaced(model, spec, pipeline_id, avoided=avoided, unreached=cut)
+            if placed is not None:
+                return self.made(spec, placed)
+            known = known or await self.known(pipeline_id, spec)
             try:
-                placed = await self.search(known, spec, avoided=barred)
+                return self.made(spec, await self.search(known, spec, avoided=avoided, unreached=cut))
             except NoFeasiblePlacement:
-                if not barred:
+                if not tries:
                     raise
-                placed = self._replaced(model, spec, pipeline_id) or await self.search(known, spec)
-        return self.made(spec, placed)
 
     async def anew(self, pipeline_id: str, spec: pb.ServeSpec, *, num_nodes: int) -> pb.PlanMade:
         """The best placement over ``num_nodes`` nodes (0: as was wished before). Raises NoFeasiblePlacement."""
@@ -134,8 +141,18 @@ class Replanner:
         links = replace(cluster.links, assumed=_UNMEASURED)
         return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
 
-    async def search(self, known: Known, spec: pb.ServeSpec, *, avoided: Collection[str] = ()) -> tuple[Placed, ...]:
+    async def search(
+        self,
+        known: Known,
+        spec: pb.ServeSpec,
+        *,
+        avoided: Collection[str] = (),
+        unreached: Collection[tuple[NodeId, NodeId]] = (),
+    ) -> tuple[Placed, ...]:
         """The best placement as far as is known. Raises NoFeasiblePlacement.
+
+        avoided    nodes that get no stage
+        unreached  directed links, beside those known to be broken, whose ends are no neighbours in that order
 
         What somebody once wished counts as far as the nodes that are there allow.
         """
@@ -146,7 +163,8 @@ class Replanner:
             exclude=tuple(name for name in spec.exclude if name in names),
             first=spec.first if spec.first in names else "",
         )
-        found = await asyncio.to_thread(plan, known.demand, machines, known.cluster.links, wishes, explain=False)
+        links = replace(known.cluster.links, unreached=frozenset(unreached))
+        found = await asyncio.to_thread(plan, known.demand, machines, links, wishes, explain=False)
         return found.placed
 
     def made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
@@ -164,12 +182,17 @@ class Replanner:
         return fetch_bytes(self._peers.nodes(), model.stored)
 
     def _replaced(
-        self, model: LocalModel, spec: pb.ServeSpec, own: str, *, avoided: Collection[str] = ()
+        self,
+        model: LocalModel,
+        spec: pb.ServeSpec,
+        own: str,
+        *,
+        avoided: Collection[str],
+        unreached: Collection[tuple[NodeId, NodeId]],
     ) -> tuple[Placed, ...] | None:
         """Lost stages elsewhere, the others where they are; None if they do not fit so."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
         need = placement_need(model.config, spec.context_length)
-        return replace_lost(
-            need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), barred=self._peers.broken_links()
-        )
+        barred = self._peers.broken_links().union(unreached)
+        return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), barred=barred)

@@ -64,11 +64,17 @@ class StageControl:
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
+        self.next_unreached = False  # told with a fault: the way to the next stage failed
         self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
         self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # after it opened
         self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the connection stands."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def connect(self, *, timeout_s: float) -> None:
         """Make the connection; one that cannot be made is for ``open`` to tell of."""
@@ -94,7 +100,7 @@ class StageControl:
         if report is None:
             raise self._lost(None)
         if report.WhichOneof("message") == "fault":
-            raise self._named(error_from_wire(report.fault))
+            raise self._fault(report)
         if report.WhichOneof("message") != "opened":
             raise self._named(RemoteProtocolError(f"{self.site.label} reported before it was open"))
         if report.opened.HasField("kv_since"):
@@ -174,8 +180,12 @@ class StageControl:
         elif kind == "timings":
             self._on_report(self.site, timings_from_wire(report.timings))
         elif kind == "fault":
-            self.crashed_step = StepId(report.crashed_step) if report.crashed_step else None
-            raise self._named(error_from_wire(report.fault))
+            raise self._fault(report)
+
+    def _fault(self, report: stage_pb2.StageReport) -> EdgepipeError:
+        self.crashed_step = StepId(report.crashed_step) if report.crashed_step else None
+        self.next_unreached = report.next_unreached
+        return self._named(error_from_wire(report.fault))
 
     def _lost(self, exc: grpc.aio.AioRpcError | None) -> EdgepipeError:
         cause = from_rpc_error(exc, peer=self.site.label) if exc else None

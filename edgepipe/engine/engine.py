@@ -102,7 +102,8 @@ class Engine:
             network=network,
         )
         self._planner = planner or SamePlan(self._nodes)
-        self._hold_down = HoldDown()
+        self._held_nodes = HoldDown[NodeId]()
+        self._held_links = HoldDown[tuple[NodeId, NodeId]]()
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
         self._kept: KeptKV | None = None  # by the last epoch that stood
@@ -251,6 +252,7 @@ class Engine:
                 await asyncio.wait((mover,))
             if error is None:
                 return None
+            self._hold_down_links(run)
             stats = run.pump.stats()
             if self._stalled_since_s is None and (stats.running or stats.waiting):
                 self._stalled_since_s = self._around.clock.monotonic_s()
@@ -287,7 +289,7 @@ class Engine:
     async def _recover(self, table: RequestTable, cause: EdgepipeError | None) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
         if (gone := self._gone()) is not None:
-            self._hold_down.lost(gone, self._around.clock.monotonic_s())
+            self._held_nodes.lost(gone, self._around.clock.monotonic_s())
         failures = 0
         while not self._stopping.is_set():
             self._tell(state="recovering", message="continuing without what was lost", error=cause)
@@ -308,7 +310,7 @@ class Engine:
                 if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
                     return error
                 if self._preparation.failed is not None:
-                    self._hold_down.failed(self._preparation.failed, self._around.clock.monotonic_s())
+                    self._held_nodes.failed(self._preparation.failed, self._around.clock.monotonic_s())
                 pause_s = min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
                 await self._unless_stopped(asyncio.sleep(pause_s))
         return None
@@ -316,11 +318,23 @@ class Engine:
     async def _plan_again(self) -> None:
         """Where the stages of the next epoch go. Raises NoFeasiblePlacement."""
         self._news.clear()  # what is told from now on may change the answer
-        barred = self._hold_down.barred(self._around.clock.monotonic_s())
-        plan = await self._planner.plan(self._spec, barred=barred)
+        plan = await self._plan()
         self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
         self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
         self._told.note(epoch=self._epoch)
+
+    async def _plan(self) -> Plan:
+        now_s = self._around.clock.monotonic_s()
+        return await self._planner.plan(
+            self._spec, barred=self._held_nodes.barred(now_s), barred_links=self._held_links.barred(now_s)
+        )
+
+    def _hold_down_links(self, run: EpochRun) -> None:
+        """Where a stage did not reach the next one, the two are no neighbours for a while."""
+        for one, other in run.unreached():
+            names = self._nodes.name(one), self._nodes.name(other)
+            logger.warning("pipeline=%s epoch=%s: %s does not reach %s", self._around.pipeline_id, run.epoch, *names)
+            self._held_links.failed((one, other), self._around.clock.monotonic_s())
 
     async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
         """The model does not fit: tell everybody what is missing, until the cluster changes."""
@@ -362,7 +376,7 @@ class Engine:
             try:
                 proposed: Plan | None = self._proposed
                 self._proposed = None
-                plan: Plan = proposed or await self._planner.plan(self._spec, barred=frozenset())
+                plan: Plan = proposed or await self._plan()
                 if plan.spec.stages == self._spec.stages:
                     continue
                 self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
@@ -413,6 +427,7 @@ class Engine:
             await run.open(registration=self._table.registration, on_news=self._note)
             self._check_there()
         except BaseException:
+            self._hold_down_links(run)
             await run.close()
             raise
         self._run = run

@@ -14,7 +14,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
@@ -131,6 +131,16 @@ class EpochRun:
         steps = [control.crashed_step for control in self._controls if control.crashed_step is not None]
         return self.pump.sequences_of(steps[0]) if steps else ()
 
+    def unreached(self) -> list[tuple[NodeId, NodeId]]:
+        """Directed links that ended the epoch: a stage did not reach the next one, though the engine reaches both."""
+        reached = {control.site.node_id for control in self._controls if control.reached}
+        ways = [
+            (control.site.node_id, following.node_id)
+            for control in self._controls
+            if control.next_unreached and (following := self._beside(control.site, 1)) is not None
+        ]
+        return [(one, other) for one, other in ways if one != other and other in reached]
+
     async def close(self) -> None:
         """End the stages' streams: they give up the epoch and keep their weights and KV."""
         for control in self._controls:
@@ -179,9 +189,7 @@ class EpochRun:
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
-        holder = {part.index: each for each in self.sites for part in each.slices}
-        following = [holder[part.index + 1] for part in site.slices if holder.get(part.index + 1, site) is not site]
-        before = [holder[part.index - 1] for part in site.slices if holder.get(part.index - 1, site) is not site]
+        following = self._beside(site, 1)
         return PipelineSpec(
             pipeline_id=self._around.pipeline_id,
             epoch=self.epoch,
@@ -191,13 +199,19 @@ class EpochRun:
             activation_type=self._spec.activation_type,
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
-            next_address=following[0].address if following else "",
+            next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(self._around.timeouts.step_first_s * 1000),
             next=_neighbour(following),
-            previous=_neighbour(before),
+            previous=_neighbour(self._beside(site, -1)),
         )
 
+    def _beside(self, site: StageSite, way: int) -> StageSite | None:
+        """The stage whose slices follow (1) or come before (-1); None at the ends."""
+        holder = {part.index: each for each in self.sites for part in each.slices}
+        others = (holder.get(part.index + way, site) for part in site.slices)
+        return next((other for other in others if other is not site), None)
 
-def _neighbour(sites: list[StageSite]) -> Neighbour | None:
-    return Neighbour(node_id=sites[0].node_id, certificate=sites[0].certificate) if sites else None
+
+def _neighbour(site: StageSite | None) -> Neighbour | None:
+    return Neighbour(node_id=site.node_id, certificate=site.certificate) if site is not None else None

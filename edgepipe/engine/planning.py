@@ -22,9 +22,12 @@ class Plan:
 class Planner(Protocol):
     """Places stages anew when some are lost."""
 
-    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
         """The placement of ``spec`` without nodes that are gone, and without ``barred`` ones where that is possible.
 
+        Nor shall the second node of a barred link come right behind the first, where that can be avoided.
         Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
         """
         ...
@@ -36,7 +39,9 @@ class SamePlan:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
         """See Planner."""
         return Plan(spec=spec, nodes=self._nodes)
 

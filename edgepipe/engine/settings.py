@@ -10,7 +10,7 @@ class EngineTimeouts:
     """How long an engine waits for what."""
 
     prepare_s: float = 3600.0  # weights may have to be fetched; silence is watched by the node that loads
-    open_s: float = 60.0  # a stage allocates its KV and reaches the next one
+    open_s: float = 90.0  # a stage allocates its KV and reaches the next one, or tells after 60 s that it does not
     release_s: float = 10.0  # a node ends a stage process: 5 s until it is killed
     step_min_s: float = 5.0  # no step is late before this, whatever was predicted
     step_factor: float = 8.0  # of what steps of its size took

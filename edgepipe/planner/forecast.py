@@ -64,7 +64,7 @@ class Ring:
         self._placed = tuple(placed)
         self._machines = [machines[one.node_id] for one in placed]
         ids = [one.node_id for one in placed]
-        self._links = [None if a == b else links.between(a, b) for a, b in pairwise(ids)]
+        self._links = [None if a == b else links.hop(a, b) for a, b in pairwise(ids)]
         self._hosts_s = [links.host_s(one) for one in ids]
         self._home_s = links.home_s(ids[-1], ids[0], ids)
 

@@ -147,7 +147,7 @@ def _check_reached(found: Plan, links: Links) -> None:
     """Raises NoFeasiblePlacement if the model fits only over nodes of which two neighbours do not reach each other."""
     machines = [stage.machine for stage in found.stages]
     for one, other in pairwise(machines):
-        if (one.node_id, other.node_id) in links.barred:
+        if not links.carries_hop(one.node_id, other.node_id):
             raise NoFeasiblePlacement(
                 f"the model fits only over {one.name} and {other.name} side by side, which do not reach each other",
                 fact=f"it needs {len(machines)} machines: {', '.join(machine.name for machine in machines)}",
@@ -191,7 +191,7 @@ class _Search:
         self._check_count()
         self._first = machines.index(_named(machines, wishes.first)) if wishes.first else None
         ids = [one.node_id for one in machines]
-        self._shapes = [[None if a == b else links.between(a, b).shape for b in ids] for a in ids]
+        self._shapes = [[None if a == b else links.hop(a, b).shape for b in ids] for a in ids]
         self._hosts_s = [links.host_s(one) for one in ids]
         one_way = [[0.0 if shape is None else shape.one_way_s for shape in row] for row in self._shapes]
         self._latency_s = np.array(one_way, dtype=np.float64).reshape(len(ids), len(ids))

@@ -174,6 +174,7 @@ class Links:
     assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
     assumed_host_s: float = HOST_S  # likewise of hosts
     barred: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
+    unreached: frozenset[tuple[NodeId, NodeId]] = frozenset()  # over which no stage dials the next
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link:
         """The link from one node to another, without end where it is barred. Raises LinkNotMeasured."""
@@ -185,6 +186,17 @@ class Links:
         if self.assumed is None:
             raise LinkNotMeasured(f"the link from {sender} to {receiver} has not been measured")
         return Link(shape=self.assumed, measured=False)
+
+    def hop(self, sender: NodeId, receiver: NodeId) -> Link:
+        """``between``, from a stage to the next one."""
+        if self.carries_hop(sender, receiver):
+            return self.between(sender, receiver)
+        return Link(shape=_NO_WAY, measured=True)
+
+    def carries_hop(self, sender: NodeId, receiver: NodeId) -> bool:
+        """Whether two nodes may be neighbours in this order. A token's id may go home where they may not: the engine
+        has opened the stream that it takes."""
+        return (sender, receiver) not in self.barred and (sender, receiver) not in self.unreached
 
     def host_s(self, node: NodeId) -> float:
         """What one small message costs a node, network left out; measured by calls to itself."""

@@ -49,9 +49,10 @@ class Reports:
         self._links.append(sample)
         self._arm()
 
-    def fault(self, error: EdgepipeError, *, crashed_step: int = 0) -> None:
-        """The last report: the epoch has ended, perhaps because computing a step failed."""
-        self._put(stage_pb2.StageReport(fault=error_to_wire(error), crashed_step=crashed_step))
+    def fault(self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False) -> None:
+        """The last report: the epoch has ended, perhaps because computing a step or reaching the next stage failed."""
+        fault = error_to_wire(error)
+        self._put(stage_pb2.StageReport(fault=fault, crashed_step=crashed_step, next_unreached=next_unreached))
         self.finish()
 
     def finish(self) -> None:

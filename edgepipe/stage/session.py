@@ -13,7 +13,7 @@ import numpy as np
 
 from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
+from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
@@ -129,14 +129,17 @@ class Session:
         if not self.over:
             self._pump()
 
-    def fault(self, error: EdgepipeError, *, crashed_step: int = 0) -> None:
-        """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts."""
+    def fault(self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False) -> None:
+        """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts.
+
+        ``next_unreached``: it is the way to the next stage that failed.
+        """
         if self.over:
             return
         error.node = error.node or self._tools.node
         error.stage = error.stage or self._tools.stage
         logger.warning("epoch %s ends with a fault: %s", self.spec.epoch, error)
-        self._reports.fault(error, crashed_step=crashed_step)
+        self._reports.fault(error, crashed_step=crashed_step, next_unreached=next_unreached)
         self.end()
 
     def end(self) -> None:
@@ -222,7 +225,7 @@ class Session:
         try:
             await sender.run()
         except EdgepipeError as exc:
-            self.fault(exc)
+            self.fault(exc, next_unreached=isinstance(exc, LinkError) and exc.retry is Retry.SAFE)
 
     async def _announce(self, senders: list[Outgoing]) -> None:
         for sender in senders:

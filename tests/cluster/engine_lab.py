@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +66,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.released: list[node_pb2.ReleaseRequest] = []
         self.refusal: EdgepipeError | None = None
         self.hold: asyncio.Event | None = None  # loading takes until it is set
+        self.load: Callable[[Iterable[common_pb2.Slice]], Awaitable[None]] | None = (
+            None  # other layers, where asked for
+        )
         self.crashed_in: tuple[int, int] | None = None  # told once: epoch's counter and step
 
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
@@ -77,6 +80,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             await self.hold.wait()
         if self.refusal is not None:
             raise self.refusal
+        if self.load is not None:
+            await self.load(request.slices)
         (epoch, step), self.crashed_in = self.crashed_in or (0, 0), None
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(

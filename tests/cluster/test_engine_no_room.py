@@ -21,7 +21,9 @@ class Cramped:
     def __init__(self) -> None:
         self.room = True
 
-    async def plan(self, spec: ServeSpec, *, barred: Collection[NodeId]) -> Plan:
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
         """See Planner."""
         if not self.room:
             raise NoFeasiblePlacement("the model does not fit any more", fact="3.0 GB are missing")

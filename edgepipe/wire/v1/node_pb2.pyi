@@ -1258,6 +1258,7 @@ class PlanWanted(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     BARRED_FIELD_NUMBER: _builtins.int
+    BARRED_LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___ServeSpec:
         """as it was"""
@@ -1266,15 +1267,20 @@ class PlanWanted(_message.Message):
     def barred(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids that are avoided where that is possible"""
 
+    @_builtins.property
+    def barred_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]:
+        """likewise: the first's stage does not reach the other's"""
+
     def __init__(
         self,
         *,
         spec: Global___ServeSpec | None = ...,
         barred: _abc.Iterable[_builtins.str] | None = ...,
+        barred_links: _abc.Iterable[Global___BrokenLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barred", b"barred", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barred", b"barred", "barred_links", b"barred_links", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

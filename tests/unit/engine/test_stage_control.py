@@ -11,7 +11,7 @@ import pytest
 
 from edgepipe.backend.types import ActivationType
 from edgepipe.engine.control import StageControl, StageSite
-from edgepipe.errors import DeviceOutOfMemory, EdgepipeError, StageLost
+from edgepipe.errors import ConnectTimeout, DeviceOutOfMemory, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.link.security import Plaintext
@@ -26,16 +26,17 @@ SLICES = (Slice(index=0, layers=LayerRange(0, 1), embedding=True, head=True),)
 class OpensAndEnds(stage_pb2_grpc.StageServicer):
     """Opens, and ends when it is told to: with the fault, if there is one."""
 
-    def __init__(self, fault: EdgepipeError | None) -> None:
+    def __init__(self, fault: EdgepipeError | None, *, next_unreached: bool) -> None:
         self.ends = asyncio.Event()
         self._fault = fault
+        self._next_unreached = next_unreached
 
     async def Control(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.StageReport]:
         await anext(aiter(request_iterator))
         yield stage_pb2.StageReport(opened=stage_pb2.Opened())
         await self.ends.wait()
         if self._fault is not None:
-            yield stage_pb2.StageReport(fault=error_to_wire(self._fault))
+            yield stage_pb2.StageReport(fault=error_to_wire(self._fault), next_unreached=self._next_unreached)
 
     async def Ring(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.Credit]:
         for credit in ():
@@ -43,8 +44,10 @@ class OpensAndEnds(stage_pb2_grpc.StageServicer):
 
 
 @asynccontextmanager
-async def opened(fault: EdgepipeError | None = None) -> AsyncIterator[tuple[OpensAndEnds, StageControl]]:
-    stage = OpensAndEnds(fault)
+async def opened(
+    fault: EdgepipeError | None = None, *, next_unreached: bool = False
+) -> AsyncIterator[tuple[OpensAndEnds, StageControl]]:
+    stage = OpensAndEnds(fault, next_unreached=next_unreached)
     server = make_server(Plaintext())
     stage_pb2_grpc.add_StageServicer_to_server(stage, server)  # pyright: ignore[reportArgumentType]
     address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"
@@ -105,3 +108,16 @@ async def test_when_all_are_open_its_reports_are_read_from_the_first_on() -> Non
         with pytest.raises(BaseExceptionGroup) as caught:
             await running
         assert caught.group_contains(DeviceOutOfMemory, match="no memory")
+
+
+@pytest.mark.parametrize("next_unreached", [True, False])
+async def test_a_fault_says_whether_it_is_the_way_to_the_next_stage(next_unreached: bool) -> None:
+    async with opened(ConnectTimeout("nobody there"), next_unreached=next_unreached) as (stage, control):
+        assert control.reached
+        assert not control.next_unreached
+        stage.ends.set()
+        with pytest.raises(ConnectTimeout, match="nobody there"):
+            await control.stand_until(asyncio.Event().wait())
+        assert control.next_unreached is next_unreached
+        await control.close()
+        assert not control.reached

@@ -73,6 +73,19 @@ def test_nodes_that_do_not_reach_each_other_are_no_neighbours():
         plan(Demand(config=SMALL), able[:2], apart, Wishes(num_nodes=2))
 
 
+@pytest.mark.parametrize("objective", list(Objective))
+def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective):
+    demand, able = Demand(config=SMALL, objective=objective, concurrency=8), machines("2x rtx4090", SMALL)
+    two = Wishes(num_nodes=2)
+    order = [stage.machine.node_id for stage in plan(demand, able, LAN, two).stages]
+    fails = replace(LAN, unreached=frozenset({(order[0], order[1])}))
+    found = plan(demand, able, fails, two)
+    assert [stage.machine.node_id for stage in found.stages] == order[::-1]
+    assert found.tokens_per_s == pytest.approx(plan(demand, able, LAN, two).tokens_per_s), "tokens go home there"
+    with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
+        plan(demand, able, replace(LAN, unreached=frozenset({(order[0], order[1]), (order[1], order[0])})), two)
+
+
 def test_a_survey_tells_which_links_carry_nothing():
     told = pb.SurveyReply(model="tiny", model_config=json.dumps(config_to_json(SMALL)))
     told.broken.add(node_id="a", other_id="b")

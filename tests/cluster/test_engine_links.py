@@ -1,0 +1,130 @@
+"""A stage does not reach the next one, though the engine reaches both: the next epoch has another order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from edgepipe_emulated import EmulatedWeights
+from engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
+
+from edgepipe.engine.planning import Plan
+from edgepipe.engine.preparation import Nodes
+from edgepipe.errors import LinkError, PeerClosed
+from edgepipe.ids import NodeId
+from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.stage.stage import Stage
+from edgepipe.testing.pipeline import BLOCK_SIZE
+from edgepipe.testing.tcp_proxy import TcpProxy, tcp_proxy
+from edgepipe.wire.common import slices_from_wire
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.v1 import common_pb2
+
+PROMPT = [3, 1, 4, 1, 5]
+THERE = NodeId("node0"), NodeId("node1")
+BACK = THERE[::-1]
+
+
+class TurnsRound:
+    """Places two stages where they were, or the other way round."""
+
+    def __init__(self) -> None:
+        self.told: list[frozenset[tuple[NodeId, NodeId]]] = []
+
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
+        """See Planner."""
+        self.told.append(frozenset(barred_links))
+        assert not barred, "no node is at fault"
+        order = tuple(stage.node_id for stage in spec.stages)
+        if order in barred_links:
+            order = order[::-1]
+        stages = tuple(replace(stage, node_id=one) for stage, one in zip(spec.stages, order, strict=True))
+        return Plan(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
+
+
+async def load(stage: Stage, slices: Iterable[common_pb2.Slice]) -> None:
+    """As a node does, which keeps a stage that holds what is asked for."""
+    asked, shard = slices_from_wire(slices), stage._shard
+    if shard is not None and shard.slices == asked:
+        return
+    while stage._session is not None:  # the last epoch's stream ends a moment after its engine has closed it
+        await stage._changed.wait()
+    await stage.load(
+        slices=asked,
+        open_weights=lambda: EmulatedWeights(CONFIG),
+        progress=lambda _: None,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def go_through(proxy: TcpProxy, stage: Stage, *, deadline_s: float) -> None:
+    """What the stage sends to the next one; it gives up soon once nothing goes through."""
+    dial = stage._tools.dial
+
+    def dial_proxy(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
+        connect_s = 20.0 if proxy.flowing.is_set() else 0.5
+        proxied = replace(target, address=proxy.address, connect_s=connect_s, deadline_s=deadline_s)
+        return dial(proxied, on_sample=on_sample)
+
+    stage._tools = replace(stage._tools, dial=dial_proxy)
+
+
+@asynccontextmanager
+async def ring(planner: TurnsRound, *, deadline_s: float = 20.0) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
+    """Two nodes that load what they are asked for; only node0's stage sends through the proxy."""
+    async with engine_lab(planner=planner, ready=False, link="1gbit,2ms") as lab:
+        proxied = asyncio.Event()
+        for node, stage in zip(lab.nodes, lab.stages.stages, strict=True):
+            node.hold, node.load = proxied, partial(load, stage)
+        async with tcp_proxy(lab.nodes[1].stage_address) as proxy:
+            go_through(proxy, lab.stages.stages[0], deadline_s=deadline_s)
+            proxied.set()
+            await lab.until(lambda: lab.engine.state().state == "ready")
+            yield lab, proxy
+
+
+async def goes_on(lab: EngineLab) -> None:
+    gateway = await lab.gateway()
+    gateway.send(submission("b", PROMPT, 10))
+    assert (await gateway.ended("b")).ids == oracle_tokens(PROMPT, 10)
+    await lab.settle()
+    assert tuple(stage.node_id for stage in lab.engine.state().stages) == BACK
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["breaks", "stalls"])
+async def test_a_link_that_fails_in_mid_epoch_is_not_used_by_the_next_one(breaks: bool) -> None:
+    planner = TurnsRound()
+    async with ring(planner, deadline_s=0.7) as (lab, proxy):
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 60))
+        await gateway.has("a", 5)
+        proxy.flowing.clear()
+        if breaks:
+            proxy.cut()
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
+        assert planner.told == [{THERE}]
+        told = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(told.error, LinkError)
+        assert told.error.node == "node0"
+        await goes_on(lab)
+
+
+async def test_an_epoch_that_cannot_be_opened_over_a_link_is_tried_without_it() -> None:
+    planner = TurnsRound()
+    async with ring(planner) as (lab, proxy):
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 60))
+        await gateway.has("a", 5)
+        session = lab.stages.stages[1]._session
+        assert session is not None
+        proxy.flowing.clear()
+        session.fault(PeerClosed("a fault of its own"))
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
+        assert planner.told == [frozenset(), {THERE}]
+        await goes_on(lab)

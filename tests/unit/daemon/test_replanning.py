@@ -1,0 +1,130 @@
+"""Where the stages of a running model go, without the nodes and directed links that its engine barred."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from edgepipe.daemon.child_planner import DaemonPlanner
+from edgepipe.daemon.replanning import Replanner, placed_of
+from edgepipe.daemon.rooms import stages_of
+from edgepipe.daemon.survey import Surveyor
+from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
+from edgepipe.ids import NodeId
+from edgepipe.model.config_json import config_to_json
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.shapes import named_shape
+from edgepipe.planner.placement import Placed
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.v1 import node_pb2 as pb
+
+SHAPE = named_shape("qwen2.5-7b")
+SHAPE_JSON = json.dumps(config_to_json(SHAPE))
+GB = 10**9
+
+
+class FakePeers:
+    """Nodes of 10 GB; two of them hold the model."""
+
+    def __init__(self, names: str, broken: Iterable[str] = ()) -> None:
+        self.hello = make_hello(role="node", node_id="a")
+        self._names = names
+        self._broken = frozenset((NodeId(a), NodeId(b)) for a, b in broken)
+
+    def nodes(self) -> list[pb.NodeState]:
+        return [self.node(name) for name in self._names]
+
+    def node(self, node_id: str) -> pb.NodeState:
+        state = pb.NodeState(node_id=node_id, name=node_id, address=f"10.0.0.{ord(node_id)}:7117")
+        device = state.devices.add(state="idle", free_bytes=10 * GB)
+        device.profile.compute_dtype = "bfloat16"
+        device.profile.bandwidth_bytes_per_s, device.profile.flops = 1e11, 1e13
+        return state
+
+    def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
+        return self._broken
+
+    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        raise BackendUnavailable("nothing was measured")
+
+    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
+        return []
+
+
+class OneModel:
+    """On every disk."""
+
+    async def adopt(self, name: str, *, manifest_hash: str = "") -> Any:
+        stored = SimpleNamespace(id=name, manifest_hash="", config=SHAPE, manifest=SimpleNamespace(tensors=[]))
+        return SimpleNamespace(name=name, config=SHAPE, config_json=SHAPE_JSON, stored=stored)
+
+
+def wanted(*, barred: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
+    """For layers 0-13 on a, 14-27 on b."""
+    slices = make_slices([LayerRange(0, 14), LayerRange(14, 28)], SHAPE.num_layers)
+    stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
+    asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages), barred=barred)
+    for one, other in links:
+        asked.barred_links.add(node_id=one, other_id=other)
+    return asked
+
+
+async def order(peers: FakePeers, asked: pb.PlanWanted) -> str:
+    """The nodes of the plan, in a token's order."""
+    fakes = cast("Any", peers)
+    replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
+    return "".join(one.node_id for one in placed_of((await replanner.plan("p", asked)).spec))
+
+
+@pytest.mark.parametrize(
+    ("barred", "links", "expected"),
+    [
+        ("", [], "ab"),
+        ("", ["ba"], "ab"),
+        ("", ["ab"], "ba"),
+        ("", ["ab", "ba"], "ab"),  # there is no other: tried again all the same
+        ("b", [], "ab"),
+        ("b", ["ab"], "ba"),
+        ("b", ["ab", "ba"], "ab"),
+    ],
+)
+async def test_two_nodes_are_neighbours_in_the_order_whose_link_is_not_barred(
+    barred: str, links: list[str], expected: str
+) -> None:
+    assert await order(FakePeers("ab"), wanted(barred=barred, links=links)) == expected
+
+
+async def test_a_third_node_takes_the_place_where_no_order_of_the_two_is_left() -> None:
+    assert "c" in await order(FakePeers("abc"), wanted(links=["ab", "ba"]))
+    assert await order(FakePeers("abc"), wanted(barred="b", links=["ac"])) == "ca"
+
+
+async def test_barred_links_count_beside_those_that_nodes_know_to_be_broken() -> None:
+    peers = FakePeers("abc", broken=["ab", "ba"])
+    assert await order(peers, wanted(links=["ac", "bc", "cb"])) == "ca"
+    assert await order(peers, wanted(links=["ac", "ca", "cb"])) == "bc"
+
+
+async def test_what_nodes_know_to_be_broken_is_not_tried_again() -> None:
+    with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
+        await order(FakePeers("ab", broken=["ab", "ba"]), wanted(links=["ab"]))
+
+
+async def test_an_engine_tells_its_daemon_both() -> None:
+    asked: list[pb.ChildReport] = []
+
+    def report(told: pb.ChildReport) -> None:
+        asked.append(told)
+        planner.answer(pb.PlanMade(spec=told.plan_wanted.spec))
+
+    planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
+    link = (NodeId("a"), NodeId("b"))
+    await planner.plan(ServeSpec(model="m"), barred={NodeId("c")}, barred_links={link})
+    told = asked[0].plan_wanted
+    assert list(told.barred) == ["c"]
+    assert [(one.node_id, one.other_id) for one in told.barred_links] == [link]
