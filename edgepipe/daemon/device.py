@@ -155,7 +155,7 @@ class DeviceHost:
             return
         hold = await self._admit(request)
         try:
-            kv_bytes = self._reserve(request, config)
+            ledger = self._reserve(request, config)
             hold.loaded = _shard_key(load)
             child = hold.child = await self._take_stage()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
@@ -168,7 +168,8 @@ class DeviceHost:
                     yield pb.PrepareEvent(progress=report.loading)
                 if report.HasField("loaded"):
                     hold.ready = True
-                    hold.prepared = self._prepared(child, report.loaded, request, kv_bytes)
+                    held = ledger.loaded(request.pipeline_id, weight_bytes=report.loaded.weight_bytes)
+                    hold.prepared = self._prepared(child, report.loaded, request, held.kv_bytes)
                     self._holds_changed()
                     yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
                     return
@@ -384,8 +385,8 @@ class DeviceHost:
         self._holds_changed()
         return hold
 
-    def _reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> int:
-        """Set memory aside for weights and KV; returns the bytes for KV. Raises NoFeasiblePlacement."""
+    def _reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> MemoryLedger:
+        """Set memory aside for weights and KV; returns the ledger that has it. Raises NoFeasiblePlacement."""
         assert self._ledger is not None
         assert self._profile is not None
         dtype = self._profile.compute_dtype if request.dtype in ("", "auto") else request.dtype
@@ -393,13 +394,13 @@ class DeviceHost:
         slices = slices_from_wire(request.slices)
         num_layers = sum(len(part.layers) for part in slices)
         weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in slices)
-        held = self._ledger.reserve(
+        self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
             kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=value_bytes),
             kv_tokens=request.kv_tokens,
         )
-        return held.kv_bytes
+        return self._ledger
 
     async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
         """What the loading stage tells. Raises its fault, what ended it, or SendTimeout if it is silent."""

@@ -113,6 +113,14 @@ class MemoryLedger:
         self._held[holder] = held
         return held
 
+    def loaded(self, holder: str, *, weight_bytes: int) -> Reservation:
+        """What is held once the weights are there: what they took beyond their share comes off the KV's."""
+        held = self._held.get(holder, Reservation(weight_bytes=weight_bytes, kv_bytes=0))
+        if (more := weight_bytes - held.weight_bytes) > 0:
+            held = Reservation(weight_bytes=weight_bytes, kv_bytes=max(0, held.kv_bytes - more))
+            self._held[holder] = held
+        return held
+
     def cut(self, share: float) -> None:
         """Give only this share of what was usable; what is held stays."""
         self._usable_bytes = int(self._usable_bytes * share)

@@ -36,6 +36,20 @@ def test_refusal_says_what_is_missing_and_changes_nothing():
     assert memory.free_bytes == before
 
 
+def test_weights_that_took_more_than_was_told_take_it_from_the_kv_cache():
+    memory = ledger()
+    held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=10**6, kv_tokens=5000)
+    before = memory.free_bytes
+    assert memory.loaded("p", weight_bytes=3 * GB) == held  # others may have been promised the rest
+    more = memory.loaded("p", weight_bytes=6 * GB)
+    assert (more.weight_bytes, more.kv_bytes) == (6 * GB, held.kv_bytes - 2 * GB)
+    assert memory.free_bytes == before
+    assert memory.loaded("p", weight_bytes=20 * GB).kv_bytes == 0
+    memory.release("p")
+    assert memory.loaded("p", weight_bytes=GB).kv_bytes == 0  # released while it was loading
+    assert "p" not in memory.held
+
+
 def test_kv_is_cut_to_what_fits():
     memory = ledger(6 * GB)
     held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=10**6, kv_tokens=10**6)
