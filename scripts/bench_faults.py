@@ -24,7 +24,8 @@ import httpx
 import psutil
 from figures import Row, at_least, at_most, below, print_rows
 
-from edgepipe.testing.chaos import ChaosCluster, ChaosRun, chaos_cluster
+from edgepipe.testing.chaos.cluster import ChaosCluster, chaos_cluster
+from edgepipe.testing.chaos.run import ChaosRun
 from edgepipe.testing.lan import LanLab, lan_available
 from edgepipe.testing.nodes import HELLO, Node, Nodes, children_of
 from edgepipe.wire.v1 import node_pb2 as pb

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 from streams import PROMPT, Stream
 
-from edgepipe.testing.chaos import ChaosRun, chaos_cluster
+from edgepipe.testing.chaos.cluster import chaos_cluster
+from edgepipe.testing.chaos.run import ChaosRun
 from edgepipe.testing.lan import LanLab, lan_available
 from edgepipe.testing.relay import relay
 
