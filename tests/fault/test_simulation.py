@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from edgepipe.engine.kept import KeptKV
 from edgepipe.scheduler import KVPool, ScheduledStep
-from edgepipe.testing import simulation
 from edgepipe.testing.member_simulation import MemberSimulation
+from edgepipe.testing.simulated_stage import SimulatedStage
+from edgepipe.testing.simulated_wires import Message
 from edgepipe.testing.simulation import Simulation, simulate
 
 SCHEDULES = 5_000
@@ -36,14 +40,14 @@ async def test_no_schedule_of_many_either(part: int):
 class Unfenced(Simulation):
     """Stages take whatever comes, of any epoch."""
 
-    def _take(self, message: simulation.Message) -> None:
+    def _take(self, message: Message) -> None:
         if message.stage < self._num_stages:
             self._stages[message.stage].inputs[message.step] = list(message.values)
         else:
             super()._take(message)
 
 
-class Forgetful(simulation.SimulatedStage):
+class Forgetful(SimulatedStage):
     """A stage that leaves copies out."""
 
     def compute(self) -> tuple[ScheduledStep, list[int]]:
@@ -51,7 +55,7 @@ class Forgetful(simulation.SimulatedStage):
         return super().compute()
 
 
-def run_many(kind: type[Simulation], *, first: int = 0) -> None:
+def run_many(kind: Callable[[int], Simulation], *, first: int = 0) -> None:
     """``first``: a seed shortly before one that shows the fault, as long as schedules are drawn as they are."""
     for seed in range(first, first + 1000):
         kind(seed).run()
@@ -62,10 +66,9 @@ async def test_a_stage_without_epochs_is_found_out():
         run_many(Unfenced)
 
 
-async def test_a_stage_that_leaves_copies_out_is_found_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(simulation, "SimulatedStage", Forgetful)
+async def test_a_stage_that_leaves_copies_out_is_found_out():
     with pytest.raises(AssertionError, match="instead of"):
-        run_many(Simulation)
+        run_many(partial(Simulation, stage=Forgetful))
 
 
 async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch):
