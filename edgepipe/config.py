@@ -24,6 +24,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_link
 
 ENV_PREFIX = "EDGEPIPE_"
+CHILD_PORTS = 15  # a node's children listen on P+1 .. P+15
 _FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
 _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
 _GRPC_VERBOSITY = "GRPC_VERBOSITY"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from edgepipe.config import Config
+from edgepipe.config import CHILD_PORTS, Config
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.http_keys import HttpKeys
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.ids import IdSource
 from edgepipe.wire.v1 import common_pb2
-
-_CHILD_PORTS = 15  # P+1 .. P+15
 
 
 class ChildSettingsMaker:
@@ -76,5 +74,5 @@ class ChildSettingsMaker:
         if self._config.port == 0:
             return (0,)
         taken = {child.port for child in self._children.running()}
-        ports = range(self._config.port + 1, self._config.port + 1 + _CHILD_PORTS)
+        ports = range(self._config.port + 1, self._config.port + 1 + CHILD_PORTS)
         return tuple(port for port in ports if port not in taken)

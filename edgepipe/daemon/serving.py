@@ -205,7 +205,7 @@ class Serving:
         spec.throughput, spec.concurrency = request.throughput, request.concurrency
         spec.num_nodes, spec.first = request.num_nodes, request.first
         spec.exclude.extend(request.exclude)
-        spec.moves = request.moves == pb.MOVES_AUTO
+        spec.moves, spec.fixed = request.moves == pb.MOVES_AUTO, bool(request.plan)
         return spec, engine_node
 
     async def _planned(self, request: pb.ServeRequest, model: LocalModel, context: int) -> Plan:

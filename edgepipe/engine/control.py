@@ -64,6 +64,7 @@ class StageControl:
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
+        self.met = False  # a connection stood once
         self.next_unreached = False  # told with a fault: the way to the next stage failed
         self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
         self._call: Any = None
@@ -83,6 +84,7 @@ class StageControl:
             async with asyncio.timeout(timeout_s):
                 while (state := self._channel.get_state(try_to_connect=True)) not in ends:
                     await self._channel.wait_for_state_change(state)
+        self.met = self.reached
 
     async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
         """Tell the stage what stays the same and wait until it is ready. Raises what the stage raised, or StageLost."""
@@ -97,6 +99,7 @@ class StageControl:
             raise self._named(ConnectTimeout(f"{self.site.label} did not open", fact=fact)) from exc
         except grpc.aio.AioRpcError as exc:
             raise self._lost(exc) from exc
+        self.met = True
         if report is None:
             raise self._lost(None)
         if report.WhichOneof("message") == "fault":

@@ -12,9 +12,9 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.clock import Clock
+from edgepipe.engine.bars import Bars, Missed, in_order
 from edgepipe.engine.control import StageSite
 from edgepipe.engine.epoch import EpochRun, Surroundings
-from edgepipe.engine.hold_down import HoldDown
 from edgepipe.engine.kept import KeptKV
 from edgepipe.engine.planning import Plan, Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Nodes, Preparation
@@ -26,9 +26,11 @@ from edgepipe.engine.told import Told, stage_state
 from edgepipe.errors import (
     ClusterError,
     EdgepipeError,
+    LinkError,
     NodeUnreachable,
     NoFeasiblePlacement,
     PlanInvalid,
+    StageLost,
     StaleEpoch,
     StepFailed,
 )
@@ -102,8 +104,8 @@ class Engine:
             network=network,
         )
         self._planner = planner or SamePlan(self._nodes)
-        self._held_nodes = HoldDown[NodeId]()
-        self._held_links = HoldDown[tuple[NodeId, NodeId]]()
+        self._bars = Bars(clock)
+        self._missed = Missed()  # what kept the last epoch from being opened
         self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
         self._run: EpochRun | None = None
         self._kept: KeptKV | None = None  # by the last epoch that stood
@@ -155,6 +157,12 @@ class Engine:
     def _trace(self, after_step: int) -> EngineTrace | None:
         return self._run.pump.trace(after_step=after_step) if self._run is not None else None
 
+    @property
+    def _own_name(self) -> str:
+        """Of its node, for people."""
+        hello = self._around.hello
+        return hello.node_name or self._nodes.name(NodeId(hello.node_id))
+
     def state(self) -> EngineState:
         """What it is and does at this moment."""
         return self._told.state(self._run)
@@ -166,7 +174,7 @@ class Engine:
         """
         try:
             self._tell(state="loading", message="asking nodes for memory")
-            await self._begin_epoch()
+            await self._first_epoch()
         except BaseException as exc:
             if isinstance(exc, EdgepipeError):
                 self._tell(state="failed", error=exc, message="")
@@ -252,7 +260,7 @@ class Engine:
                 await asyncio.wait((mover,))
             if error is None:
                 return None
-            self._hold_down_links(run)
+            self._bars.note(run.missed())
             stats = run.pump.stats()
             if self._stalled_since_s is None and (stats.running or stats.waiting):
                 self._stalled_since_s = self._around.clock.monotonic_s()
@@ -289,7 +297,7 @@ class Engine:
     async def _recover(self, table: RequestTable, cause: EdgepipeError | None) -> EdgepipeError | None:
         """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
         if (gone := self._gone()) is not None:
-            self._held_nodes.lost(gone, self._around.clock.monotonic_s())
+            self._bars.lost(gone)
         failures = 0
         while not self._stopping.is_set():
             self._tell(state="recovering", message="continuing without what was lost", error=cause)
@@ -310,10 +318,13 @@ class Engine:
                 if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
                     return error
                 if self._preparation.failed is not None:
-                    self._held_nodes.failed(self._preparation.failed, self._around.clock.monotonic_s())
-                pause_s = min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
-                await self._unless_stopped(asyncio.sleep(pause_s))
+                    self._bars.failed(self._preparation.failed)
+                await self._unless_stopped(asyncio.sleep(self._pause_s(failures)))
         return None
+
+    def _pause_s(self, failures: int) -> float:
+        """After so many epochs in a row that could not begin."""
+        return min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
 
     async def _plan_again(self) -> None:
         """Where the stages of the next epoch go. Raises NoFeasiblePlacement."""
@@ -324,17 +335,7 @@ class Engine:
         self._told.note(epoch=self._epoch)
 
     async def _plan(self) -> Plan:
-        now_s = self._around.clock.monotonic_s()
-        return await self._planner.plan(
-            self._spec, barred=self._held_nodes.barred(now_s), barred_links=self._held_links.barred(now_s)
-        )
-
-    def _hold_down_links(self, run: EpochRun) -> None:
-        """Where a stage did not reach the next one, the two are no neighbours for a while."""
-        for one, other in run.unreached():
-            names = self._nodes.name(one), self._nodes.name(other)
-            logger.warning("pipeline=%s epoch=%s: %s does not reach %s", self._around.pipeline_id, run.epoch, *names)
-            self._held_links.failed((one, other), self._around.clock.monotonic_s())
+        return await self._planner.plan(self._spec, barred=self._bars.nodes(), barred_links=self._bars.links())
 
     async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
         """The model does not fit: tell everybody what is missing, until the cluster changes."""
@@ -397,7 +398,39 @@ class Engine:
         """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
         await self._open_epoch(await self._prepare_epoch())
 
+    async def _first_epoch(self) -> None:
+        """Where the spec says; where machines do not reach each other, another way that was not excluded by a wish.
+
+        Raises what nodes and stages raise.
+        """
+        failures = 0
+        while True:
+            try:
+                return await self._begin_epoch()
+            except EdgepipeError as error:
+                failures += 1
+                if not self._missed or failures >= self._limits.max_failed_epochs:
+                    raise
+                logger.warning("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
+                self._tell(message=f"{error.what}: looking for another way")
+                await asyncio.sleep(self._pause_s(failures))
+                if not await self._another_way():
+                    raise
+
+    async def _another_way(self) -> bool:
+        """Whether there is a placement as it was wished that does without what is barred; the spec is that one then."""
+        wished = self._spec
+        with contextlib.suppress(NoFeasiblePlacement):
+            await self._plan_again()
+            order = in_order(self._spec.stages)
+            if wished.fixed:
+                return self._bars.allow(self._spec) and self._spec.stages == wished.stages
+            first = wished.first in ("", order[0], self._nodes.name(order[0]))
+            return self._bars.allow(self._spec) and first and len(set(order)) >= wished.num_nodes
+        return False
+
     async def _prepare_epoch(self) -> list[StageSite]:
+        self._missed = Missed()
         self._preparation = self._new_preparation()
         self._check_there()
         self._held |= {stage.node_id for stage in self._spec.stages}
@@ -426,10 +459,15 @@ class Engine:
         try:
             await run.open(registration=self._table.registration, on_news=self._note)
             self._check_there()
-        except BaseException:
-            self._hold_down_links(run)
+        except BaseException as exc:
+            missed = run.missed()
             await run.close()
+            if isinstance(exc, (LinkError, StageLost)) and missed:
+                self._missed = missed
+                self._bars.note(missed)
+                raise missed.error(self._nodes, engine=self._own_name) from exc
             raise
+        self._bars.note(Missed())
         self._run = run
         self._let_go(self._held - placed)
         self._held = placed

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
+from edgepipe.engine.bars import Missed
 from edgepipe.engine.control import StageControl, StageSite
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.kept import KeptKV, KVSince
@@ -14,7 +15,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
+from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
@@ -131,15 +132,21 @@ class EpochRun:
         steps = [control.crashed_step for control in self._controls if control.crashed_step is not None]
         return self.pump.sequences_of(steps[0]) if steps else ()
 
-    def unreached(self) -> list[tuple[NodeId, NodeId]]:
-        """Directed links that ended the epoch: a stage did not reach the next one, though the engine reaches both."""
-        reached = {control.site.node_id for control in self._controls if control.reached}
-        ways = [
-            (control.site.node_id, following.node_id)
+    def missed(self) -> Missed:
+        """Connections that could not be made, or, from stage to stage, did not last."""
+        reached = {control.site.index for control in self._controls if control.reached}
+        links = [
+            (control.site, following)
             for control in self._controls
             if control.next_unreached and (following := self._beside(control.site, 1)) is not None
         ]
-        return [(one, other) for one, other in ways if one != other and other in reached]
+        own = self._around.hello.node_id
+        return Missed(
+            links=tuple(
+                (one, other) for one, other in links if one.node_id != other.node_id and other.index in reached
+            ),
+            sites=tuple(each.site for each in self._controls if not each.met and each.site.node_id != own),
+        )
 
     async def close(self) -> None:
         """End the stages' streams: they give up the epoch and keep their weights and KV."""

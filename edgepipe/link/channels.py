@@ -33,6 +33,8 @@ _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair o
 _MAX_STREAMS = 128  # of one connection
 _MAX_METADATA_BYTES = 16 << 10
 _ERROR_KEY = "edgepipe-error-bin"
+ATTEMPT_S = 3.0
+"""One attempt to connect may take so long: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
 
 # Keepalive on both sides, or servers answer GOAWAY too_many_pings. The ping time-out bounds how long a stopped process
 # goes unnoticed; at 1 s lossy Wi-Fi breaks streams many times a minute, at 3 s it does not.
@@ -52,7 +54,7 @@ _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: bulk and activations never share one
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3000),  # how long one attempt may take; when to try again is the others' affair
+    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_S * 1e3)),  # of one attempt; when to try again is the others' affair
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]

@@ -35,7 +35,8 @@ class RingTarget:
     hidden_size: int
     activation_type: ActivationType
     max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
-    connect_s: float  # until the other side's end stands, the first time
+    reach_s: float  # until the connection stands, the first time
+    connect_s: float  # from then on until the other side's end stands
     deadline_s: float  # to be reconnected, and for the oldest step to be acknowledged
     certificate: bytes = b""  # PEM, of that stage's process; empty where nothing is encrypted
 

@@ -84,12 +84,26 @@ class RingSender:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name=f"ring-deadline:{self._target.address}")
+                await self._reach(channel)
                 await self._dial_for_ever(StageStub(channel).Ring)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             self._deadline.close()
             await channel.close()
+
+    async def _reach(self, channel: grpc.aio.Channel) -> None:
+        """Until there is a connection. Raises ConnectTimeout: the other side listens since before this one was told of
+        it, so what keeps it from answering is in between."""
+        try:
+            async with asyncio.timeout(self._target.reach_s):
+                await channel.channel_ready()
+        except TimeoutError as exc:
+            raise ConnectTimeout(
+                f"the stage at {self._target.address} cannot be reached",
+                fact=f"there was no connection within {self._target.reach_s:g} s",
+                next_step="let its port through the firewall of its machine",
+            ) from exc
 
     async def _dial_for_ever(self, ring: Dial) -> None:
         in_vain = 0
@@ -150,7 +164,7 @@ class RingSender:
             raise ConnectTimeout(
                 f"the stage at {target.address} did not open its end of the link",
                 fact=f"waited {limit_s:g} s",
-                next_step="check that its node is up and that the network lets its ports through",
+                next_step="check that its node is up",
             ) from exc
         self._connected.set()
 

@@ -15,6 +15,7 @@ from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StepFailed
 from edgepipe.ids import Epoch, StepId
+from edgepipe.link.channels import ATTEMPT_S
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
@@ -32,6 +33,10 @@ from edgepipe.wire.plans import PipelineSpec, Registration, StepPlan, plan_from_
 from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
+
+_REACH_S = (
+    2 * ATTEMPT_S + 1.0
+)  # stages listen before they are told of each other: both attempts fail only if it is barred
 
 
 class Dial(Protocol):
@@ -212,6 +217,7 @@ class Session:
             activation_type=spec.activation_type,
             # A step may be retired before its credit is back: the engine's next one then finds the old one still here.
             max_queued=2 * spec.max_in_flight + 2,
+            reach_s=_REACH_S,
             connect_s=self._tools.connect_s,
             deadline_s=spec.step_deadline_ms / 1e3,
             certificate=spec.next.certificate if spec.next is not None else b"",

@@ -241,6 +241,7 @@ class Stage:
             hidden_size=opening.hidden_size,
             activation_type=activation_type_from_wire(opening.activation_type),
             max_queued=0,
+            reach_s=self._open_s,
             connect_s=self._open_s,
             deadline_s=self._open_s,
         )

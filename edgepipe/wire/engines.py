@@ -48,6 +48,7 @@ class ServeSpec:
     num_nodes: int = 0  # that somebody asked for; 0: as is best
     exclude: tuple[str, ...] = ()  # names or ids of nodes to leave out
     first: str = ""  # the node that holds the first layers
+    fixed: bool = False  # somebody said where the stages are: they begin there or not at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
         num_nodes=spec.num_nodes,
         exclude=spec.exclude,
         first=spec.first,
+        fixed=spec.fixed,
     )
 
 
@@ -180,6 +182,7 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
         num_nodes=message.num_nodes,
         exclude=tuple(message.exclude),
         first=message.first,
+        fixed=message.fixed,
     )
 
 

@@ -15,6 +15,7 @@ from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import (
     ClusterError,
+    ConnectTimeout,
     DeviceOutOfMemory,
     NodeUnreachable,
     NoFeasiblePlacement,
@@ -287,7 +288,7 @@ async def test_a_stage_that_is_gone_before_it_opens_is_named() -> None:
         lab.nodes[1].stage_address = "127.0.0.1:1"
         async with asyncio.timeout(20):
             await lab.over.wait()
-        assert isinstance(lab.failure, StageLost)
+        assert isinstance(lab.failure, ConnectTimeout)
         assert (lab.failure.stage, lab.failure.node) == ("stage 1", "node1")
         assert [len(node.released) for node in lab.nodes] == [1, 1]
 

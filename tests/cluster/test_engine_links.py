@@ -7,16 +7,19 @@ from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from edgepipe_emulated import EmulatedWeights
 from engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
 
-from edgepipe.engine.planning import Plan
+from edgepipe.engine.planning import Plan, Planner, SamePlan
 from edgepipe.engine.preparation import Nodes
-from edgepipe.errors import LinkError, PeerClosed
+from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
+from edgepipe.link.channels import free_port
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.testing.pipeline import BLOCK_SIZE
 from edgepipe.testing.tcp_proxy import TcpProxy, tcp_proxy
@@ -68,22 +71,28 @@ def go_through(proxy: TcpProxy, stage: Stage, *, deadline_s: float) -> None:
     dial = stage._tools.dial
 
     def dial_proxy(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
-        connect_s = 20.0 if proxy.flowing.is_set() else 0.5
-        proxied = replace(target, address=proxy.address, connect_s=connect_s, deadline_s=deadline_s)
+        reach_s = 20.0 if proxy.flowing.is_set() else 0.5
+        proxied = replace(target, address=proxy.address, reach_s=reach_s, deadline_s=deadline_s)
         return dial(proxied, on_sample=on_sample)
 
     stage._tools = replace(stage._tools, dial=dial_proxy)
 
 
 @asynccontextmanager
-async def ring(planner: TurnsRound, *, deadline_s: float = 20.0) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
-    """Two nodes that load what they are asked for; only node0's stage sends through the proxy."""
+async def ring(
+    planner: Planner, *, deadline_s: float = 20.0, barred: bool = False, **spec: Any
+) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
+    """Two nodes that load what they are asked for; only node0's stage sends through the proxy, which may be ``barred``
+    from the beginning."""
     async with engine_lab(planner=planner, ready=False, link="1gbit,2ms") as lab:
+        lab.engine._spec = replace(lab.engine._spec, **spec)
         proxied = asyncio.Event()
         for node, stage in zip(lab.nodes, lab.stages.stages, strict=True):
             node.hold, node.load = proxied, partial(load, stage)
         async with tcp_proxy(lab.nodes[1].stage_address) as proxy:
             go_through(proxy, lab.stages.stages[0], deadline_s=deadline_s)
+            if barred:
+                proxy.flowing.clear()
             proxied.set()
             await lab.until(lambda: lab.engine.state().state == "ready")
             yield lab, proxy
@@ -128,3 +137,55 @@ async def test_an_epoch_that_cannot_be_opened_over_a_link_is_tried_without_it() 
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
         assert planner.told == [frozenset(), {THERE}]
         await goes_on(lab)
+
+
+async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_barred_port() -> None:
+    planner = TurnsRound()
+    async with ring(planner, barred=True) as (lab, _):
+        assert planner.told == [{THERE}]
+        assert any("node0 does not reach node1" in state.message for state in lab.states)
+        assert lab.engine.state().recoveries == 0
+        await goes_on(lab)
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["somebody said where", "there is no other order"])
+async def test_where_there_is_no_other_order_both_machines_are_named_and_what_to_do(fixed: bool) -> None:
+    planner = TurnsRound() if fixed else SamePlan(Nodes(addresses={}, names={}))
+    async with ring(planner, barred=True, fixed=fixed) as (lab, _):
+        assert isinstance(lab.failure, ConnectTimeout)
+        assert lab.failure.what == "node0 does not reach node1"
+        assert lab.nodes[1].stage_address in lab.failure.fact
+        assert "through the firewall of node1" in lab.failure.next_step
+        assert len(lab.nodes[0].prepared) == 1, "nothing was tried in vain"
+
+
+class LeavesOut:
+    """All layers go to the node that is not barred, if there is one."""
+
+    async def plan(
+        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+    ) -> Plan:
+        """See Planner."""
+        stages = spec.stages
+        if barred:
+            whole = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
+            stages = tuple(replace(stage, slices=whole) for stage in stages if stage.node_id not in barred)
+        return Plan(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
+
+
+@pytest.mark.parametrize("wished", [0, 2], ids=["as is best", "two nodes"])
+async def test_a_node_whose_port_the_engine_does_not_reach_is_left_out_after_the_second_time(wished: int) -> None:
+    async with engine_lab(planner=LeavesOut(), ready=False) as lab:
+        lab.engine._spec = replace(lab.engine._spec, num_nodes=wished)
+        lab.nodes[1].stage_address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        lab.nodes[0].load = partial(load, lab.stages.stages[0])
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        assert len(lab.nodes[1].prepared) == 2
+        if wished:
+            assert isinstance(lab.failure, ConnectTimeout)
+            assert lab.failure.what == "node0 does not reach node1"
+            return
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 10))
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 10)
+        assert [len(node.released) for node in lab.nodes] == [0, 1], "what is not used is given back"

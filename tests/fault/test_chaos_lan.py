@@ -32,7 +32,7 @@ LONG_CASES = {
 NOT_HERE = {
     "N6": "no false death in ten minutes of jitter: scripts/bench faults --only load --full",
     "N12": "hosts of the lab have one interface",
-    "N15": "a blocked port is the doctor's affair",
+    "N15": "a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py",
     "N16": "the lab speaks IPv4",
     "N17": "the lab's frames are all of one size",
     "N18": "two clusters on one network: tests/e2e/test_node_life.py",

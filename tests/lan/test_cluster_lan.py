@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from edgepipe_emulated import emulated_model_config
 
+from edgepipe.config import CHILD_PORTS
+from edgepipe.errors import ConnectTimeout
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.lan import LanLab
@@ -16,6 +19,7 @@ from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(120)]
+PORT = 7117
 
 
 @pytest.fixture
@@ -95,3 +99,49 @@ async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLa
     for node in (a, b):
         await node.until(lambda status: any(m.node.address.startswith(f"{new}:") for m in status.members), timeout_s=30)
     await all_see([a, b], {"a", "b", "c"})
+
+
+async def block(lan: LanLab, source: str, target: str) -> None:
+    """The target's firewall swallows what comes from the source to the ports of its stages, engine and gateway."""
+    ports = f"{PORT + 1}-{PORT + CHILD_PORTS}"
+    rules = (
+        "add table ip lab",
+        "add chain ip lab input { type filter hook input priority 0 ; }",
+        f"add rule ip lab input ip saddr {lan.host(source).address} tcp dport {ports} drop",
+    )
+    finished = await lan.host(target).run(["nft", "\n".join(rules)])
+    assert finished.exit_code == 0, finished
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")
+async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_them(nodes: Nodes, lan: LanLab):
+    source = nodes.folder / "tiny"
+    write_model_folder(source, emulated_model_config(num_layers=6))
+    for name in "abc":
+        ModelStore(nodes.folder / name / "models").pull(str(source))
+    all_three = await start_all(nodes, lan, port=PORT)
+    a = all_three[0]
+    await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in all_three))
+    served = {"first": "a", "num_nodes": 3}
+    _, one, other = order(await a.serve("tiny", **served))
+    await a.stop_model()
+    await a.until(lambda status: idle(status, 3))
+    await block(lan, one, other)
+    events = await a.serve("tiny", **served)
+    assert any(f"{one} does not reach {other}" in event.message for event in events)
+    assert order(events) == ["a", other, one]
+    await a.stop_model()
+    await a.until(lambda status: idle(status, 3))
+    await block(lan, other, one)
+    with pytest.raises(ConnectTimeout, match="does not reach") as told:
+        await a.serve("tiny", **served)
+    assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall" in told.value.next_step
+    await a.until(lambda status: idle(status, 3))
+    await block(lan, "a", one)
+    await block(lan, "a", other)
+    assert order(await a.serve("tiny", first="a")) == ["a"], "a node whose ports are shut is left out"
+
+
+def order(events: list[pb.ServeEvent]) -> list[str]:
+    return [stage.node_name for stage in events[-1].engine.stages]

@@ -600,6 +600,7 @@ class ServeSpec(_message.Message):
     NUM_NODES_FIELD_NUMBER: _builtins.int
     EXCLUDE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    FIXED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -622,6 +623,8 @@ class ServeSpec(_message.Message):
     """that somebody asked for; 0: as is best"""
     first: _builtins.str
     """the node that holds the first layers"""
+    fixed: _builtins.bool
+    """somebody said where the stages are: they begin there or not at all"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -646,10 +649,11 @@ class ServeSpec(_message.Message):
         num_nodes: _builtins.int = ...,
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         first: _builtins.str = ...,
+        fixed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -126,6 +126,7 @@ def target(address: str, *, deadline_s: float = 20.0, max_queued: int = 64) -> R
         hidden_size=HIDDEN,
         activation_type=ActivationType.BF16,
         max_queued=max_queued,
+        reach_s=20.0,
         connect_s=20.0,
         deadline_s=deadline_s,
     )

@@ -93,7 +93,7 @@ async def test_a_receiver_that_takes_nothing_holds_up_nobody_else_and_little_mem
 async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     impatient = RingSender(
-        replace(target(nobody), connect_s=0.3),
+        replace(target(nobody), reach_s=0.3),
         hello=make_hello(role="stage"),
         security=Plaintext(),
         clock=SystemClock(),
@@ -101,6 +101,46 @@ async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
     )
     with pytest.raises(ConnectTimeout, match=nobody):
         await impatient.run()
+
+
+async def test_a_machine_that_swallows_what_comes_is_noticed_though_it_had_longer_to_open() -> None:
+    hop = Hop(window=1)
+    async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
+        proxy.flowing.clear()
+        sender = RingSender(
+            replace(target(proxy.address), reach_s=0.3),
+            hello=make_hello(role="stage"),
+            security=Plaintext(),
+            clock=SystemClock(),
+            on_sample=hop.sample,
+        )
+        with pytest.raises(ConnectTimeout, match="cannot be reached"):
+            await sender.run()
+
+
+async def test_a_machine_that_is_reached_may_take_longer_to_open() -> None:
+    hop, opens = Hop(window=1), asyncio.Event()
+    serve = hop.serve
+
+    async def late(messages: Any, context: Any) -> None:
+        await opens.wait()
+        await serve(messages, context)
+
+    hop.serve = late  # pyright: ignore[reportAttributeAccessIssue]
+    async with grpc_service(hop) as address:
+        sender = RingSender(
+            replace(target(address), reach_s=0.3),
+            hello=make_hello(role="stage"),
+            security=Plaintext(),
+            clock=SystemClock(),
+            on_sample=hop.sample,
+        )
+        running = asyncio.create_task(sender.run())
+        done, _ = await asyncio.wait((running,), timeout=0.5)
+        assert not done, "the connection stands"
+        opens.set()
+        await sender.connected()
+        running.cancel()
 
 
 async def test_more_steps_than_agreed_are_a_bug_of_the_caller() -> None:

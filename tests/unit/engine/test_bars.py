@@ -1,0 +1,71 @@
+"""Connections that could not be made: what is barred by that, and what people are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgepipe.engine.bars import Bars, Missed
+from edgepipe.engine.control import StageSite
+from edgepipe.engine.preparation import Nodes
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.engines import ServeSpec, StagePlacement
+
+SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)
+NODES = Nodes(addresses={NodeId("a"): "10.0.0.1:7117", NodeId("b"): "10.0.0.2:7117"}, names={})
+
+
+def site(index: int, *, port: int = 7119) -> StageSite:
+    """Stage 0 on gamer, stage 1 on mac."""
+    return StageSite(
+        index=index,
+        node_id=NodeId("ab"[index]),
+        node_name=("gamer", "mac")[index],
+        address=f"10.0.0.{index + 1}:{port}",
+        slices=(SLICES[index],),
+        backend="",
+        device="",
+        weight_bytes=0,
+        kv_block_bytes=1,
+        max_blocks=1,
+    )
+
+
+def placed(order: str) -> ServeSpec:
+    stages = [StagePlacement(node_id=NodeId(one), slices=(part,)) for one, part in zip(order, SLICES, strict=True)]
+    return ServeSpec(model="m", stages=tuple(stages[::-1]))
+
+
+def test_a_link_that_failed_is_not_used_in_its_direction_for_a_while() -> None:
+    clock = FakeClock()
+    bars = Bars(clock)
+    bars.note(Missed(links=((site(0), site(1)),)))
+    assert not bars.allow(placed("ab"))
+    assert bars.allow(placed("ba"))
+    assert not bars.nodes()
+    clock.advance(30)
+    assert bars.allow(placed("ab"))
+
+
+@pytest.mark.parametrize("between", [Missed(), Missed(sites=(site(0),))], ids=["an epoch stood", "another one"])
+def test_a_node_that_the_engine_does_not_reach_is_left_out_after_the_second_time_in_a_row(between: Missed) -> None:
+    bars = Bars(FakeClock())
+    for missed in (Missed(sites=(site(1),)), between, Missed(sites=(site(1),))):
+        bars.note(missed)
+        assert bars.allow(placed("ab"))
+    bars.note(Missed(sites=(site(1),)))
+    assert bars.nodes() == {"b"}
+    assert not bars.allow(placed("ab"))
+
+
+def test_both_machines_are_named_and_the_ports_to_be_opened() -> None:
+    error = Missed(links=((site(0), site(1)),)).error(NODES, engine="studio")
+    assert error.lines() == [
+        "gamer does not reach mac (stage 1)",
+        "no connection to 10.0.0.2:7119 could be made from there, though studio reaches both",
+        "let TCP ports 7118-7132 through the firewall of mac, at least from gamer: see 'edgepipe doctor' on gamer",
+    ]
+    error = Missed(sites=(site(1, port=40001),)).error(NODES, engine="gamer")
+    assert error.what == "gamer does not reach mac"
+    assert "let TCP port 40001 through the firewall of mac" in error.next_step
