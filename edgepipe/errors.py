@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class Retry(Enum):
@@ -68,6 +68,11 @@ class EdgepipeError(Exception):
     def sentence(cls) -> str:
         """The first line of the class's docstring: the fallback text of the error."""
         return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+
+    def on_node(self, name: str) -> Self:
+        """This error, saying on which node it happened unless it does already."""
+        self.node = self.node or name
+        return self
 
     def lines(self) -> list[str]:
         """What failed, the measured fact, what to type next (empty parts left out)."""

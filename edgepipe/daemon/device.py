@@ -1,35 +1,30 @@
-"""One device of this node: a spare stage process that is ready to load, the stages that serve, their memory."""
+"""The stages of one device of this node, from the reservation of their memory to their release."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.backends import NONE
 from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.layer_profiles import LayerProfiles, machine_busy, profile_key
-from edgepipe.daemon.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, uses_host_memory
+from edgepipe.daemon.device_memory import DeviceMemory
+from edgepipe.daemon.layer_measuring import LayerMeasuring
+from edgepipe.daemon.layer_profiles import LayerProfiles
 from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.spare import SpareStage
 from edgepipe.daemon.system import num_memory_kills
-from edgepipe.errors import BackendUnavailable, EdgepipeError, SendTimeout, StaleEpoch
+from edgepipe.errors import BackendUnavailable, SendTimeout, StaleEpoch
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
-from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire, slices_from_wire
-from edgepipe.wire.profiles import device_profile_from_wire
+from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-_PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
-_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
-_SETTLED_S = 3.0  # a pipeline's first steps, or a recovery's, come before the start of another spare
-_SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA context 0.5 GB of the device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,76 +63,53 @@ class DeviceHost:
 
         ``memory_kills``: processes that the system has ended so far for want of memory; None if it does not tell.
         """
-        self._has_engine = has_engine
-        self._memory_kills = memory_kills
-        self._kills_known = memory_kills()
-        self._pressure = MemoryPressure()
-        self._layers = layers
-        self._profiling = asyncio.Lock()  # one shape at a time
         self._node_name = node_name
         self._backend = backend
         self._children = children
-        self._new_settings = new_settings
         self._introduce = introduce
-        self._memory_limit_bytes = memory_limit_bytes
         self._timeouts = timeouts
         self._tasks = tasks
+        self._has_engine = has_engine
         self._on_change = on_change
-        self._profile: common_pb2.DeviceProfile | None = None
-        self._ledger: MemoryLedger | None = None
-        self._spare: Child | None = None
+        self._memory = DeviceMemory(node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills)
+        self._spare = SpareStage(
+            node_name=node_name,
+            backend=backend,
+            children=children,
+            new_settings=new_settings,
+            tasks=tasks,
+            on_measured=self._memory.measured,
+            on_change=on_change,
+        )
+        self._layers = LayerMeasuring(
+            node_name=node_name,
+            profiles=layers,
+            spare=self._spare,
+            new_settings=new_settings,
+            device_state=self._word,
+        )
         self._holds: dict[str, _Hold] = {}
         self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until told: see ``Child.crashed_in``
-        self._error: EdgepipeError | None = None
-        self._spare_taken = asyncio.Event()
-        self._vacant = asyncio.Event()  # nothing is held
-        self._vacant.set()
-        self._spare_wanted = asyncio.Event()  # nothing is held, or what is serves and leaves enough memory
-        self._spare_wanted.set()
-        self._closed = False
 
     def state(self) -> list[pb.DeviceState]:
         """The device as the node tells of it; nothing where there is no backend."""
         if self._backend == NONE:
             return []
-        told = pb.DeviceState(profile=self._profile or common_pb2.DeviceProfile(backend=self._backend))
+        told = pb.DeviceState(profile=self._spare.profile or common_pb2.DeviceProfile(backend=self._backend))
         told.state = self._word()
-        if self._ledger is not None:
-            told.reserved_bytes = self._ledger.reserved_bytes
-            told.free_bytes = self._ledger.free_bytes
-            for pipeline_id, held in self._ledger.held.items():
-                told.reserved.add(pipeline_id=pipeline_id, num_bytes=held.num_bytes)
+        self._memory.tell(told)
         told.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
-        if self._error is not None:
-            told.error.CopyFrom(error_to_wire(self._error))
+        if self._spare.error is not None:
+            told.error.CopyFrom(error_to_wire(self._spare.error))
         return [told]
 
     async def keep_spare(self) -> None:
-        """Have a spare while nothing is held, and beside stages that serve where memory allows.
+        """Have a process ready for the next stage; see ``SpareStage.keep``."""
+        await self._spare.keep()
 
-        Ends when the backend cannot run here, or by cancellation.
-        """
-        wait_s = _RESTART_MIN_S
-        while self._backend != NONE and not self._closed:
-            await self._spare_wanted.wait()
-            if self._holds:
-                await asyncio.sleep(_SETTLED_S)
-                if not self._spare_wanted.is_set():
-                    continue
-            try:
-                await self._spare_life()
-                wait_s = _RESTART_MIN_S
-            except EdgepipeError as error:
-                if self._closed:
-                    return
-                if self._holds:  # the device works, it is only short of something
-                    logger.warning("no spare stage backend=%s: %s", self._backend, self._named(error))
-                else:
-                    self._fail(error)
-                    if isinstance(error, BackendUnavailable):
-                        return
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _RESTART_MAX_S)
+    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """What a layer of a shape takes here; see ``LayerMeasuring.measure``."""
+        return await self._layers.measure(request)
 
     async def prepare(
         self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
@@ -155,9 +127,9 @@ class DeviceHost:
             return
         hold = await self._admit(request)
         try:
-            ledger = self._reserve(request, config)
+            self._memory.reserve(request, config)
             hold.loaded = _shard_key(load)
-            child = hold.child = await self._take_stage()
+            child = hold.child = await self._spare.take()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
             child.on_report = hold.reports.put_nowait
             await self._give_engine(hold, engine)
@@ -168,7 +140,7 @@ class DeviceHost:
                     yield pb.PrepareEvent(progress=report.loading)
                 if report.HasField("loaded"):
                     hold.ready = True
-                    held = ledger.loaded(request.pipeline_id, weight_bytes=report.loaded.weight_bytes)
+                    held = self._memory.loaded(request.pipeline_id, weight_bytes=report.loaded.weight_bytes)
                     hold.prepared = self._prepared(child, report.loaded, request, held.kv_bytes)
                     self._holds_changed()
                     yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
@@ -186,68 +158,6 @@ class DeviceHost:
         hold = self._holds.get(pipeline_id)
         return hold.epoch if hold is not None else None
 
-    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
-        """What a layer of a shape takes here: as kept from an earlier time, else measured by the spare.
-
-        What was measured while the machine was busy is measured again once it is not, and everything when asked to.
-        Raises BackendUnavailable while no spare is there, and where the shape cannot be measured.
-        """
-        key = self._profile_key(request)
-        known = self._layers.get(key) if key else None
-        busy = machine_busy()
-        again = request.fresh or (known is not None and known.busy and not busy)
-        if known is not None and (request.known_only or not again or self._spare is None):
-            return known
-        if request.known_only:
-            raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
-        async with self._profiling:
-            spare = self._spare
-            if spare is None or self._holds or not key:  # beside a stage's steps times would be false
-                raise BackendUnavailable(
-                    f"node {self._node_name} cannot measure now", fact=f"its device is {self._word()}"
-                )
-            answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
-            spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
-            spare.send(pb.ChildCommand(profile=request))
-            found = await self._profiled(answer, spare)
-        if not found.decode:
-            raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
-        found.busy = busy
-        self._layers.keep(key, found)
-        return found
-
-    async def _profiled(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
-        """The spare's answer. Raises what ended the spare, SendTimeout if it is silent."""
-        gone = asyncio.ensure_future(spare.exited.wait())
-        try:
-            await asyncio.wait({answer, gone}, timeout=_PROFILE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            spare.on_profiled = lambda _told: None
-        if answer.done():
-            return answer.result()
-        if spare.exited.is_set():
-            raise self._named(spare.error())
-        raise SendTimeout(
-            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
-        )
-
-    def _profile_key(self, request: pb.ProfileLayerRequest) -> str:
-        """What a layer's times depend on; empty while the device is not known."""
-        told = self._profile
-        if told is None or request.dtype not in ("", told.compute_dtype):
-            return ""
-        settings = self._new_settings()
-        return profile_key(
-            told.backend,
-            told.device,
-            told.name,
-            request.dtype or told.compute_dtype,
-            settings.threads,
-            settings.backend_options,
-            model_config=request.model_config,
-        )
-
     async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
         """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""
         hold = self._holds.get(pipeline_id)
@@ -256,7 +166,7 @@ class DeviceHost:
 
     async def release_all(self) -> None:
         """End every stage, the spare too, and start no other."""
-        self._closed = True
+        self._spare.close()
         for pipeline_id, hold in list(self._holds.items()):
             await self._end(pipeline_id, hold)
         await self._children.stop_all("stage")
@@ -293,54 +203,11 @@ class DeviceHost:
             logger.info("released pipeline=%s: no engine claims it", pipeline_id)
             await self._end(pipeline_id, hold)
 
-    async def _spare_life(self) -> None:
-        """From a spare's start until it is taken or replaced. Raises what ended its process before."""
-        beside = bool(self._holds)
-        spare = await self._start_stage()
-        self._error = None
-        if self._profile is not None and (self._ledger is None or not self._ledger.reserved_bytes):
-            self._ledger = self._new_ledger(self._profile)
-        self._spare_taken.clear()
-        self._spare = spare
-        self._on_change()
-        while not spare.exited.is_set():
-            await _first_of(spare.exited, self._spare_taken, *([self._vacant] if beside else ()))
-            if self._spare is not spare:
-                return
-            await _first_of(spare.exited, self._spare_taken, timeout_s=_SETTLED_S)
-            if self._spare is spare and self._vacant.is_set() and not spare.exited.is_set():
-                self._spare = None  # what is free may have changed meanwhile: the next one measures it
-                self._on_change()
-                await self._children.stop(spare)
-                return
-        if self._spare is spare:
-            self._spare = None
-            raise spare.error()
-
-    async def _start_stage(self) -> Child:
-        """A process that measures the device; beside another stage it believes what is known, so as not to disturb."""
-        settings = self._new_settings()
-        if self._holds and self._profile is not None:
-            settings = replace(settings, device_profile=device_profile_from_wire(self._profile))
-        child = await self._children.start(settings, self._tasks)
-        self._profile = (await self._children.wait_started(child)).profile
-        return child
-
-    async def _take_stage(self) -> Child:
-        """The spare, or a new process where there is none."""
-        spare, self._spare = self._spare, None
-        self._spare_taken.set()
-        return spare or await self._start_stage()
-
     def _holds_changed(self) -> None:
         """Something is held, serves, or is held no more: tell, and see whether a spare is wanted."""
         ready = all(hold.ready for hold in self._holds.values())
-        roomy = not self._holds or (self._ledger is not None and self._ledger.free_bytes >= _SPARE_BYTES)
-        for event, holds in ((self._vacant, not self._holds), (self._spare_wanted, ready and roomy)):
-            if holds:
-                event.set()
-            else:
-                event.clear()
+        roomy = not self._holds or self._memory.has_room_for_spare
+        self._spare.holding(anything=bool(self._holds), spare_wanted=ready and roomy)
         self._on_change()
 
     async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
@@ -374,8 +241,8 @@ class DeviceHost:
         epoch, known = epoch_from_wire(request.epoch), self._known(request)
         if known is not None:
             await self._end(request.pipeline_id, known)
-        if self._ledger is None:
-            raise self._error or BackendUnavailable(
+        if not self._memory.is_known:
+            raise self._spare.error or BackendUnavailable(
                 f"node {self._node_name} cannot compute",
                 fact="its device is still starting" if self._backend != NONE else "it has no backend",
                 next_step="see 'edgepipe status', then try again",
@@ -384,23 +251,6 @@ class DeviceHost:
         hold = self._holds[request.pipeline_id] = _Hold(epoch=epoch, engine_node=request.hello.node_id)
         self._holds_changed()
         return hold
-
-    def _reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> MemoryLedger:
-        """Set memory aside for weights and KV; returns the ledger that has it. Raises NoFeasiblePlacement."""
-        assert self._ledger is not None
-        assert self._profile is not None
-        dtype = self._profile.compute_dtype if request.dtype in ("", "auto") else request.dtype
-        value_bytes = 4 if dtype == "float32" else 2
-        slices = slices_from_wire(request.slices)
-        num_layers = sum(len(part.layers) for part in slices)
-        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in slices)
-        self._ledger.reserve(
-            request.pipeline_id,
-            weight_bytes=max(request.weight_bytes, weight_bytes),
-            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=value_bytes),
-            kv_tokens=request.kv_tokens,
-        )
-        return self._ledger
 
     async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
         """What the loading stage tells. Raises its fault, what ended it, or SendTimeout if it is silent."""
@@ -415,9 +265,9 @@ class DeviceHost:
                     node=self._node_name,
                 ) from exc
             if report is None:
-                raise self._named(child.error())
+                raise child.error().on_node(self._node_name)
             if report.HasField("fault"):
-                raise self._named(error_from_wire(report.fault))
+                raise error_from_wire(report.fault).on_node(self._node_name)
             yield report
 
     async def _mourn(self, pipeline_id: str, hold: _Hold, child: Child) -> None:
@@ -427,30 +277,18 @@ class DeviceHost:
         if child.crashed_in is not None:
             self._crashed_in[pipeline_id] = child.crashed_in
         if not child.stopping:
-            self._note_kill(child)
-            logger.error("stage lost pipeline=%s: %s", pipeline_id, self._named(child.error()))
+            self._memory.note_death(child)
+            logger.error("stage lost pipeline=%s: %s", pipeline_id, child.error().on_node(self._node_name))
         if self._holds.get(pipeline_id) is hold:
             await self._end(pipeline_id, hold)
-
-    def _note_kill(self, child: Child) -> None:
-        """A stage ended that should not have: if the system does that for want of memory again, less is taken."""
-        before, self._kills_known = self._kills_known, self._memory_kills()
-        killed = child.process.returncode == -signal.SIGKILL and not child.hang
-        by_system = killed and (before is None or before != self._kills_known)
-        if by_system and self._pressure.killed(asyncio.get_running_loop().time()) and self._ledger is not None:
-            self._ledger.cut(PRESSURE_CUT)
-            logger.warning(
-                "the system ended stages for want of memory: %.0f %% of it are used from now on",
-                100 * self._pressure.share,
-            )
 
     async def _end(self, pipeline_id: str, hold: _Hold) -> None:
         if self._holds.get(pipeline_id) is hold:
             del self._holds[pipeline_id]
         if hold.child is not None and not hold.child.exited.is_set():
             await self._children.stop(hold.child)
-        if self._ledger is not None and pipeline_id not in self._holds:
-            self._ledger.release(pipeline_id)
+        if pipeline_id not in self._holds:
+            self._memory.release(pipeline_id)
         self._holds_changed()
 
     def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
@@ -464,7 +302,7 @@ class DeviceHost:
             max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
             kv_block_bytes=loaded.kv_block_bytes,
             weight_bytes=loaded.weight_bytes,
-            profile=self._profile,
+            profile=self._spare.profile,
             certificate=child.certificate,
         )
 
@@ -477,44 +315,14 @@ class DeviceHost:
         told.MergeFrom(prepared)
         return told
 
-    def _new_ledger(self, profile: common_pb2.DeviceProfile) -> MemoryLedger:
-        ledger = MemoryLedger(
-            node=self._node_name,
-            free_bytes=profile.memory_free_bytes,
-            total_bytes=profile.memory_total_bytes,
-            on_host=uses_host_memory(profile),
-            limit_bytes=self._memory_limit_bytes,
-        )
-        ledger.cut(self._pressure.share)
-        return ledger
-
     def _word(self) -> str:
         if any(hold.ready for hold in self._holds.values()):
             return "serving"
         if self._holds:
             return "loading"
-        if self._spare is not None:
+        if self._spare.child is not None:
             return "idle"
-        return "failed" if self._error is not None else "starting"
-
-    def _fail(self, error: EdgepipeError) -> None:
-        self._error = self._named(error)
-        logger.error("device failed backend=%s: %s", self._backend, self._error)
-        self._on_change()
-
-    def _named(self, error: EdgepipeError) -> EdgepipeError:
-        error.node = error.node or self._node_name
-        return error
-
-
-async def _first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Until one of them is set, or so long."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in waiting:
-            one.cancel()
+        return "failed" if self._spare.error is not None else "starting"
 
 
 def _shard_key(load: pb.LoadShard) -> bytes:

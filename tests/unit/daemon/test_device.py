@@ -14,7 +14,7 @@ import pytest
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import device
+from edgepipe.daemon import spare
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.layer_profiles import LayerProfiles
@@ -166,7 +166,7 @@ async def running(folder: Path, *, free_bytes: int = 20 * GB) -> AsyncIterator[H
 
 @pytest.fixture(autouse=True)
 def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(spare, "_SETTLED_S", 0.0)
 
 
 async def test_a_second_crash_finds_a_spare_too(tmp_path: Path):

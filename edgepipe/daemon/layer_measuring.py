@@ -1,0 +1,99 @@
+"""What a layer of a shape takes on this node's device: as kept from an earlier time, else measured by the spare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from edgepipe.daemon.children import Child
+from edgepipe.daemon.layer_profiles import LayerProfiles, machine_busy, profile_key
+from edgepipe.daemon.settings import ChildSettings
+from edgepipe.daemon.spare import SpareStage
+from edgepipe.errors import BackendUnavailable, SendTimeout
+from edgepipe.wire.v1 import node_pb2 as pb
+
+_PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
+
+
+class LayerMeasuring:
+    """Measures one shape at a time."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        profiles: LayerProfiles,
+        spare: SpareStage,
+        new_settings: Callable[[], ChildSettings],
+        device_state: Callable[[], str],
+    ) -> None:
+        """``device_state``: the word for what the device does; times are true while it is ``idle`` alone."""
+        self._node_name = node_name
+        self._profiles = profiles
+        self._spare = spare
+        self._new_settings = new_settings
+        self._device_state = device_state
+        self._turn = asyncio.Lock()
+
+    async def measure(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """A layer's times.
+
+        What was measured while the machine was busy is measured again once it is not, and everything when asked to.
+        Raises BackendUnavailable while no spare is there, and where the shape cannot be measured.
+        """
+        key = self._key(request)
+        known = self._profiles.get(key) if key else None
+        busy = machine_busy()
+        again = request.fresh or (known is not None and known.busy and not busy)
+        if known is not None and (request.known_only or not again or self._spare.child is None):
+            return known
+        if request.known_only:
+            raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
+        async with self._turn:
+            found = await self._ask_spare(request, key)
+        if not found.decode:
+            raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
+        found.busy = busy
+        self._profiles.keep(key, found)
+        return found
+
+    async def _ask_spare(self, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
+        spare, state = self._spare.child, self._device_state()
+        if spare is None or state != "idle" or not key:  # beside a stage's steps times would be false
+            raise BackendUnavailable(f"node {self._node_name} cannot measure now", fact=f"its device is {state}")
+        answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
+        spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
+        spare.send(pb.ChildCommand(profile=request))
+        return await self._answered(answer, spare)
+
+    async def _answered(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
+        """The spare's answer. Raises what ended the spare, SendTimeout if it is silent."""
+        gone = asyncio.ensure_future(spare.exited.wait())
+        try:
+            await asyncio.wait({answer, gone}, timeout=_PROFILE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            spare.on_profiled = lambda _told: None
+        if answer.done():
+            return answer.result()
+        if spare.exited.is_set():
+            raise spare.error().on_node(self._node_name)
+        raise SendTimeout(
+            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+        )
+
+    def _key(self, request: pb.ProfileLayerRequest) -> str:
+        """What a layer's times depend on; empty while the device is not known."""
+        told = self._spare.profile
+        if told is None or request.dtype not in ("", told.compute_dtype):
+            return ""
+        settings = self._new_settings()
+        return profile_key(
+            told.backend,
+            told.device,
+            told.name,
+            request.dtype or told.compute_dtype,
+            settings.threads,
+            settings.backend_options,
+            model_config=request.model_config,
+        )
