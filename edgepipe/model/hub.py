@@ -104,7 +104,8 @@ def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint:
         _fetch(plan, file, folder, counter, endpoint)
     if not any(file.name.endswith(".gguf") for file in weights):
         read_hf_config(folder)
-        _check_index(folder, weights)
+        if (folder / INDEX_FILE).exists():
+            _check_index(folder, weights)
     for file in weights:
         _fetch(plan, file, folder, counter, endpoint)
         if file.name.endswith(".gguf"):

@@ -58,6 +58,15 @@ def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: 
     assert parse_pinned(model.manifest.source) == HubSource(repo=REPO, revision=COMMIT)
 
 
+def test_a_repository_with_one_weight_file_is_pulled(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "source")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
+    with running(FakeHub(repo=REPO, files=files)) as hub:
+        pull(hub, tmp_path / "store")
+    assert [name for name, _ in hub.asked] == ["config.json", "model.safetensors"]
+    assert ModelStore(tmp_path / "store").resolve(REPO).whole
+
+
 def test_a_dry_run_asks_for_sizes_only(hub: FakeHub, tmp_path: Path) -> None:
     result = pull(hub, tmp_path / "store", dry_run=True)
     assert {file.name for file in result.files} >= {BIG, "config.json"}
