@@ -27,6 +27,14 @@ def pull_emulated(models_dir: Path, source: Path) -> ModelConfig:
 
 def pull_with_weights(models_dir: Path, source: Path) -> StoredModel:
     """A model with random tensors in the store, so that there is something to fetch."""
+    write_with_weights(source)
+    store = ModelStore(models_dir)
+    store.pull(str(source))
+    return store.resolve(source.name)
+
+
+def write_with_weights(source: Path) -> None:
+    """A folder as somebody uploads one; the emulated backend answers whatever the tensors are."""
     write_model_folder(source, CONFIG)
     config = json.loads((source / "config.json").read_text())
     del config[EMULATED_KEY]
@@ -34,6 +42,3 @@ def pull_with_weights(models_dir: Path, source: Path) -> StoredModel:
     draw = np.random.default_rng(7)
     tensors = {name: draw.random(shape, np.float32) for name, shape in model_tensors(CONFIG).items()}
     save_file(tensors, source / "model.safetensors")
-    store = ModelStore(models_dir)
-    store.pull(str(source))
-    return store.resolve(source.name)

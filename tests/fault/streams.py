@@ -41,6 +41,7 @@ class Stream:
 
     prompt: Sequence[int]
     max_tokens: int
+    model: str = "tiny"
     ids: list[int] = field(default_factory=list[int])
     finish: str = ""
     error: dict[str, Any] | None = None
@@ -49,7 +50,7 @@ class Stream:
     async def run(self, http_port: int) -> None:
         """Ask and read to the end."""
         body = {
-            "model": "tiny",
+            "model": self.model,
             "prompt": list(self.prompt),
             "max_tokens": self.max_tokens,
             "temperature": 0,

@@ -9,9 +9,13 @@ from streams import PROMPT, Stream, answers, cut_power
 
 from edgepipe.cli.copies_view import copies_of
 from edgepipe.errors import PlanInvalid
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.pull import Puller
+from edgepipe.model.store import tensor_names
 from edgepipe.testing.nodes import HELLO, Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.e2e.node_models import pull_with_weights
+from tests.e2e.node_models import CONFIG, pull_with_weights, write_with_weights
+from tests.unit.model.fake_hub import FakeHub, running
 
 
 async def replicate(node: Node, *, copies: int) -> pb.ReplicateEvent:
@@ -44,3 +48,33 @@ async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: N
         asking.cancel()
     status = await b.until(lambda status: [one.state for one in status.engines] == ["ready"])
     assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
+
+
+async def test_what_no_living_machine_has_comes_from_the_hub_and_the_answer_goes_on(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = nodes.folder / "uploaded"
+    write_with_weights(source)
+    hub = FakeHub(repo="org/tiny", files={path.name: path.read_bytes() for path in source.iterdir()})
+    with running(hub):
+        Puller(nodes.folder / "a" / "models", endpoint=hub.endpoint).pull(hub.repo, lambda _: None, dry_run=False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        flags = {"backend_options": "time_factor=20", "copies": 1}
+        a, b = await asyncio.gather(*(nodes.start(name, **flags) for name in ("a", "b")))
+        await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+        await a.serve("tiny", plan="a:0-2,b:3-5")
+        await answers(b)
+        stream = Stream(PROMPT, 3000, hub.repo)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(stream.run(b.http_port))
+            await stream.has(20)
+            hub.asked.clear()
+            cut_power(a)
+            await stream.goes_on()
+            asking.cancel()
+    status = await b.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
+    assert {name for name, _ in hub.asked} == {"model.safetensors"}
+    lost = tensor_names(CONFIG, make_slices([LayerRange(0, 3), LayerRange(3, 6)], 6)[:1])
+    assert sum(bool(part) for _, part in hub.asked) == len(lost), "beside the header, a range for each lost tensor"
