@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
-import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,10 +16,9 @@ from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.context import check_length
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import BodyT, Checked, CompletionBody, DetokenizeBody, validate
-from edgepipe.model.frames import read_frame, write_frame
+from edgepipe.model.frames import HEAD, answer_frames, pack_ids, unpack_ids
 
 GOOD, BAD = b"+", b"-"
-_COUNT = struct.Struct(">I")
 
 
 def kind_name(kind: type[Checked]) -> str:
@@ -31,8 +26,8 @@ def kind_name(kind: type[Checked]) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def pack(body: Checked) -> tuple[bytes, ...]:
-    """A checked body in little time to read: its JSON, and token ids as 32-bit numbers behind it."""
+def pack(body: Checked) -> bytes:
+    """A checked body in little time to read: its JSON, and token ids (``pack_ids``) behind it."""
     lists: Sequence[list[int]] = ()
     if isinstance(body, CompletionBody):
         lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
@@ -42,20 +37,18 @@ def pack(body: Checked) -> tuple[bytes, ...]:
         lists = [body.tokens]
         body = body.model_copy(update={"tokens": []})
     text = body.model_dump_json(exclude_unset=True).encode()
-    parts = [_COUNT.pack(len(text)), text]
-    for ids in lists:
-        parts += [_COUNT.pack(len(ids)), array("I", ids).tobytes()]
-    return tuple(parts)
+    return b"".join([HEAD.pack(len(text)), text, *map(pack_ids, lists)])
 
 
 def unpack(kind: type[BodyT], data: memoryview) -> BodyT:
     """The body that was packed."""
-    text, at = _block(data, 0, 1)
-    body = kind.model_validate_json(bytes(text))
+    (size,) = HEAD.unpack_from(data)
+    at = HEAD.size + size
+    body = kind.model_validate_json(bytes(data[HEAD.size : at]))
     lists: list[list[int]] = []
     while at < len(data):
-        block, at = _block(data, at, array("I").itemsize)
-        lists.append(array("I", bytes(block)).tolist())
+        ids, at = unpack_ids(data, at)
+        lists.append(ids)
     if isinstance(body, CompletionBody):
         found = iter(lists)
         prompts = [next(found) if isinstance(prompt, list) else prompt for prompt in body.prompt]
@@ -65,13 +58,7 @@ def unpack(kind: type[BodyT], data: memoryview) -> BodyT:
     return body
 
 
-def _block(data: memoryview, at: int, item_size: int) -> tuple[memoryview, int]:
-    (count,) = _COUNT.unpack_from(data, at)
-    end = at + _COUNT.size + count * item_size
-    return data[at + _COUNT.size : end], end
-
-
-def answer(question: bytes) -> tuple[bytes, ...]:
+def answer(question: bytes) -> bytes:
     """To one question; whatever is wrong with the body is in it."""
     head, _, body = question.partition(b"\n")
     asked = cast("dict[str, Any]", json.loads(head))
@@ -82,8 +69,8 @@ def answer(question: bytes) -> tuple[bytes, ...]:
         _check_length(checked, asked["context"])
     except HttpProblem as problem:
         fields = {name: getattr(problem, name) for name in ("status", "message", "code", "param")}
-        return BAD, json.dumps(fields).encode()
-    return GOOD, *pack(checked)
+        return BAD + json.dumps(fields).encode()
+    return GOOD + pack(checked)
 
 
 def _check_length(body: Checked, context_length: int) -> None:
@@ -95,14 +82,5 @@ def _check_length(body: Checked, context_length: int) -> None:
             check_length(len(prompt), context_length, param="prompt")
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    write_frame(target, b"ready")
-    while (question := read_frame(source)) is not None:
-        write_frame(target, b"".join(answer(question)))
-
-
 if __name__ == "__main__":
-    main()
+    answer_frames(answer)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
-from array import array
 from pathlib import Path
 
 from edgepipe.errors import CapacityError, ModelInvalid
+from edgepipe.model.frames import HEAD, unpack_ids
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
-_COUNT = struct.Struct(">I")
 _START_S = 20.0  # an interpreter starting on a starved machine
 _ENCODE_S = 60.0  # 8 MB take 4-8 s, and the first text reads the tokenizer
 
@@ -38,8 +36,9 @@ class LongTextEncoder:
             ) from exc
         if answer[:1] != b"+":
             raise ModelInvalid("the tokenizer failed", fact=answer[1:].decode(errors="replace")[:300])
-        (count,) = _COUNT.unpack_from(answer, 1)
-        return count, array("I", answer[1 + _COUNT.size :]).tolist()
+        (count,) = HEAD.unpack_from(answer, 1)
+        ids, _ = unpack_ids(answer, 1 + HEAD.size)
+        return count, ids
 
     async def close(self) -> None:
         """End the child."""

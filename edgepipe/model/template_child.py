@@ -1,7 +1,7 @@
 """The child process that renders chat templates: ``python -m edgepipe.model.template_child``.
 
-Frames of JSON on stdin and stdout (``edgepipe.model.frames``). It says ``{"ready": true}`` once, then answers each
-``{"template", "variables"}`` with ``{"text"}`` or ``{"error", "detail"}``. It ends when stdin ends.
+Frames of JSON on stdin and stdout (``edgepipe.model.frames``): it answers each ``{"template", "variables"}`` with
+``{"text"}`` or ``{"error", "detail"}``.
 
 The sandbox stops a template from reaching Python, not from working for ever, so the kernel bounds it too:
 
@@ -29,7 +29,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgepipe.model.frames import read_frame, write_frame
+from edgepipe.model.frames import answer_frames
 
 CPU_S = 1.0
 MEMORY_BYTES = 256 << 20
@@ -136,16 +136,16 @@ def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
 
 def main() -> None:
     """Serve requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     compile_template = lru_cache(maxsize=8)(make_environment().from_string)
     compile_template("{{ 1 }}").render()  # jinja2 imports lazily; all of it should be mapped before the limit is taken
     limit_memory()
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    write_frame(target, b'{"ready": true}')
-    while (frame := read_frame(source)) is not None:
-        answer = _answer(json.loads(frame), compile_template)
-        write_frame(target, json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+
+    def answer(frame: bytes) -> bytes:
+        told = _answer(json.loads(frame), compile_template)
+        return json.dumps(told, ensure_ascii=False).encode(errors="replace")
+
+    answer_frames(answer)
 
 
 if __name__ == "__main__":

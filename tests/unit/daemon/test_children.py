@@ -7,24 +7,10 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from stage_settings import STAGE_SETTINGS
 
 from edgepipe.daemon.children import Child
-from edgepipe.daemon.settings import ChildSettings
 from edgepipe.wire.v1 import node_pb2 as pb
-
-SETTINGS = ChildSettings(
-    kind="stage",
-    child_id="child-1",
-    socket="/tmp/socket",
-    host="127.0.0.1",
-    ports=(0,),
-    http_port=0,
-    node_id="node-a",
-    node_name="a",
-    cluster_id="c",
-    address="127.0.0.1:1",
-    log_level="info",
-)
 
 
 @pytest.fixture
@@ -33,7 +19,7 @@ async def child() -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", waits, stdin=asyncio.subprocess.PIPE, start_new_session=True
     )
-    made = Child(SETTINGS, process)
+    made = Child(STAGE_SETTINGS, process)
     made.introduce([])
     yield made
     made.kill()

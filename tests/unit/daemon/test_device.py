@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from edgepipe_emulated import emulated_model_config
+from stage_settings import STAGE_SETTINGS
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon import spare
@@ -28,19 +29,6 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
-SETTINGS = ChildSettings(
-    kind="stage",
-    child_id="",
-    socket="",
-    host="127.0.0.1",
-    ports=(0,),
-    http_port=0,
-    node_id="node-a",
-    node_name="a",
-    cluster_id="c",
-    address="127.0.0.1:1",
-    log_level="info",
-)
 
 
 class Process:
@@ -110,7 +98,7 @@ class Host:
             node_name="a",
             backend="emulated",
             children=cast("Children", processes),
-            new_settings=lambda: SETTINGS,
+            new_settings=lambda: STAGE_SETTINGS,
             introduce=lambda _child: None,
             memory_limit_bytes=0,
             timeouts=Timeouts(connect_s=1.0, orphan_s=0.01),

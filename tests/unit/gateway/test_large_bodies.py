@@ -51,16 +51,16 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 )
 def test_what_is_packed_is_unpacked(kind: type[Checked], fields: dict[str, Any]) -> None:
     body: BaseModel = validate(kind, fields)
-    assert unpack(kind, memoryview(b"".join(pack(validate(kind, fields))))) == body
+    assert unpack(kind, memoryview(pack(validate(kind, fields)))) == body
 
 
 def test_the_child_answers_with_the_body_or_with_what_is_wrong() -> None:
-    def asked(body: bytes, context: int = 0) -> tuple[bytes, ...]:
+    def asked(body: bytes, context: int = 0) -> bytes:
         return answer(b'{"kind": "%s", "context": %d}\n%s' % (kind_name(CompletionBody).encode(), context, body))
 
-    good, *parts = asked(b'{"prompt": [1, 2]}')
-    assert good == GOOD
-    assert unpack(CompletionBody, memoryview(b"".join(parts))).prompt == [[1, 2]]
+    good = asked(b'{"prompt": [1, 2]}')
+    assert good[:1] == GOOD
+    assert unpack(CompletionBody, memoryview(good)[1:]).prompt == [[1, 2]]
     for body, code in (
         (b'{"prompt": NaN}', b"invalid_json"),
         (b'{"prompt": "x", "n": 1, "n": 2}', b"invalid_json"),
@@ -68,9 +68,9 @@ def test_the_child_answers_with_the_body_or_with_what_is_wrong() -> None:
         (b'{"prompt": "x", "suffix": "y"}', b"unsupported_parameter"),
         (b'{"prompt": [1, 2, 3]}', b"context_length_exceeded"),
     ):
-        bad, problem = asked(body, context=3)
-        assert bad == BAD
-        assert code in problem
+        bad = asked(body, context=3)
+        assert bad[:1] == BAD
+        assert code in bad
 
 
 async def test_large_bodies_are_served_and_refused_as_small_ones(served: Served) -> None:
