@@ -50,6 +50,7 @@ async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: N
     assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
 
 
+@pytest.mark.long
 async def test_what_no_living_machine_has_comes_from_the_hub_and_the_answer_goes_on(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
