@@ -69,6 +69,11 @@ class Admin:
             reply = await self._stub.StopModel(pb.StopModelRequest(hello=self._hello, model=model), timeout=30.0)
         return list(reply.stopped)
 
+    async def rescan_models(self) -> None:
+        """Let the node look at its disk and tell the others what models are there."""
+        with translated(_PEER):
+            await self._stub.RescanModels(pb.RescanModelsRequest(hello=self._hello), timeout=_RPC_S)
+
     async def drain(self, *, undo: bool) -> AsyncIterator[pb.DrainEvent]:
         """What is still on the node, until nothing is. Raises NoFeasiblePlacement."""
         request = pb.DrainRequest(hello=self._hello, undo=undo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,7 @@ def pull(
         _print_plan(result)
     else:
         print(f"{printable(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
+        _tell_node(data_dir_of(data_dir))
 
 
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
@@ -99,6 +101,7 @@ def rm(
 
     freed = ModelStore(models_dir_of(data_dir, models_dir)).rm(model)
     print(f"deleted {printable(model)}: {format_bytes(freed)} are free again")
+    _tell_node(data_dir_of(data_dir))
 
 
 @app.command()
@@ -122,6 +125,23 @@ def replicate(
         print(f"every part of {printable(model)} is on {copies} disks now: copied {told}")
     else:
         print(f"every part of {printable(model)} is on {copies} disks already")
+
+
+def _tell_node(data_dir: Path) -> None:
+    """The disk has other models now: this machine's node, if one runs, tells the others at once."""
+    from edgepipe.daemon.data_dir import socket_path
+
+    if not socket_path(data_dir).exists():
+        return
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.errors import EdgepipeError
+
+    async def tell() -> None:
+        async with connect(data_dir) as admin:
+            await admin.rescan_models()
+
+    with contextlib.suppress(EdgepipeError):  # it looks again when it is asked to serve something
+        run_async(tell())
 
 
 def _row(model: StoredModel, copies: ModelCopies | None) -> dict[str, Any]:

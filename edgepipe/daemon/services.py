@@ -266,6 +266,12 @@ class AdminService(node_pb2_grpc.AdminServicer):
         admit_command_line(request.hello)
         return pb.StopModelReply(stopped=await self._serving.stop(request.model))
 
+    async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
+        """Look at the disk: a command pulled or removed a model."""
+        admit_command_line(request.hello)
+        self._refresh_models()
+        return pb.RescanModelsReply()
+
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
         """Stop this node in order; answered before it begins. No version is asked for: after an upgrade of the command
         line this is how the old node makes way."""

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from node_models import pull_emulated
 
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.founding import TrustFolders
@@ -78,6 +80,22 @@ async def test_a_peer_named_by_hand_needs_no_discovery(nodes: Nodes):
     a = await nodes.start("a", discovery=False)
     b = await nodes.start("b", discovery=False, peers=[a.address])
     await asyncio.gather(*(node.until(lambda status: len(status.members) == 2) for node in (a, b)))
+
+
+async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lists(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await asyncio.gather(*(nodes.start(name, backend="none") for name in ("a", "b")))
+
+    def on_a(status: pb.ClusterStatus) -> list[str]:
+        return [told.model for member in status.members if not member.self for told in member.node.models]
+
+    await b.until(lambda status: on_a(status) == ["tiny"])
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "edgepipe.cli", "models", "rm", "tiny", "--data-dir", str(a.data_dir)),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    assert await process.wait() == 0
+    await b.until(lambda status: not on_a(status))
 
 
 async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):

@@ -879,6 +879,11 @@ class AdminStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelReply.FromString,
                 _registered_method=True)
+        self.RescanModels = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/RescanModels',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsReply.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/edgepipe.wire.v1.Admin/Shutdown',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ShutdownRequest.SerializeToString,
@@ -937,6 +942,13 @@ class AdminServicer:
 
     def StopModel(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RescanModels(self, request, context):
+        """Models were pulled or removed on this node's disk: look there, and tell the others.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -1001,6 +1013,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.StopModel,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelReply.SerializeToString,
+            ),
+            'RescanModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.RescanModels,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsReply.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -1163,6 +1180,33 @@ class Admin:
             '/edgepipe.wire.v1.Admin/StopModel',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.StopModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RescanModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/RescanModels',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.RescanModelsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -278,6 +278,8 @@ class AdminStub:
     MeasureLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]
     """Every directed link between nodes, measured where it was not lately."""
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
+    RescanModels: _grpc.UnaryUnaryMultiCallable[_node_pb2.RescanModelsRequest, _node_pb2.RescanModelsReply]
+    """Models were pulled or removed on this node's disk: look there, and tell the others."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]
     Logs: _grpc.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]
     Drain: _grpc.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]
@@ -297,6 +299,8 @@ class AdminAsyncStub(AdminStub):
     MeasureLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
     """Every directed link between nodes, measured where it was not lately."""
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
+    RescanModels: _aio.UnaryUnaryMultiCallable[_node_pb2.RescanModelsRequest, _node_pb2.RescanModelsReply]  # type: ignore[assignment]
+    """Models were pulled or removed on this node's disk: look there, and tell the others."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_node_pb2.ShutdownRequest, _node_pb2.ShutdownReply]  # type: ignore[assignment]
     Logs: _aio.UnaryStreamMultiCallable[_node_pb2.LogsRequest, _node_pb2.LogLine]  # type: ignore[assignment]
     Drain: _aio.UnaryStreamMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainEvent]  # type: ignore[assignment]
@@ -343,6 +347,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.StopModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.StopModelReply, _abc.Awaitable[_node_pb2.StopModelReply]]: ...
+
+    @_abc_1.abstractmethod
+    def RescanModels(
+        self,
+        request: _node_pb2.RescanModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.RescanModelsReply, _abc.Awaitable[_node_pb2.RescanModelsReply]]:
+        """Models were pulled or removed on this node's disk: look there, and tell the others."""
 
     @_abc_1.abstractmethod
     def Shutdown(
