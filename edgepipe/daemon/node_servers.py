@@ -1,0 +1,113 @@
+"""The two gRPC servers of a node: one for other nodes, one on a Unix socket for its children and for commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from edgepipe.daemon.link_probes import ProbesService
+from edgepipe.daemon.log_tail import LogTail
+from edgepipe.daemon.node_basis import NodeBasis
+from edgepipe.daemon.node_hosting import NodeHosting
+from edgepipe.daemon.node_presence import NodePresence
+from edgepipe.daemon.pairing_host import PairingHost
+from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
+from edgepipe.daemon.trust_service import TrustService
+from edgepipe.link.channels import bind, make_server, make_unix_server
+from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
+
+
+class NodeServers:
+    """Bound first, so that the node knows its address; then registered, started and stopped."""
+
+    def __init__(self, basis: NodeBasis) -> None:
+        """Raises PortInUse."""
+        self._basis = basis
+        self._server = make_server(basis.security)
+        self._unix_server = make_unix_server(str(basis.data_dir.socket))
+        self._logs = LogTail()
+        port = bind(self._server, basis.security, host=basis.host, port=basis.config.port)
+        self.address = f"{basis.host}:{port}"
+
+    def register(
+        self,
+        presence: NodePresence,
+        hosting: NodeHosting,
+        *,
+        shut_down: Callable[[], None],
+        begin_anew: Callable[[], None],
+    ) -> None:
+        """Say who answers what. ``shut_down`` and ``begin_anew`` end the node, for good or for another one."""
+        basis, server, unix_server = self._basis, self._server, self._unix_server
+        admit = admit_to(basis.hello)
+        node = NodeService(
+            admit=admit,
+            security=basis.security,
+            heartbeats=presence.heartbeats,
+            device=hosting.device,
+            engines=hosting.engines,
+            models=hosting.models,
+            peers=presence.peers,
+            book=hosting.book,
+            links=presence.links,
+            replication=hosting.replication,
+        )
+        admin = AdminService(
+            serving=hosting.serving,
+            status=hosting.views.status,
+            logs=self._logs,
+            shut_down=shut_down,
+            refresh_models=hosting.models.rescan,
+            guests=hosting.guests,
+            drain=hosting.drain,
+            replication=hosting.replication,
+            spread=presence.spread,
+        )
+        trust = self._trust_service(presence, begin_anew)
+        node_pb2_grpc.add_NodeServicer_to_server(node, server)
+        node_pb2_grpc.add_ProbesServicer_to_server(ProbesService(presence.network), server)
+        node_pb2_grpc.add_WeightsServicer_to_server(WeightsService(admit=admit, models=hosting.models), server)
+        node_pb2_grpc.add_ChildrenServicer_to_server(ChildrenService(basis.children), unix_server)
+        node_pb2_grpc.add_AdminServicer_to_server(admin, unix_server)
+        trust_pb2_grpc.add_TrustAdminServicer_to_server(trust, unix_server)
+
+    async def start_inside(self) -> None:
+        """Answer this machine's user and children."""
+        logging.getLogger().addHandler(self._logs)
+        await self._unix_server.start()
+        self._basis.data_dir.socket.chmod(0o600)
+
+    async def start(self) -> None:
+        """Answer other nodes."""
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Answer nobody any more."""
+        await asyncio.gather(self._server.stop(grace=0.2), self._unix_server.stop(grace=0.5))
+
+    def forget(self) -> None:
+        """Leave nothing behind, once everything has stopped."""
+        logging.getLogger().removeHandler(self._logs)
+        self._basis.data_dir.socket.unlink(missing_ok=True)
+
+    def _trust_service(self, presence: NodePresence, begin_anew: Callable[[], None]) -> TrustService:
+        basis = self._basis
+        pairing = PairingHost(
+            trust=basis.trust,
+            hello=basis.hello,
+            host=basis.host,
+            port=basis.config.port,
+            addresses=presence.known_addresses,
+            announce=presence.announce_pairing,
+            clock=basis.clock,
+        )
+        return TrustService(
+            trust=basis.trust,
+            pairing=pairing,
+            membership=presence.membership,
+            addresses=presence.known_addresses,
+            data_dir=basis.data_dir.path,
+            node_name=basis.config.name,
+            begin_anew=begin_anew,
+        )
