@@ -12,7 +12,8 @@ from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta
-from edgepipe.gateway.tool_calls import ToolCallScanner, ToolFormat, call_id
+from edgepipe.gateway.tool_call_scanner import ToolCallScanner
+from edgepipe.gateway.tool_calls import ToolFormat, call_id
 from edgepipe.sampling import TokenLogprobs
 from edgepipe.wire.requests import Submission
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.gateway.tool_calls import CallDelta, Scanned, ToolCallScanner, ToolFormat, call_id, detect_format
+from edgepipe.gateway.tool_call_scanner import ToolCallScanner
+from edgepipe.gateway.tool_calls import CallDelta, Scanned, ToolFormat, call_id, detect_format
 
 HERMES = 'Sure.\n<tool_call>\n{"name": "sum", "arguments": {"a": [1, 2], "s": "}\\" ]"}}\n</tool_call>\n'
 LLAMA = '{"name": "sum", "parameters": {"a": [1, 2], "s": "}\\" ]"}}'

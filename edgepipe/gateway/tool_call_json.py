@@ -1,0 +1,235 @@
+"""The JSON of one tool call, read as it arrives: its arguments go out before they have ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import cast
+
+from edgepipe.gateway.tool_calls import CallDelta
+
+_IN_STRING = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\],:]')
+_BRACKETS = re.compile(r'["{}\[\]]')
+_CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+
+
+class CallNews:
+    """Gives calls their numbers and collects what is to be told of them."""
+
+    def __init__(self, new_id: Callable[[int], str]) -> None:
+        self.count = 0
+        self._new_id = new_id
+        self._news: list[CallDelta] = []
+
+    def begin(self, name: str) -> None:
+        """A call of this function."""
+        self._news.append(CallDelta(index=self.count, call_id=self._new_id(self.count), name=name))
+        self.count += 1
+
+    def arguments(self, text: str) -> None:
+        """A piece for the call begun last."""
+        if text:
+            self._news.append(CallDelta(index=self.count - 1, arguments=text))
+
+    def take(self) -> tuple[CallDelta, ...]:
+        """What has not been told yet."""
+        news, self._news = tuple(self._news), []
+        return news
+
+
+class NotACall(Exception):
+    """The text is JSON at best. ``at``: where the reading stopped."""
+
+    at = 0
+
+
+class CallObject:
+    """One object ``{"name": ..., "arguments": ...}``, from its brace on. Only its own members are understood."""
+
+    def __init__(self, calls: CallNews) -> None:
+        self._calls = calls
+        self._raw: list[str] = []  # all text, until it is certain that this is a call
+        self._certain = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._key: str | None = None  # of the member whose value is being read
+        self._part: list[str] = []  # key or value under way
+        self._streams = False  # the value goes out as it comes
+        self._spaces = ""  # held back of a value that goes out: they may be its last
+        self._name = ""
+        self._arguments: str | None = None  # complete, but the name was not known yet
+
+    @property
+    def raw(self) -> str:
+        """The text so far, unless it is certain to be a call."""
+        return "" if self._certain else "".join(self._raw)
+
+    def feed(self, text: str, start: int) -> tuple[int, bool]:
+        """Read ``text[start:]``: where the reading ended, and whether the object did. Raises NotACall."""
+        at = start
+        while at < len(text):
+            before = at
+            try:
+                at = self._string(text, at) if self._in_string else self._structure(text, at)
+            except NotACall as no_call:
+                no_call.at = before
+                raise
+            if not self._certain:
+                self._raw.append(text[before:at])
+            if self._depth == 0:
+                return at, True
+        return at, False
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            self._take(text[at])
+            return at + 1
+        found = _IN_STRING.search(text, at)
+        end = found.end() if found else len(text)
+        self._take(text[at:end])
+        self._escaped = found is not None and found.group() == "\\"
+        self._in_string = found is None or self._escaped
+        return end
+
+    def _structure(self, text: str, at: int) -> int:
+        found = _STRUCTURE.search(text, at)
+        if found is None:
+            self._take(text[at:])
+            return len(text)
+        self._take(text[at : found.start()])
+        sign = found.group()
+        if sign == '"':
+            self._in_string = True
+            self._take(sign)
+        elif sign in "{[":
+            self._depth += 1
+            if self._depth > 1:
+                self._take(sign)
+        elif sign in "}]":
+            self._close(sign)
+        elif self._depth == 1 and sign == ("," if self._key is not None else ":"):
+            self._end_part()
+        else:
+            self._take(sign)
+        return found.end()
+
+    def _close(self, sign: str) -> None:
+        self._depth -= 1
+        if self._depth:
+            self._take(sign)
+            return
+        if self._key is not None:
+            self._end_part()
+        if not self._certain:
+            if not self._name:
+                raise NotACall
+            self._begin()
+            self._calls.arguments(self._arguments if self._arguments is not None else "{}")
+
+    def _take(self, text: str) -> None:
+        """Text of the key or value under way."""
+        if self._streams:
+            self._send(text)
+            return
+        self._part.append(text)
+        if self._name and self._key in ("arguments", "parameters") and text.strip():
+            value = "".join(self._part).lstrip()
+            if value[0] != '"':  # some models write the arguments as a string that holds JSON
+                self._begin()
+                self._streams = True
+                self._send(value)
+
+    def _send(self, text: str) -> None:
+        if self._in_string:
+            self._calls.arguments(self._spaces + text)
+            self._spaces = ""
+            return
+        shown = text.rstrip()
+        if shown:
+            self._calls.arguments(self._spaces + shown)
+            self._spaces = text[len(shown) :]
+        else:
+            self._spaces += text
+
+    def _end_part(self) -> None:
+        """A key or a value is complete."""
+        text = "".join(self._part).strip()
+        self._part, self._spaces = [], ""
+        if self._key is None:
+            key = _decoded(text)
+            if not isinstance(key, str) or (not self._certain and key not in _CALL_KEYS):
+                raise NotACall
+            self._key = key
+            return
+        if self._key == "name" and not self._certain:
+            name = _decoded(text)
+            if not isinstance(name, str) or not name:
+                raise NotACall
+            self._name = name
+        elif self._key in ("arguments", "parameters") and not self._streams:
+            value = _decoded(text) if text.startswith('"') else text
+            self._arguments = value if isinstance(value, str) else text
+        self._key, self._streams = None, False
+
+    def _begin(self) -> None:
+        self._certain = True
+        self._raw.clear()
+        self._calls.begin(self._name)
+
+
+class CallArguments:
+    """The arguments of a call whose name came before them: one JSON object, from its brace on, told as it comes."""
+
+    raw = ""  # that this is a call is certain
+
+    def __init__(self, calls: CallNews) -> None:
+        self._calls = calls
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, start: int) -> tuple[int, bool]:
+        """Read ``text[start:]``: where the reading ended, and whether the object did."""
+        at = start
+        while at < len(text):
+            at = self._string(text, at) if self._in_string else self._structure(text, at)
+            if self._depth == 0:
+                break
+        self._calls.arguments(text[start:at])
+        return at, self._depth == 0
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _IN_STRING.search(text, at)
+        if found is None:
+            return len(text)
+        self._escaped = found.group() == "\\"
+        self._in_string = self._escaped
+        return found.end()
+
+    def _structure(self, text: str, at: int) -> int:
+        found = _BRACKETS.search(text, at)
+        if found is None:
+            return len(text)
+        sign = found.group()
+        if sign == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if sign in "{[" else -1
+        return found.end()
+
+
+def _decoded(text: str) -> object:
+    """A JSON string's value; None if it is none."""
+    if not text.startswith('"'):
+        return None
+    try:
+        return cast("object", json.loads(text, strict=False))
+    except ValueError:
+        return None
