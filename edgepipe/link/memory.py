@@ -68,8 +68,8 @@ class MemorySender:
         finally:
             self._receiver.detach(self)
 
-    def granted(self) -> None:
-        """See ``Feed.granted``."""
+    def granted(self, *, soon: bool = False) -> None:
+        """See ``Feed.granted``: always at once."""
         if self._receiver is None:
             return
         grant = self._receiver.grant()

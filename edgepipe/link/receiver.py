@@ -28,8 +28,8 @@ class Grant:
 class Feed(Protocol):
     """What brings frames to a receiver: one stream."""
 
-    def granted(self) -> None:
-        """There is a new grant to be told to the sender."""
+    def granted(self, *, soon: bool = False) -> None:
+        """There is a new grant to be told to the sender; ``soon``: it has room left, so that others may join it."""
         ...
 
     def ended(self) -> None:
@@ -55,6 +55,8 @@ class RingReceiver:
         self._first_received_us = 0
         self._sample: LinkSample | None = None
         self._feed: Feed | None = None
+        self._window = window
+        self._untold = 0  # steps taken since the last grant
         self._closed = False
         self._room = asyncio.Event()  # set: less than MAX_HELD_BYTES wait for plans
         self._room.set()
@@ -87,6 +89,7 @@ class RingReceiver:
     def grant(self) -> Grant:
         """What the sender may do now, and the newest measurement, once."""
         sample, self._sample = self._sample, None
+        self._untold = 0
         if sample is not None:
             sample = replace(sample, told_us=self._now_us())
         return Grant(self._assembler.complete, self._assembler.credits, sample)
@@ -117,10 +120,12 @@ class RingReceiver:
             self._on_step(step, whole)  # unmeasured: its last byte came before its plan
 
     def taken(self) -> None:
-        """See ``Incoming.taken``."""
+        """See ``Incoming.taken``. A message per step would cost both ends more than it tells: while the sender knows
+        of half the window, it can wait."""
         self._assembler.taken()
+        self._untold += 1
         if self._feed is not None:
-            self._feed.granted()
+            self._feed.granted(soon=2 * self._untold < self._window)
 
     def close(self) -> None:
         """No more is wanted: the stream in use ends."""

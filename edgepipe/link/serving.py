@@ -18,6 +18,8 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
+GRANTS_WITHIN_S = 0.05  # of the first step that a grant tells of; the sender keeps a step until then
+
 
 class Replies(Protocol):
     """What a handler writes to: ``grpc.aio.ServicerContext``."""
@@ -39,6 +41,7 @@ class RingStream:
         self._replies = replies
         self._epoch = epoch_to_wire(receiver.epoch)
         self._due = asyncio.Event()  # a grant is to be written
+        self._timer: asyncio.TimerHandle | None = None  # one may still wait for others
         self._over = False
         self.strays = 0  # frames of other epochs, dropped
 
@@ -57,13 +60,17 @@ class RingStream:
         except* _StreamEnded:
             logger.debug("ring stream ended: the receiver is closed, has a newer one, or the sender is done")
         finally:
+            self._forget_timer()
             self._receiver.detach(self)
         if failure is not None:
             raise failure
 
-    def granted(self) -> None:
+    def granted(self, *, soon: bool = False) -> None:
         """See ``Feed.granted``."""
-        self._due.set()
+        if not soon:
+            self._due.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GRANTS_WITHIN_S, self._due.set)
 
     def ended(self) -> None:
         """See ``Feed.ended``."""
@@ -86,12 +93,18 @@ class RingStream:
         while True:
             await self._due.wait()
             self._due.clear()
+            self._forget_timer()
             if self._over:
                 raise _StreamEnded
             try:
                 await self._replies.write(self._credit(self._receiver.grant()))
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
                 return  # the stream is gone; the reader sees its end
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _credit(self, grant: Grant) -> stage_pb2.Credit:
         credit = stage_pb2.Credit(epoch=self._epoch, step=grant.step, credits=grant.credits)

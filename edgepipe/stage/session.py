@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _REACH_S = (
     2 * ATTEMPT_S + 1.0
 )  # stages listen before they are told of each other: both attempts fail only if it is barred
+_LEAST_WINDOW = 8
 
 
 class Dial(Protocol):
@@ -197,7 +198,7 @@ class Session:
         if not part.embedding and part.index - 1 not in here:
             lane.receiver = RingReceiver(
                 epoch=spec.epoch,
-                window=spec.max_in_flight,
+                window=_window(spec),
                 clock=self._tools.clock,
                 on_step=partial(self._arrived, lane),
                 on_held=lane.held,
@@ -216,7 +217,7 @@ class Session:
             hidden_size=spec.hidden_size,
             activation_type=spec.activation_type,
             # A step may be retired before its credit is back: the engine's next one then finds the old one still here.
-            max_queued=2 * spec.max_in_flight + 2,
+            max_queued=2 * _window(spec) + 2,
             reach_s=_REACH_S,
             connect_s=self._tools.connect_s,
             deadline_s=spec.step_deadline_ms / 1e3,
@@ -377,6 +378,11 @@ class Session:
         for done in self._retirement.settle(step, result, timings):
             self._reports.done(done)
             self._tools.counters.sent += 1
+
+
+def _window(spec: PipelineSpec) -> int:
+    """Steps that a stage may be sent and not have taken; few in flight shall not mean a credit for each."""
+    return max(spec.max_in_flight, _LEAST_WINDOW)
 
 
 def _as_fault(error: Exception, what: str) -> EdgepipeError:
