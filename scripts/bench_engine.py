@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from figures import Row, at_least, at_most, print_rows
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.devices import parse_devices
 from edgepipe.cli.bench import emulated_run
+from edgepipe.cli.bench_cluster import emulated_cluster
 from edgepipe.cli.bench_run import bench_emulated
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.config import prepare_environment
@@ -31,6 +33,7 @@ from edgepipe.planner.simulator import Run, simulate
 from edgepipe.planner.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.scheduler import make_policy
 from edgepipe.units import parse_link
+from edgepipe.wire.profiles import cluster_from_wire
 
 Settings = Mapping[str, str]
 
@@ -85,8 +88,21 @@ def simulation(settings: Settings, workload: Workload | None = None) -> Run:
     )
 
 
+@cache
+def host_s() -> float:
+    """What one small message costs this machine, as nodes measure it when plans are made; nothing else runs."""
+
+    async def asked() -> float:
+        run = emulated_run(decode(RING, link="ideal", sequences=1, micro_batches="4"), "what hosts add")
+        async with emulated_cluster(run.cluster) as admin:
+            cluster = cluster_from_wire(await admin.survey(RING["as-model"], dtype="auto"))
+            return statistics.median(cluster.links.host_s(machine.node_id) for machine in cluster.machines)
+
+    return asyncio.run(asked())
+
+
 def imagined(settings: Settings) -> Imagined:
-    """The cluster of a run, for the simulator."""
+    """The cluster of a run, for the simulator, on hosts like this one."""
     return imagine(
         ImaginedCluster(
             devices=parse_devices(settings["emulate"]),
@@ -94,6 +110,7 @@ def imagined(settings: Settings) -> Imagined:
             link=parse_link(settings["link"]),
             adjustments={"jitter": settings["jitter"]},
             plan=settings.get("plan", ""),
+            host_s=host_s(),
         )
     )
 
@@ -141,6 +158,9 @@ def lan_rows(full: bool) -> list[Row]:
         ),
         Row("  of ideal links with M=4", got[3], "tok/s", got[1], "ideal links", got[3] / got[1]),
     ]
+    rows.append(
+        Row("a small message, as nodes measure what hosts take; simulated hosts take as much", 1e3 * host_s(), "ms")
+    )
     for settings, real, expected in zip(runs, got, simulated, strict=True):
         name = f"runtime, {settings['link']}, {settings['requests']} sequences, M={settings['micro-batches']}"
         rows.append(at_least(name, real, "tok/s", expected, "simulator", 0.93))

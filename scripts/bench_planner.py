@@ -51,7 +51,6 @@ from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2
 
 _CHATS = 8  # of the real model
-_SIMULATED_HOST_S = 0.00023  # of one small message, as the simulator has it
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96
 MODEL = "qwen2.5-14b"
 LINK, SLOW_LINK = "1gbit,0.5ms", "100mbit,5ms"
@@ -181,7 +180,6 @@ def _cluster(devices: str, link: str = LINK) -> Cluster:
 def _splits(devices: str) -> list[Split]:
     """The plan's, and in proportion to memory and to FLOP/s over all machines."""
     cluster = _cluster(devices)
-    cluster = replace(cluster, links=replace(cluster.links, assumed_host_s=_SIMULATED_HOST_S))
     demand = _demand(cluster.config)
     best = plan(demand, cluster.machines, cluster.links)
     by_ram = {one.name: float(one.room.free_bytes) for one in cluster.machines}

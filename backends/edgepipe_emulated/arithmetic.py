@@ -51,6 +51,7 @@ def position_weights(start: int, stop: int) -> Words:
     return _odd(start, stop, _POSITION_SALT)
 
 
+@lru_cache(maxsize=64)  # a process's slices
 def layer_keys(start: int, stop: int) -> Words:
     """``key[l]`` for the model's layers ``[start, stop)``."""
     return _odd(start, stop, _LAYER_SALT)

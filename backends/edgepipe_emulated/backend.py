@@ -256,12 +256,13 @@ def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: P
     rows = zip(prepared.past, prepared.past_weights, strict=True)
     past = [pool.attended(layers, slots, weights) for slots, weights in rows]
     before = np.stack(past, axis=1)[:, prepared.row_of]
+    written = np.empty((len(part.layers), len(state)), np.uint64)
     for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
-        values = arithmetic.kv_values(state, prepared.weights, key)
-        pool.write(first + offset, prepared.slots, values)
+        values = written[offset] = arithmetic.kv_values(state, prepared.weights, key)
         weighted = values * prepared.weights
         own = weighted if alone else _sums_within_rows(weighted, prepared)
         state = arithmetic.leave_layer(state, before[offset] + own, key)
+    pool.write(layers, prepared.slots, written)
     return state
 
 

@@ -31,9 +31,9 @@ class KVPool:
         """``[layers]``: each layer's weighted sum over the slots, modulo 2**64."""
         return self._values[layers, slots] @ weights
 
-    def write(self, layer: int, slots: npt.NDArray[np.int64], values: Words) -> None:
-        """Store one layer's values for ``[T]`` slots."""
-        self._values[layer, slots] = values
+    def write(self, layers: slice, slots: npt.NDArray[np.int64], values: Words) -> None:
+        """Store ``[layers, T]`` values for ``[T]`` slots."""
+        self._values[layers, slots] = values
 
     def _block(self, block: int) -> slice:
         return slice(block * self.block_size, (block + 1) * self.block_size)

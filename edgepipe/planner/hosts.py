@@ -7,8 +7,8 @@ to and from the device. How many was taken from the legs of running rings, which
 
 from __future__ import annotations
 
-HOST_S = 0.0004
-"""Of one small message, where nobody measured it: a quarter of an encrypted call on loopback, on an ordinary PC."""
+HOST_S = 0.00025
+"""Of one small message, where nobody measured it: a quarter of an encrypted call on loopback, between slow cores."""
 _HOP_MESSAGES = 1.6  # from one stage's device to the next one's, beside the message itself
 _TURN_MESSAGES = 4.4  # from the last device to the first one's next step: sampling, scheduling, two messages
 _ROW_MESSAGES = 0.08  # and for each sequence: it is sampled, told of and scheduled

@@ -11,6 +11,7 @@ from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.planner.cluster import known_cluster, table_free_bytes
 from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Wishes, plan
 from edgepipe.planner.ring import RingModel, RingStage
@@ -18,7 +19,6 @@ from edgepipe.scheduler import SchedulerLimits
 from edgepipe.units import LinkShape, format_bytes
 
 _BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
-_HOST_S = 0.00023  # of one small message: with it a plan has about the turn and the hops that are simulated
 _KV_SHARE = 0.9  # of what is free beside the weights
 _CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
 
@@ -37,8 +37,7 @@ class ImaginedCluster:
     kv_tokens: int = 0  # 0: what fits
     block_size: int = 16
     max_running: int = 256
-    turn_s: float = 0.001  # sampling, one message to the engine, its step of scheduling
-    hop_s: float = 0.0003  # what hosts add to a link: half of gRPC's round trip with 80 to 320 KB over loopback
+    host_s: float = HOST_S  # of one small message, on each machine
     seed: int = 0
 
 
@@ -57,7 +56,7 @@ class Imagined:
 def imagine(cluster: ImaginedCluster) -> Imagined:
     """Place the model as nodes would. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
     known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
-    known = replace(known, links=replace(known.links, assumed_host_s=_HOST_S))
+    known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
     keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
     wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
@@ -68,21 +67,21 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
     parts = [(str(one.node_id), one.part, CostModel(cluster.config, devices[str(one.node_id)])) for one in placed]
     row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
-    link = replace(cluster.link, one_way_s=cluster.link.one_way_s + cluster.hop_s)
     stages = [
         RingStage(
             name=f"{name} {keys[name]} {part.layers}",
             step_s=cost.slice_cost(part).step_s,
-            link=link if not part.head else LinkShape(one_way_s=cluster.link.one_way_s if part.index else 0.0),
+            link=cluster.link if not part.head else LinkShape(one_way_s=cluster.link.one_way_s if part.index else 0.0),
             token_bytes=0 if part.head else row_bytes,
             jitter=devices[name].jitter,
             first_layer=part.layers.start,
             device=name,
+            host_s=cluster.host_s,
         )
         for name, part, cost in parts
     ]
     return Imagined(
-        ring=RingModel(stages=stages, turn_s=cluster.turn_s, seed=cluster.seed),
+        ring=RingModel(stages=stages, seed=cluster.seed),
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
         plan=",".join(f"{one.node_id}:{one.part.layers}" for one in placed),

@@ -16,8 +16,8 @@ class InterleavedTraffic:
     """The ring with what is under way; as ``RingTraffic``, for slices that share devices."""
 
     def __init__(self, model: RingModel) -> None:
+        self._model = model
         self._stages = tuple(model.stages)
-        self._turn_s = model.turn_s
         self._devices = {stage.device: _Server() for stage in self._stages}
         names = [stage.device for stage in self._stages]
         self._hops = list(zip(names, [*names[1:], ""], strict=True))
@@ -34,6 +34,7 @@ class InterleavedTraffic:
         uploads: list[float] = []
         at_s = now_s
         last = len(self._stages) - 1
+        delays = self._model.delays_s(work)
         for server in (*self._devices.values(), *self._links.values()):
             server.forget_before(now_s)
         for index, stage in enumerate(self._stages):
@@ -44,8 +45,8 @@ class InterleavedTraffic:
             upload_s = stage.link.upload_s(stage.token_bytes * (work.logit_rows if index == last else work.tokens))
             uploads.append(upload_s)
             departs_s = self._links[self._hops[index]].take(end_s, upload_s) + upload_s
-            at_s = self._arrived_s[index] = max(self._arrived_s[index], departs_s + stage.link.one_way_s)
-        return Course(tuple(spans), tuple(uploads), at_s + self._turn_s)
+            at_s = self._arrived_s[index] = max(self._arrived_s[index], departs_s + delays[index])
+        return Course(tuple(spans), tuple(uploads), at_s)
 
 
 class _Server:

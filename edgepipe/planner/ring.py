@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from edgepipe.backend.cost import Jitter, StepWork
+from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.units import LinkShape
 
 
@@ -27,6 +29,7 @@ class RingStage:
     jitter: float = 0.0  # coefficient of variation of step times
     first_layer: int = 0  # of its layers: makes its jitter its own
     device: str = ""  # slices with one device share it; empty: it is its own
+    host_s: float = 0.0  # of one small message on its machine; 0: hosts take no time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,6 @@ class RingModel:
     """The stages in order."""
 
     stages: Sequence[RingStage]
-    turn_s: float = 0.0  # sampling, and the scheduler's turn until the next step is planned
     seed: int = 0  # of the jitter
 
     @property
@@ -43,10 +45,19 @@ class RingModel:
         named = [stage.device for stage in self.stages if stage.device]
         return len(set(named)) < len(named)
 
-    @property
-    def latency_s(self) -> float:
-        """What a token's turn takes besides devices and links being busy."""
-        return self.turn_s + sum(stage.link.one_way_s + stage.link.jitter_s / 2 for stage in self.stages)
+    def delays_s(self, work: StepWork) -> tuple[float, ...]:
+        """Behind each stage, how long a step is under way to the next one, or back to the first, beside its upload:
+        the link's one-way latency without its jitter, and what hosts add. They are busy with other steps meanwhile."""
+        hops = (
+            stage.link.one_way_s + hop_host_s(following.host_s, stage.token_bytes * work.tokens)
+            for stage, following in pairwise(self.stages)
+        )
+        first, last = self.stages[0], self.stages[-1]
+        return (*hops, last.link.one_way_s + turn_host_s(first.host_s, work.logit_rows))
+
+    def latency_s(self, work: StepWork) -> float:
+        """What the step's turn takes besides devices and links being busy."""
+        return sum(self.delays_s(work)) + sum(stage.link.jitter_s / 2 for stage in self.stages)
 
 
 class Course(NamedTuple):
@@ -68,13 +79,12 @@ class Repeated(NamedTuple):
 class _Server:
     """A stage's device and the link that leaves it, and when each is free."""
 
-    __slots__ = ("delay_s", "device_free_s", "jitter", "last_arrival_s", "link", "link_free_s", "step_s", "token_bytes")
+    __slots__ = ("device_free_s", "jitter", "last_arrival_s", "link", "link_free_s", "step_s", "token_bytes")
 
     def __init__(self, stage: RingStage, *, seed: int) -> None:
         self.step_s = stage.step_s
         self.link = stage.link
         self.token_bytes = stage.token_bytes
-        self.delay_s = stage.link.one_way_s
         self.jitter = Jitter(variation=stage.jitter, entropy=(seed, stage.first_layer))
         self.device_free_s = self.link_free_s = self.last_arrival_s = 0.0
 
@@ -83,13 +93,14 @@ class RingTraffic:
     """The ring with what is under way."""
 
     def __init__(self, model: RingModel) -> None:
+        self._model = model
         self._servers = [_Server(stage, seed=model.seed) for stage in model.stages]
-        self._turn_s = model.turn_s
         self._delays = np.random.default_rng((model.seed, 1 << 20))
 
     def send(self, work: StepWork, now_s: float) -> Course:
         """Plan a step at ``now_s``."""
-        return self._go([server.step_s(work) for server in self._servers], self._uploads_s(work), now_s)
+        times = [server.step_s(work) for server in self._servers]
+        return self._go(times, self._uploads_s(work), self._model.delays_s(work), now_s)
 
     def _uploads_s(self, work: StepWork) -> tuple[float, ...]:
         """How long each link is busy with the step."""
@@ -118,6 +129,7 @@ class RingTraffic:
             for work, times in zip(works, first, strict=True)
         ]
         count, newest, uploads = len(works), list(courses), [course.uploads_s for course in courses]
+        delays = [self._model.delays_s(work) for work in works]
         again = Repeated([], [], stopped=False)
         for number in range(most):
             index, turn = number % count, number // count + 1
@@ -127,16 +139,18 @@ class RingTraffic:
             if stop is not None and stop(works[index], back):
                 return again._replace(stopped=True)
             times = [at_s + turn * slope for at_s, slope in zip(first[index], slopes[index], strict=True)]
-            newest[index] = course = self._go(times, uploads[index], back.back_s)
+            newest[index] = course = self._go(times, uploads[index], delays[index], back.back_s)
             again.planned_s.append(back.back_s)
             again.courses.append(course)
         return again
 
-    def _go(self, times_s: Sequence[float], uploads_s: tuple[float, ...], now_s: float) -> Course:
+    def _go(
+        self, times_s: Sequence[float], uploads_s: tuple[float, ...], delays_s: tuple[float, ...], now_s: float
+    ) -> Course:
         """Around the ring: this runs for every step, so nothing is looked up twice."""
         spans: list[tuple[float, float]] = []
         at_s = now_s
-        for server, time_s, upload_s in zip(self._servers, times_s, uploads_s, strict=True):
+        for server, time_s, upload_s, delay_s in zip(self._servers, times_s, uploads_s, delays_s, strict=True):
             free_s = server.device_free_s
             start_s = at_s if at_s > free_s else free_s
             end_s = start_s + time_s * server.jitter.factor()
@@ -145,10 +159,10 @@ class RingTraffic:
             free_s = server.link_free_s
             departs_s = (end_s if end_s > free_s else free_s) + upload_s
             server.link_free_s = departs_s
-            at_s = departs_s + server.delay_s
+            at_s = departs_s + delay_s
             if server.link.jitter_s:
                 at_s += server.link.jitter_s * float(self._delays.random())
             if at_s < server.last_arrival_s:
                 at_s = server.last_arrival_s
             server.last_arrival_s = at_s
-        return Course(tuple(spans), uploads_s, at_s + self._turn_s)
+        return Course(tuple(spans), uploads_s, at_s)

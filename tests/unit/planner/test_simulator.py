@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ import edgepipe.scheduler
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.shapes import named_shape
+from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.planner.report import RunReport
 from edgepipe.planner.ring import RingModel, RingStage
@@ -60,6 +62,15 @@ def utilisation(ring: Imagined, micro_batches: int, slowest: float, *, tokens: i
     )
     run = Run(cluster=ring, workload=make_workload(spec), policy=make_policy("throttled"), micro_batches=micro_batches)
     return simulate(run).steady_tokens_per_s * slowest
+
+
+def test_hosts_take_their_part_of_a_turn_and_none_of_a_device() -> None:
+    ring = ring_of([0.1, 0.3], upload=0.01, latency=0.02)
+    slow = replace(ring, ring=replace(ring.ring, stages=[replace(one, host_s=0.005) for one in ring.ring.stages]))
+    turn_s, slow_turn_s = (0.3 / utilisation(one, 1, 0.3) for one in (ring, slow))
+    assert turn_s == pytest.approx(0.1 + 0.3 + 2 * (0.01 + 0.02))
+    assert slow_turn_s - turn_s == pytest.approx(hop_host_s(0.005, 1) + turn_host_s(0.005, 1))
+    assert utilisation(slow, 4, 0.3) > 0.97  # others compute meanwhile
 
 
 def users(
