@@ -32,7 +32,7 @@ from edgepipe.cli.bench_run import EmulatedRun, bench_emulated, runs_on
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.config import prepare_environment
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -182,23 +182,28 @@ def _splits(devices: str) -> list[Split]:
     cluster = _cluster(devices)
     demand = _demand(cluster.config)
     best = plan(demand, cluster.machines, cluster.links)
+    kv_tokens = min(best.kv_tokens, demand.concurrency * demand.context_tokens)
     by_ram = {one.name: float(one.room.free_bytes) for one in cluster.machines}
     keys = parse_devices(devices)
     by_flops = {one.name: named_device(key).flops for one, key in zip(cluster.machines, keys, strict=True)}
     return [
         Split(devices, "plan", plan_text(best)),
-        Split(devices, "RAM", _text(proportional(cluster, demand, by_ram))),
-        Split(devices, "FLOPS", _text(proportional(cluster, demand, by_flops))),
+        Split(devices, "RAM", _text(proportional(cluster, by_ram, kv_tokens))),
+        Split(devices, "FLOPS", _text(proportional(cluster, by_flops, kv_tokens))),
     ]
 
 
-def proportional(cluster: Cluster, demand: Demand, shares: Mapping[str, float]) -> Sequence[Placed]:
-    """Layers in proportion to a figure, the largest first, moved on where a machine cannot hold its part."""
+def proportional(cluster: Cluster, shares: Mapping[str, float], kv_tokens: int) -> Sequence[Placed]:
+    """Layers in proportion to a figure, the largest first, moved on where a machine cannot hold its part beside the KV
+    of so many tokens: as many as the plan has room for."""
     machines = sorted(cluster.machines, key=lambda one: -shares[one.name])
     num_layers = cluster.config.num_layers
     total = sum(shares.values())
     counts = [max(1, round(num_layers * shares[one.name] / total)) for one in machines]
-    most = [_most_layers(cluster.config, demand, one) for one in machines]
+    most = [
+        _most_layers(cluster.config, kv_tokens, one, embedding=one is machines[0], head=one is machines[-1])
+        for one in machines
+    ]
     while sum(counts) != num_layers or any(count > limit for count, limit in zip(counts, most, strict=True)):
         over = [i for i, limit in enumerate(most) if counts[i] > limit]
         if over or sum(counts) > num_layers:
@@ -214,11 +219,11 @@ def proportional(cluster: Cluster, demand: Demand, shares: Mapping[str, float]) 
     return [Placed(node_id=one.node_id, part=part) for one, part in zip(machines, slices, strict=True)]
 
 
-def _most_layers(config: ModelConfig, demand: Demand, machine: Machine) -> int:
-    need = Need(config=config, kv_tokens=SEQUENCES * demand.context_tokens // 4)
-    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)[0]
-    layer = stage_bytes(need, machine.room, replace(whole, layers=LayerRange(0, 1), embedding=False, head=False))
-    tables = stage_bytes(need, machine.room, replace(whole, layers=LayerRange(0, 1))) - layer
+def _most_layers(config: ModelConfig, kv_tokens: int, machine: Machine, *, embedding: bool, head: bool) -> int:
+    need = Need(config=config, kv_tokens=kv_tokens)
+    one = Slice(index=0, layers=LayerRange(0, 1), embedding=False, head=False)
+    layer = stage_bytes(need, machine.room, one)
+    tables = stage_bytes(need, machine.room, replace(one, embedding=embedding, head=head)) - layer
     return int((machine.room.free_bytes - tables) // layer)
 
 
