@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -28,7 +30,7 @@ _POINT_S = 0.05  # spent on a point after its first run
 _TOO_SLOW_S = 0.4  # of one run: larger sizes follow from the slope
 _LEAST_RUNS, _MOST_RUNS = 7, 30
 _ENOUGH_S, _SLOW_RUNS = 0.2, 3  # runs that took so long together are less disturbed: so many of them do
-_QUANTILE = 0.35  # of a point's runs: what else the machine does only makes runs longer
+_LONGEST_REST_S = 0.01  # between decode steps: a stage rests while others compute, and caches forget its weights
 _LOAD_S = 0.5  # for the largest probe's weights
 
 
@@ -113,22 +115,24 @@ class _Probe:
 
     def decode_s(self, rows: int, context: int) -> float:
         """A step of so many sequences with one token each, which attends to ``context``."""
-        return self._time_s([(context - 1, 1)] * rows)
+        return self._time_s([(context - 1, 1)] * rows, rests=True)
 
     def prefill_s(self, tokens: int) -> float:
         """A step of one prompt."""
-        return self._time_s([(0, tokens)])
+        return self._time_s([(0, tokens)], rests=False)
 
-    def _time_s(self, rows: Sequence[tuple[int, int]]) -> float:
+    def _time_s(self, rows: Sequence[tuple[int, int]], *, rests: bool) -> float:
+        """The median. With ``rests``, the device has nothing to do before each run for as long as the first one took."""
         runs = [self._run_s(rows)]
         if runs[0] > _TOO_SLOW_S:
             return runs[0]
-        runs.clear()  # the first one warmed up
+        rest_s = min(runs.pop(), _LONGEST_REST_S) if rests else 0.0  # the first one warmed up
         while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
+            time.sleep(rest_s)  # on the compute thread, which has nothing else to do
             runs.append(self._run_s(rows))
             if len(runs) >= _SLOW_RUNS and sum(runs) >= _ENOUGH_S:
                 break
-        return float(np.quantile(runs, _QUANTILE))
+        return statistics.median(runs)
 
     def _run_s(self, rows: Sequence[tuple[int, int]]) -> float:
         step_rows: list[StepRow] = []
