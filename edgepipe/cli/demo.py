@@ -18,7 +18,7 @@ import typer
 
 from edgepipe.cli.options import DataDir, ModelsDir, models_dir_of
 from edgepipe.cli.output import make_console, printable
-from edgepipe.errors import ClusterError, ConfigInvalid, FeatureMissing, ModelUnknown, NoPeersFound
+from edgepipe.errors import ClusterError, ConfigInvalid, FeatureMissing, ModelUnknown, NoPeersFound, PlanInvalid
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +87,20 @@ def choose_backends(text: str, num_nodes: int) -> list[str]:
             f"{len(names)} backends for {num_nodes} nodes", next_step=f"--nodes {len(names)}, or name fewer backends"
         )
     return [names[index % len(names)] for index in range(num_nodes)]
+
+
+def even_layers(num_layers: int, names: Sequence[str]) -> str:
+    """A plan in equal parts, as ``serve --plan`` takes it: all nodes share this machine, so nothing is to be measured.
+
+    Raises PlanInvalid for fewer layers than nodes.
+    """
+    if num_layers < len(names):
+        raise PlanInvalid(
+            f"{num_layers} layers cannot be shared by {len(names)} nodes", next_step="ask for fewer nodes"
+        )
+    ends = [num_layers * (index + 1) // len(names) for index in range(len(names))]
+    starts = [0, *ends[:-1]]
+    return ",".join(f"{name}:{start}-{end - 1}" for name, start, end in zip(names, starts, ends, strict=True))
 
 
 def _installed() -> list[str]:
@@ -187,8 +201,11 @@ class _Demo:
 
     async def _serve(self, admin: Admin) -> engine_pb2.EngineState:
         from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress
+        from edgepipe.model.store import ModelStore
 
-        engine = await serve_with_progress(admin, serve_request(self._model, nodes=len(self._plan.nodes)))
+        num_layers = ModelStore(self._plan.models_dir).resolve(self._model).config.num_layers
+        plan = even_layers(num_layers, [node.name for node in self._plan.nodes])
+        engine = await serve_with_progress(admin, serve_request(self._model, plan=plan))
         self._done(f"{engine.model}: {describe_stages(engine)}")
         return engine
 

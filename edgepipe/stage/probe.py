@@ -122,7 +122,7 @@ class _Probe:
         return self._time_s([(0, tokens)], rests=False)
 
     def _time_s(self, rows: Sequence[tuple[int, int]], *, rests: bool) -> float:
-        """The median. With ``rests``, the device has nothing to do before each run for as long as the first one took."""
+        """The median. With ``rests``, the device idles before each run for as long as the first one took."""
         runs = [self._run_s(rows)]
         if runs[0] > _TOO_SLOW_S:
             return runs[0]

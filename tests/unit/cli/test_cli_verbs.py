@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import edgepipe.cli.node
-from edgepipe.cli.demo import choose_backends
+from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.main import main
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
-from edgepipe.errors import ConfigInvalid
+from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.model.facts import LayerRange
 from tests.unit.cli.conftest import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
@@ -154,6 +155,21 @@ def test_backends_of_a_demo_are_repeated_over_its_nodes() -> None:
     assert choose_backends("emulated", 2) == ["emulated", "emulated"]
     with pytest.raises(ConfigInvalid):
         choose_backends("torch,mlx", 1)
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abcdefg"])
+def test_demo_shares_the_layers_evenly(names: str) -> None:
+    parts = [part.partition(":") for part in even_layers(30, list(names)).split(",")]
+    ranges = [LayerRange(int(text.partition("-")[0]), int(text.partition("-")[2]) + 1) for _, _, text in parts]
+    assert "".join(name for name, _, _ in parts) == names
+    assert [each.start for each in ranges] == [0, *(each.end for each in ranges[:-1])]
+    assert ranges[-1].end == 30
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def test_demo_with_more_nodes_than_layers_is_told_so() -> None:
+    with pytest.raises(PlanInvalid, match="2 layers"):
+        even_layers(2, ["a", "b", "c"])
 
 
 def test_the_data_directory_comes_from_the_flag_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
