@@ -42,6 +42,7 @@ def main() -> NoReturn:
     except EdgepipeError as error:
         raise SystemExit("\n".join(error.lines())) from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s %(message)s", force=True)
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)  # warns of every stream that a stop ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     body: Body = importlib.import_module(f"edgepipe.daemon.child_{kind}").run

@@ -30,8 +30,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             keys=settings.api_keys, key_on_loopback=settings.key_on_loopback, host_names=_names(settings)
         ),
     )
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(gateway.run(), name="engine-links")
+    async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as tasks:  # answers end before the links they come by
+        links.create_task(gateway.run(), name="engine-links")
         serving = tasks.create_task(gateway.serve(*sockets), name="http")
         link.started(port=sockets[0].getsockname()[1])
         async for command in link.commands():

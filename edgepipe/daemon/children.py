@@ -347,7 +347,10 @@ class Children:
                 await asyncio.shield(child.process.wait())
             self._children.pop(child.settings.child_id, None)
             child.ended()
-            logger.info("child ended kind=%s pid=%d status=%s", child.kind, child.pid, child.process.returncode)
+            asked = ", as it was asked to" if child.stopping else ""
+            logger.info(
+                "child ended kind=%s pid=%d status=%s%s", child.kind, child.pid, child.process.returncode, asked
+            )
 
 
 async def _next_line(stream: asyncio.StreamReader) -> bytes:

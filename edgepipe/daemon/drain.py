@@ -58,31 +58,38 @@ class Drain:
 
         Raises NoFeasiblePlacement when no other node stays, or a model fits nowhere else; then all stays as it is.
         """
-        self.active = True
-        self._on_change()
         try:
-            await self._check_room()
-            async for event in self._progress():
+            async for event in self._run():
                 yield event
         except NoFeasiblePlacement:
             self.undo()
             raise
 
     async def run_within(self, seconds: float) -> None:
-        """Drain as far as that goes in so long, because the machine will not wait."""
+        """Drain as far as that goes in so long, because the machine will not wait. It takes nothing afterwards."""
         try:
             async with asyncio.timeout(seconds):
-                async for event in self.run():
+                async for event in self._run():
                     logger.info("moving away: stages of %s, engines of %s", event.stages, event.engines)
         except TimeoutError:
             logger.warning("not everything was moved away within %.0f s", seconds)
         except EdgepipeError as error:
-            logger.warning("nothing is moved away: %s", error)
+            if self._others():
+                logger.warning("nothing is moved away: %s", error)
+            else:
+                logger.info("nothing is moved away: %s", error.what)  # all were told to stop
 
     def undo(self) -> None:
         """Take work again."""
         self.active = False
         self._on_change()
+
+    async def _run(self) -> AsyncGenerator[pb.DrainEvent]:
+        self.active = True
+        self._on_change()
+        await self._check_room()
+        async for event in self._progress():
+            yield event
 
     async def _progress(self) -> AsyncGenerator[pb.DrainEvent]:
         told: pb.DrainEvent | None = None
@@ -116,7 +123,7 @@ class Drain:
             await self._peers.stand_by(heir)
         except EdgepipeError as error:
             logger.info("node=%s has no engine process ready: %s", heir, error)  # it starts one later
-        self._engines.abandon_all()
+        self._engines.hand_over()
 
     def _left(self) -> pb.DrainEvent:
         """What is here; a stage whose engine nobody runs waits for none."""

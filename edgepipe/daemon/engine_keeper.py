@@ -41,8 +41,10 @@ class EngineKeeper:
         clock: Clock,
         timeouts: Timeouts,
         changes: Callable[[], AsyncIterator[None]],
+        ends: Callable[[], bool],
         tasks: asyncio.TaskGroup,
     ) -> None:
+        """``ends``: whether this node is about to stop."""
         self._book = book
         self._engines = engines
         self._models = models
@@ -50,6 +52,7 @@ class EngineKeeper:
         self._clock = clock
         self._timeouts = timeouts
         self._changes = changes
+        self._ends = ends
         self._tasks = tasks
         self._starting: dict[str, asyncio.Task[None]] = {}  # by pipeline
         self._since_s = clock.monotonic_s()
@@ -99,7 +102,7 @@ class EngineKeeper:
     async def _is_ours(self, record: pb.ServeRecord) -> bool:
         """Whether this node starts it: as the one that had it, or by the rule for another's."""
         head = record.engine_node
-        if self._peers.own_drains:
+        if self._peers.own_drains or self._ends():
             return False
         if self._peers.is_self(head):
             return True
@@ -149,4 +152,4 @@ class EngineKeeper:
                 if not self._peers.is_self(node_id) and engine.state not in ("failed", "stopping")
             ]
             if max(others, default=Epoch(0, epoch_from_wire(state.epoch).engine_id)) > epoch_from_wire(state.epoch):
-                self._engines.abandon(state.pipeline_id)
+                self._engines.give_way(state.pipeline_id)

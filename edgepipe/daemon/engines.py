@@ -54,14 +54,17 @@ class EngineHost:
         spread: Callable[[], Awaitable[None]],
         tasks: asyncio.TaskGroup,
         own_highest: Callable[[str], int],
+        ends: Callable[[], bool],
         on_change: Callable[[bool], None],
     ) -> None:
         """``spread`` returns when the other nodes know this one's newest state, or after a moment.
 
         ``on_change(urgent)``: a state is another; urgent when others should hear at once.
+        ``ends``: whether this node is about to stop.
         ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
         """
         self._own_highest = own_highest
+        self._ends = ends
         self._replanner = replanner
         self._spread = spread
         self._changes = changes
@@ -127,18 +130,11 @@ class EngineHost:
         self._runs.pop(pipeline_id, None)
         self._on_change(True)
 
-    def abandon(self, pipeline_id: str) -> None:
-        """End an engine whose pipeline another one drives, or will: at once, telling no gateway that requests end.
-
-        Its stages are left to the other engine.
-        """
-        run = self._runs.pop(pipeline_id, None)
-        if run is not None:
-            logger.warning("engine gives way model=%s pipeline=%s", run.spec.model, pipeline_id)
-            run.state.state = "stopping"
-            if run.child is not None:
-                run.child.kill()
-            self._on_change(True)
+    def give_way(self, pipeline_id: str) -> None:
+        """End an engine whose pipeline another one drives. Its stages are that one's."""
+        if pipeline_id in self._runs:
+            logger.warning("another engine drives pipeline=%s: the one here ends", pipeline_id)
+            self._abandon(pipeline_id)
 
     async def stand_by(self) -> None:
         """Have a process ready for an engine that another node is about to hand over. Raises what hinders its start."""
@@ -162,10 +158,20 @@ class EngineHost:
             child = await self._children.start(self._new_settings(), self._tasks)
         return child
 
-    def abandon_all(self) -> None:
+    def hand_over(self) -> None:
         """End every engine so that other nodes start them again."""
-        for pipeline_id in list(self._runs):
-            self.abandon(pipeline_id)
+        for pipeline_id, run in list(self._runs.items()):
+            logger.info("engine ends here, for another node to go on model=%s pipeline=%s", run.spec.model, pipeline_id)
+            self._abandon(pipeline_id)
+
+    def _abandon(self, pipeline_id: str) -> None:
+        """At once, telling no gateway that requests end."""
+        run = self._runs.pop(pipeline_id)
+        run.state.state = "stopping"
+        if run.child is not None:
+            run.child.stopping = True
+            run.child.kill()
+        self._on_change(True)
 
     async def _launch(self, run: _Run, *, resuming: bool) -> None:
         pipeline_id = run.request.pipeline_id
@@ -271,7 +277,9 @@ class EngineHost:
         if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
             return
         if isinstance(child.fault, StaleEpoch):
-            self.abandon(run.request.pipeline_id)
+            self.give_way(run.request.pipeline_id)
+        elif child.fault is None and self._ends():
+            self._abandon(run.request.pipeline_id)  # whoever told it to end told this node, too
         elif child.fault is None and run.restartable and self._may_restart(run):
             await self._restart(run, child)
         else:
@@ -285,7 +293,7 @@ class EngineHost:
         return len(run.crashes) < _MOST_CRASHES or now_s - run.crashes[0] > _CRASHES_WITHIN_S
 
     async def _restart(self, run: _Run, child: Child) -> None:
-        logger.error("engine crashed model=%s, started again: %s", run.spec.model, child.error())
+        logger.warning("engine ended unasked model=%s, it is started again: %s", run.spec.model, child.error())
         run.state.state, run.state.message, run.state.address = "recovering", "starting the engine again", ""
         self._on_change(True)
         try:

@@ -33,14 +33,14 @@ class Leaving:
         self._tasks = tasks
         self._announce_sleep = announce_sleep
         self._on_change = on_change
-        self._winding_down = False
+        self.winding_down = False  # it was told to stop
 
     def stop(self) -> None:
         """Stop the node once what others can take has moved there; asked a second time, at once."""
-        if self._winding_down or not self._drain.is_needed:
+        if self.winding_down or not self._drain.is_needed:
             self._stopping.set()
             return
-        self._winding_down = True
+        self.winding_down = True
         logger.info("what runs here moves to other nodes first, for at most %.0f s", _STOP_S)
         self._tasks.create_task(self._wind_down(), name="wind-down")
 

@@ -116,8 +116,10 @@ class NodeDaemon:
             self._leaving.sleep()
 
     def _build(self, tasks: asyncio.TaskGroup) -> None:
-        self._presence = NodePresence(self._basis, on_gone=self._on_gone, on_identity_taken=self._on_identity_taken)
-        self._hosting = NodeHosting(self._basis, self._presence, tasks)
+        self._presence = NodePresence(
+            self._basis, on_gone=self._on_gone, on_identity_taken=self._on_identity_taken, ends=self._ends
+        )
+        self._hosting = NodeHosting(self._basis, self._presence, tasks, ends=self._ends)
         self._sleep = SleepGuard(self._basis.clock, tell=self._tell_sleep, on_wake=self._wake)
         self._leaving = Leaving(
             drain=self._hosting.drain,
@@ -202,6 +204,10 @@ class NodeDaemon:
         """The node is another one, or in another cluster: it ends, and ``node.run`` starts it again."""
         self.begins_anew = True
         self.stopping.set()
+
+    def _ends(self) -> bool:
+        """Whether it was told to stop, though others may take over first."""
+        return self.stopping.is_set() or (self._leaving is not None and self._leaving.winding_down)
 
     def _on_gone(self, node_id: str) -> None:
         self._hosting.device.orphaned_by(node_id)

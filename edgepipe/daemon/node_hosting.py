@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from edgepipe.daemon.backends import choose_backend
 from edgepipe.daemon.cluster_views import ClusterViews
@@ -28,7 +29,11 @@ from edgepipe.wire.v1 import node_pb2 as pb
 class NodeHosting:
     """Built once the node listens; everything that it starts ends with ``tasks``."""
 
-    def __init__(self, basis: NodeBasis, presence: NodePresence, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, basis: NodeBasis, presence: NodePresence, tasks: asyncio.TaskGroup, *, ends: Callable[[], bool]
+    ) -> None:
+        """``ends``: whether this node is about to stop."""
+        self._ends = ends
         self._basis = basis
         self._presence = presence
         self._tasks = tasks
@@ -76,7 +81,7 @@ class NodeHosting:
 
     async def stop(self) -> None:
         """Engines end first, then stages, then the gateway."""
-        self.engines.abandon_all()
+        self.engines.hand_over()
         await self.device.release_all()
         await self._basis.children.stop_all("gateway")
 
@@ -144,6 +149,7 @@ class NodeHosting:
             spread=self._presence.heartbeats.spread,
             tasks=self._tasks,
             own_highest=self._own_highest,
+            ends=self._ends,
             on_change=lambda urgent: self._refresh(urgent=urgent),
         )
 
@@ -186,6 +192,7 @@ class NodeHosting:
             clock=self._basis.clock,
             timeouts=self._basis.timeouts,
             changes=self._changes,
+            ends=self._ends,
             tasks=self._tasks,
         )
 

@@ -31,8 +31,14 @@ class NodePresence:
         *,
         on_gone: Callable[[str], None],
         on_identity_taken: Callable[[str], None],
+        ends: Callable[[], bool],
     ) -> None:
-        """``on_gone(node_id)``: a member is dead or has left. ``on_identity_taken(address)``: another node is me."""
+        """
+        on_gone(node_id)            a member is dead or has left
+        on_identity_taken(address)  another node is me
+        ends                        whether this node is about to stop
+        """
+        self._ends = ends
         self._basis = basis
         self._on_gone = on_gone
         self._discovery: Discovery | None = None
@@ -140,10 +146,16 @@ class NodePresence:
         elif self._basis.trust.store.peers.get(change.node_id) is None:
             self._remembered.forget(change.node_id)
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
-            logger.warning("node is %s node=%s", change.status, change.node_id)
+            self._log_gone(change)
             self._on_gone(change.node_id)
         self.local.refresh()  # whom it does not hear is part of what it tells
         self.local.changes.notify()
+
+    def _log_gone(self, change: MemberChanged) -> None:
+        if change.status is MemberStatus.LEFT:
+            logger.info("node has left node=%s", change.node_id)
+        elif not self._ends():  # else it may be this one that does not listen
+            logger.warning("node is dead node=%s", change.node_id)
 
 
 def _new_membership(basis: NodeBasis) -> Membership:

@@ -74,7 +74,7 @@ class SpareStage:
             await self._wanted.wait()
             if not self._vacant.is_set():
                 await asyncio.sleep(_SETTLED_S)
-                if not self._wanted.is_set():
+                if self._closed or not self._wanted.is_set():
                     continue
             try:
                 await self._life()

@@ -230,7 +230,7 @@ class Engine:
         """Raises NodeUnreachable if a node of the plan is not there."""
         if (gone := self._gone()) is not None:
             name = self._nodes.name(gone)
-            raise NodeUnreachable(f"node {name} is gone", fact="it does not answer heartbeats", node=name)
+            raise NodeUnreachable(f"node {name} is gone", fact="it has left, or does not answer heartbeats", node=name)
 
     def _gone(self) -> NodeId | None:
         """A node of the plan that is not there, or not where it was."""
@@ -267,7 +267,7 @@ class Engine:
             table.pause()
             table.note_crash(run.crashed(), error)
             run.pump.fail(error)
-            logger.warning("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error)
+            self._log("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error)
             if isinstance(error, StaleEpoch):
                 return error  # another engine has taken over; whoever outbids it does harm
             if (error := await self._recover(table, error)) is not None:
@@ -314,7 +314,7 @@ class Engine:
                 await self._wait_for_room(table, error)
             except EdgepipeError as error:
                 failures += 1
-                logger.warning("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
+                self._log("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
                 if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
                     return error
                 if self._preparation.failed is not None:
@@ -339,7 +339,7 @@ class Engine:
 
     async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
         """The model does not fit: tell everybody what is missing, until the cluster changes."""
-        logger.warning("pipeline=%s waits: %s", self._around.pipeline_id, error)
+        self._log("pipeline=%s waits: %s", self._around.pipeline_id, error)
         self._tell(state="waiting", message="waiting for memory", error=error)
         table.refuse_all(error)
         await self._unless_stopped(self._news_or(self._timeouts.room_s))
@@ -384,7 +384,7 @@ class Engine:
                 self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
                 self._moved = await self._prepare_epoch()
             except EdgepipeError as error:
-                logger.warning("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
+                self._log("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
                 continue
             run.pump.fail(ClusterError("stages move to other nodes"))
             return
@@ -539,6 +539,12 @@ class Engine:
     def _note_progress(self, message: str, progress: float) -> None:
         if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
             self._tell(message=message, progress=progress)
+
+    def _log(self, text: str, *values: object) -> None:
+        """What went wrong; where every node is about to go, nothing did."""
+        told = self._reachable
+        asked = told is not None and told.leaving.issuperset(told.addresses)
+        logger.log(logging.INFO if asked else logging.WARNING, text, *values)
 
     def _tell(self, **changes: Any) -> None:
         self._told.tell(self._run, **changes)

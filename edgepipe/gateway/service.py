@@ -36,7 +36,7 @@ from edgepipe.wire.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections that the kernel keeps for a busy loop
-_STOP_S = 2  # answers still running then are cut
+_STOP_S = 2  # answers still running then end with an error
 
 
 class Gateway:
@@ -107,7 +107,10 @@ class Gateway:
                 await entry.close()
 
     async def serve(self, *sockets: socket.socket) -> None:
-        """Answer HTTP on listening sockets until cancelled; answers under way get two seconds to end."""
+        """Answer HTTP on listening sockets until cancelled; answers under way get two seconds to end, then an error.
+
+        ``run`` shall go on until this has ended.
+        """
         config = uvicorn.Config(
             self.app,
             http=self._connections.protocol(),  # over h11, which checks more than httptools does
@@ -118,7 +121,7 @@ class Gateway:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=round(self._connections.limits.idle_s),
-            timeout_graceful_shutdown=_STOP_S,
+            timeout_graceful_shutdown=_STOP_S + 1,  # to tell those whose answer does not end
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as tasks:
@@ -127,6 +130,9 @@ class Gateway:
                 await asyncio.shield(serving)
             except asyncio.CancelledError:
                 server.should_exit = True
+                await asyncio.wait((serving,), timeout=_STOP_S)
+                for entry in self._entries.values():
+                    entry.link.fail_all(_stopped())
                 await serving
                 raise
 
@@ -207,6 +213,10 @@ def _ended(served: ServedModel) -> EdgepipeError:
         "the model's engine has ended while the request ran",
         next_step="see 'edgepipe status', then send the request again",
     )
+
+
+def _stopped() -> EdgepipeError:
+    return ClusterError("this node was stopped", next_step="send the request again, to another node if need be")
 
 
 class _Server(uvicorn.Server):

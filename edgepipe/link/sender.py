@@ -115,7 +115,8 @@ class RingSender:
             except EdgepipeError as exc:
                 if exc.retry is not Retry.SAFE or isinstance(exc, ConnectTimeout):
                     raise
-                logger.warning("link to %s broke, dialling again: %s", self._target.address, exc)
+                level = logging.WARNING if in_vain else logging.INFO  # once is no fault: a stage that ends hangs up
+                logger.log(level, "link to %s broke, dialling again: %s", self._target.address, exc)
             in_vain = 0 if self._progress else in_vain + 1
             self.stats.redials += 1
             if in_vain > 1:

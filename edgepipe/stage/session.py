@@ -13,7 +13,7 @@ import numpy as np
 
 from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StepFailed
+from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import ATTEMPT_S
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
@@ -133,16 +133,19 @@ class Session:
         if not self.over:
             self._pump()
 
-    def fault(self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False) -> None:
+    def fault(
+        self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False, asked: bool = False
+    ) -> None:
         """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts.
 
-        ``next_unreached``: it is the way to the next stage that failed.
+        ``next_unreached``: it is the way to the next stage that failed. ``asked``: it is none, the stage is to end.
         """
         if self.over:
             return
         error.node = error.node or self._tools.node
         error.stage = error.stage or self._tools.stage
-        logger.warning("epoch %s ends with a fault: %s", self.spec.epoch, error)
+        quiet = asked or isinstance(error, StaleEpoch)  # the engine went on, or was stopped: no fault of this stage
+        logger.log(logging.INFO if quiet else logging.WARNING, "epoch %s ends here: %s", self.spec.epoch, error)
         self._reports.fault(error, crashed_step=crashed_step, next_unreached=next_unreached)
         self.end()
 

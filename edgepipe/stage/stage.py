@@ -186,7 +186,7 @@ class Stage:
             return
         self._closed = True
         if self._session is not None:
-            self._session.fault(PeerClosed("the stage is shutting down"))
+            self._session.fault(PeerClosed("the stage is shutting down"), asked=True)
             self._session = None
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=CLOSE_S)

@@ -49,6 +49,7 @@ class Served:
     gateway: Gateway
     address: str  # of the engine
     server: Any  # of the engine
+    answering: asyncio.Task[None]  # HTTP; cancelled when the node stops
 
     @property
     def port(self) -> int:
@@ -97,7 +98,7 @@ async def serving(
     gateway.update(view_of(*[address] * len(names), names=names))
     try:
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
-            yield Served(http=http, engine=engine, gateway=gateway, address=address, server=server)
+            yield Served(http=http, engine=engine, gateway=gateway, address=address, server=server, answering=tasks[1])
     finally:
         for task in tasks:
             task.cancel()

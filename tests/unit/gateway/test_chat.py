@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from edgepipe.errors import StageLost
 from edgepipe.gateway.engine_link import LinkLimits
 from tests.unit.gateway.conftest import Served, events_of, serving
@@ -236,6 +238,19 @@ async def test_an_engine_s_error_after_the_first_token_is_the_stream_s_one_endin
         assert events[-1]["error"]["type"] == "server_error"
         assert "[DONE]" not in events
         assert all(c["finish_reason"] is None for event in events[:-1] for c in event["choices"])
+
+
+async def test_an_answer_under_way_when_the_node_stops_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgepipe.gateway.service._STOP_S", 0.05)
+    async with serving(FakeEngine(hold_after=3)) as served:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            parts = response.aiter_text()
+            begun = await anext(parts)
+            served.answering.cancel()
+            text = begun + "".join([part async for part in parts])
+        await asyncio.wait((served.answering,))
+        assert events_of(text)[-1]["error"]["edgepipe"]["what"] == "this node was stopped"
 
 
 async def test_an_engine_that_leaves_the_view_ends_its_requests_with_the_daemon_s_reason() -> None:
