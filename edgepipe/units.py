@@ -26,9 +26,10 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_duration_s(seconds: float) -> str:
-    """``0.0004`` -> ``"0.40 ms"``, ``75`` -> ``"1 min 15 s"``."""
+    """``0.0004`` -> ``"0.40 ms"``, ``0.4753`` -> ``"475 ms"``, ``75`` -> ``"1 min 15 s"``."""
     if seconds < 1:
-        return f"{seconds * 1e3:.2f} ms"
+        ms = seconds * 1e3
+        return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -26,10 +26,14 @@ def bench(
     *,
     emulate: Annotated[
         str,
-        typer.Option("--emulate", help='Start such devices here: "4x rtx4090".  [default: what is served]'),
+        typer.Option(
+            "--emulate", metavar="DEVICES", help='Start such devices here: "4x rtx4090".  [default: what is served]'
+        ),
     ] = "",
     settings: Mapping[str, str],
-    model: Annotated[str, typer.Option("--model", help="Which of several served ones.", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Which of several served ones.", show_default=False)
+    ] = "",
     compare: options.Compare = None,
     plot: options.Plot = None,
     as_json: Json = False,

@@ -21,16 +21,24 @@ def chat(
     model: Annotated[
         str,
         typer.Option(
-            "--model", "-m", help="Model to talk to; loaded if nobody serves it.", autocompletion=complete_model
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Model to talk to; loaded if nobody serves it.",
+            autocompletion=complete_model,
         ),
     ] = "",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask this, print the answer, end.")] = None,
-    system: Annotated[str, typer.Option("--system", help="Instructions before the conversation.")] = "",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Ask this, print the answer, end.")
+    ] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="Instructions before the conversation.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+    ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=2, help="0: always the likeliest word.")
+        float, typer.Option("--temperature", metavar="T", min=0, max=2, help="0: always the likeliest word.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes drawn answers repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes drawn answers repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown/--no-markdown", help="Draw headings, lists and code; plain text where piped.")

@@ -24,7 +24,7 @@ def show(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Show every setting: flags win over EDGEPIPE_... variables, those over the TOML file, that over defaults."""
+    """Show every setting. Flags win over EDGEPIPE_* variables, those over the TOML file, that over defaults."""
     from edgepipe.config import default_config_file, load_config
 
     loaded = load_config({"data_dir": data_dir})

@@ -33,18 +33,34 @@ _MAX_NODES = 8
 
 
 def demo(
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=_MAX_NODES, help="How many nodes to start.")] = 2,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=_MAX_NODES, help="How many nodes to start.")
+    ] = 2,
     backends: Annotated[
         str,
-        typer.Option("--backends", help="Backend of each node: torch,mlx. Repeated if too few.", show_default=False),
+        typer.Option(
+            "--backends",
+            metavar="BACKENDS",
+            help="Backend of each node: torch,mlx. Repeated if too few.",
+            show_default=False,
+        ),
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="Model to serve; fetched if it is not here.")] = "demo",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to ask.", show_default=False)] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 64,
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Model to serve; fetched if it is not here.")
+    ] = "demo",
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+    ] = 64,
     serve: Annotated[bool, typer.Option("--serve", help="Stay up and answer HTTP until ^C.")] = False,
-    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65535, help="0: any free port.")] = 0,
+    http_port: Annotated[
+        int, typer.Option("--http-port", metavar="PORT", min=0, max=65535, help="0: any free port.")
+    ] = 0,
     backend_option: Annotated[
-        list[str] | None, typer.Option("--backend-option", help="KEY=VALUE for the backends; repeatable.")
+        list[str] | None,
+        typer.Option("--backend-option", metavar="KEY=VALUE", help="For the backends; repeatable."),
     ] = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from edgepipe.cli.findings import Finding, Level, worst
 from edgepipe.cli.options import DataDir, Json
-from edgepipe.cli.output import make_console, print_json, printable
+from edgepipe.cli.output import columns, make_console, print_json, printable, wrapped
 
 _DEGRADED_EXIT = 8  # warnings or problems were found
 _MARKS = {
@@ -24,7 +25,8 @@ _MARKS = {
 
 def doctor(
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="HOST or HOST:PORT of a machine to look at; repeatable.")
+        list[str] | None,
+        typer.Option("--peer", metavar="HOST:PORT", help="HOST or HOST:PORT of a machine to look at; repeatable."),
     ] = None,
     as_json: Json = False,
     data_dir: DataDir = None,
@@ -46,12 +48,14 @@ def doctor(
 
 def _print_finding(finding: Finding) -> None:
     mark, style = _MARKS[finding.level]
-    console = make_console()
+    console, width = make_console(), columns(sys.stdout)
     console.print(f"[{style}]{mark}[/{style}] ", end="")
-    console.print(printable(finding.what), markup=False, soft_wrap=True)
-    for line in (finding.fact, f"→ {finding.remedy}" if finding.remedy else ""):
-        if line:
-            console.print("    " + printable(line), style="dim", markup=False, soft_wrap=True)
+    console.print(wrapped(printable(finding.what), first="  ", width=width)[2:], markup=False, soft_wrap=True)
+    if finding.fact:
+        fact = wrapped(printable(finding.fact), first="    ", width=width)
+        console.print(fact, style="dim", markup=False, soft_wrap=True)
+    if finding.remedy:  # one line, however long: it is there to be copied
+        console.print(f"    → {printable(finding.remedy)}", style="dim", markup=False, soft_wrap=True)
 
 
 def _print_end(findings: Sequence[Finding]) -> None:

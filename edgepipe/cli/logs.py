@@ -11,7 +11,9 @@ from edgepipe.cli.options import DataDir, data_dir_of
 
 
 def logs(
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=2000, help="How many of the newest.")] = 50,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=1, max=2000, help="How many of the newest.")
+    ] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until ^C.")] = False,
     data_dir: DataDir = None,
 ) -> None:

@@ -107,11 +107,13 @@ def rm(
 @app.command()
 def replicate(
     model: Annotated[str, typer.Argument(help="A model on any node of the cluster.", autocompletion=complete_model)],
-    copies: Annotated[int, typer.Option("--copies", min=1, max=16, help="Disks that each part shall be on.")] = 2,
+    copies: Annotated[
+        int, typer.Option("--copies", metavar="N", min=1, max=16, help="Disks that each part shall be on.")
+    ] = 2,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a model's parts to other nodes' disks, so that no machine takes the last copy along."""
+    """Copy a model's parts to other nodes' disks. No machine then takes the last copy along."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.copies_view import replicate_with_progress
 

@@ -34,27 +34,50 @@ def _group() -> None:
 
 @app.command()
 def start(
-    name: Annotated[str | None, typer.Option("--name", help="Name of this node; the host's unless given.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Name of the cluster that a new node founds; home unless given.")
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of this node; the host's unless given.")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Device, in the backend's words (cuda:0).")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="torch, mlx, emulated, none or auto.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
-    interface: Annotated[str | None, typer.Option("--interface", help="Network interface or its address.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="7117 unless given; the 15 above it are used too.")] = None,
-    http_port: Annotated[int | None, typer.Option("--http-port", help="8117 unless given; 0: any free one.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="NAME", help="Name of the cluster that a new node founds; home unless given."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Device, in the backend's words (cuda:0).")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="BACKEND", help="torch, mlx, emulated, none or auto.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = None,
+    interface: Annotated[
+        str | None, typer.Option("--interface", metavar="NAME", help="Network interface or its address.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="PORT", help="7117 unless given; the 15 above it are used too.")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option("--http-port", metavar="PORT", help="8117 unless given; 0: any free one.")
+    ] = None,
     http_host: Annotated[
-        str | None, typer.Option("--http-host", help="Address that HTTP listens on too; 0.0.0.0: all. Asks for a key.")
+        str | None,
+        typer.Option(
+            "--http-host", metavar="ADDRESS", help="Address that HTTP listens on too; 0.0.0.0: all. Asks for a key."
+        ),
     ] = None,
     http_name: Annotated[
-        list[str] | None, typer.Option("--http-name", help="Name under which HTTP may be asked; repeatable.")
+        list[str] | None,
+        typer.Option("--http-name", metavar="NAME", help="Name under which HTTP may be asked; repeatable."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option("--api-key", help="Key that HTTP asks for, better in EDGEPIPE_API_KEY; repeatable."),
+        typer.Option(
+            "--api-key", metavar="KEY", help="Key that HTTP asks for, better in EDGEPIPE_API_KEY; repeatable."
+        ),
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option("--peer", help="HOST:PORT of a node to join; repeatable.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="HOST:PORT", help="Another node of the cluster; repeatable.")
+    ] = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     discovery: Annotated[
@@ -62,19 +85,25 @@ def start(
     ] = None,
     copies: Annotated[
         int | None,
-        typer.Option("--copies", help="Disks that keep each part of what is served from here; 2 unless given."),
+        typer.Option(
+            "--copies", metavar="N", help="Disks that keep each part of what is served from here; 2 unless given."
+        ),
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="Most that models take here (8GB).")
+        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most that models take here (8GB).")
     ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", help="Compute threads of a stage.")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Compute threads of a stage.")] = None,
     backend_option: Annotated[
-        list[str] | None, typer.Option("--backend-option", help="KEY=VALUE of the backend's own; repeatable.")
+        list[str] | None,
+        typer.Option("--backend-option", metavar="KEY=VALUE", help="One of the backend's own; repeatable."),
     ] = None,
     link: Annotated[
-        str | None, typer.Option("--link", help="Emulate a slower network for what this node sends (1gbit,0.3ms).")
+        str | None,
+        typer.Option("--link", metavar="LINK", help="Emulate a slower network for what this node sends (1gbit,0.3ms)."),
     ] = None,
-    log_level: Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
@@ -123,10 +152,16 @@ def invite(
         bool, typer.Option("--long", help="A long string instead of a code, for a machine without a person.")
     ] = False,
     valid: Annotated[
-        int, typer.Option("--valid", min=1, max=1440, help="Minutes; a code at most 60, a long string a day.")
+        int,
+        typer.Option(
+            "--valid", metavar="MINUTES", min=1, max=1440, help="Minutes; a code at most 60, a long string a day."
+        ),
     ] = 5,
     role: Annotated[
-        str, typer.Option("--role", help="owner or member; the second machine becomes an owner.", show_default=False)
+        str,
+        typer.Option(
+            "--role", metavar="ROLE", help="owner or member; the second machine becomes an owner.", show_default=False
+        ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Let in whoever has the code, ask nobody.")] = False,
     data_dir: DataDir = None,
@@ -145,9 +180,11 @@ def invite(
 def join(
     code: Annotated[str, typer.Argument(help="As 'edgepipe node invite' shows it.", show_default=False)],
     host: Annotated[
-        str, typer.Option("--host", help="HOST or HOST:PORT that invites; found by mDNS unless given.")
+        str, typer.Option("--host", metavar="HOST", help="HOST or HOST:PORT that invites; found by mDNS unless given.")
     ] = "",
-    name: Annotated[str | None, typer.Option("--name", help="Name of this node; the host's unless given.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of this node; the host's unless given.")
+    ] = None,
     new_identity: Annotated[
         bool, typer.Option("--new-identity", help="Leave the present cluster, with a new key.")
     ] = False,
@@ -174,7 +211,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node once others have taken over what they can; a second 'node stop' does not wait."""
+    """Stop this machine's node. Others take over what they can first; a second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)
@@ -184,10 +221,12 @@ def stop(data_dir: DataDir = None) -> None:
 @app.command()
 def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Let the node take work again.")] = False,
-    wait: Annotated[int, typer.Option("--wait", min=1, help="Seconds until the work must have moved.")] = 600,
+    wait: Annotated[
+        int, typer.Option("--wait", metavar="SECONDS", min=1, help="Seconds until the work must have moved.")
+    ] = 600,
     data_dir: DataDir = None,
 ) -> None:
-    """Move everything that runs on this machine to others; returns when it can be switched off."""
+    """Move everything that runs here to other machines. Returns when this one can be switched off."""
     from edgepipe.cli.admin import run_async
 
     run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))

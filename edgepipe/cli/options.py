@@ -8,15 +8,25 @@ from typing import Annotated
 import typer
 
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder of the node's identity, socket and logs.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--data-dir", metavar="FOLDER", help="Folder of the node's identity, socket and logs.", show_default=False
+    ),
 ]
 ModelsDir = Annotated[
-    Path | None, typer.Option("--models-dir", help="Folder of the models; DATA_DIR/models unless given.")
+    Path | None,
+    typer.Option("--models-dir", metavar="FOLDER", help="Folder of the models; DATA_DIR/models unless given."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-ObjectiveName = Annotated[str, typer.Option("--objective", help="latency: one chat's speed; throughput: of all.")]
-Exclude = Annotated[str, typer.Option("--exclude", help="Nodes to leave out: a,b.", show_default=False)]
-First = Annotated[str, typer.Option("--first", help="The node that holds the first layers.", show_default=False)]
+ObjectiveName = Annotated[
+    str, typer.Option("--objective", metavar="GOAL", help="latency: one chat's speed; throughput: of all.")
+]
+Exclude = Annotated[
+    str, typer.Option("--exclude", metavar="NODES", help="Nodes to leave out: a,b.", show_default=False)
+]
+First = Annotated[
+    str, typer.Option("--first", metavar="NODE", help="The node that holds the first layers.", show_default=False)
+]
 
 
 def data_dir_of(given: Path | None) -> Path:

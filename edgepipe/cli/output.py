@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from edgepipe.errors import EdgepipeError
 
@@ -19,10 +21,13 @@ _MARKS = ("error: ", "       ", "   try: ")
 
 def print_error(error: EdgepipeError) -> None:
     """What failed, the measured fact, what to type next."""
-    what, *rest = error.lines()
-    lines = [_MARKS[0] + what]
-    lines += [_MARKS[2 if line == error.next_step else 1] + line for line in rest]
-    print("\n".join(printable(line) for line in lines), file=sys.stderr)
+    what, *rest = map(printable, error.lines())
+    width = columns(sys.stderr)
+    lines = [wrapped(what, first=_MARKS[0], width=width)]
+    for line in rest:
+        is_step = line == printable(error.next_step)  # one line, however long: it is there to be copied
+        lines.append(_MARKS[2] + line if is_step else wrapped(line, first=_MARKS[1], width=width))
+    print("\n".join(lines), file=sys.stderr)
 
 
 def print_bug(error: BaseException) -> None:
@@ -43,6 +48,24 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 def printable(text: str) -> str:
     """Text from elsewhere without control characters: a name must not move the cursor."""
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+
+
+def columns(stream: TextIO) -> int:
+    """How wide the terminal is that the stream goes to; without end where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if stream.isatty() else sys.maxsize
+
+
+def wrapped(text: str, *, first: str, width: int) -> str:
+    """The text behind ``first``, broken between words where ``width`` columns end."""
+    rest = " " * len(first)
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += wrapper.wrap(line)
+        wrapper.initial_indent = rest
+    return "\n".join(lines)
 
 
 def as_dict(message: Message) -> dict[str, Any]:

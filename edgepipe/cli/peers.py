@@ -76,7 +76,9 @@ def promote(
 
 @app.command()
 def log(
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10000, help="How many of the newest.")] = _LOG_LINES,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=1, max=10000, help="How many of the newest.")
+    ] = _LOG_LINES,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:

@@ -25,21 +25,35 @@ _READ_TOKENS = 1024  # that a token attends to on average, when nobody says
 def plan(
     model: Annotated[str, typer.Argument(help="A model of the cluster, or a known shape: qwen2.5-32b, ...")],
     objective: ObjectiveName = "",
-    context: Annotated[int, typer.Option("--context", min=0, help="Tokens that must fit; 0: as many as do.")] = 0,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Chats side by side.")] = 16,
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as is best.")] = 0,
+    context: Annotated[
+        int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens that must fit; 0: as many as do.")
+    ] = 0,
+    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats side by side.")] = 16,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes share it; 0: as is best.")
+    ] = 0,
     exclude: Exclude = "",
     first: First = "",
-    layers: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
+    layers: Annotated[
+        str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
+    ] = "",
     what_if: Annotated[
         str,
-        typer.Option("--what-if", help='Compare: "add rtx4090, link 2.5gbit, memory a 64GB".', show_default=False),
+        typer.Option(
+            "--what-if",
+            metavar="CHANGES",
+            help='Compare: "add rtx4090, link 2.5gbit, memory a 64GB".',
+            show_default=False,
+        ),
     ] = "",
     emulate: Annotated[
-        str, typer.Option("--emulate", help='Devices of the table: "4x rtx4090".  [default: the cluster]')
+        str,
+        typer.Option(
+            "--emulate", metavar="DEVICES", help='Devices of the table: "4x rtx4090".  [default: the cluster]'
+        ),
     ] = "",
-    link: Annotated[str, typer.Option("--link", help="Between those devices: 1gbit,0.3ms.")] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
+    link: Annotated[str, typer.Option("--link", metavar="LINK", help="Between those devices: 1gbit,0.3ms.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,

@@ -103,6 +103,7 @@ def _draw_tokens(axes: Any, report: RunReport) -> None:
     counts = axes.twinx()
     counts.step(times, [step.micro_batches for step in report.steps], where="post", color=_M, linewidth=1, label="M")
     counts.set_ylim(0, 1.3 * max([step.micro_batches for step in report.steps] or [1]))
+    counts.yaxis.get_major_locator().set_params(integer=True)
     counts.set_ylabel("M")
     handles = [*axes.get_legend_handles_labels()[0], *counts.get_legend_handles_labels()[0]]
     axes.legend(handles=handles, loc="upper right", fontsize=8, ncols=3)

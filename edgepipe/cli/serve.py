@@ -40,18 +40,34 @@ def serve(
             help="A model of 'edgepipe models list' on any node of the cluster.", autocompletion=complete_model
         ),
     ],
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="How many nodes share it; 0: as is best.")] = 0,
-    plan: Annotated[str, typer.Option("--plan", help='Layers by node: "a:0-14,b:15-29".', show_default=False)] = "",
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes share it; 0: as is best.")
+    ] = 0,
+    plan: Annotated[
+        str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
+    ] = "",
     exclude: Exclude = "",
     first: First = "",
     objective: ObjectiveName = "",
-    concurrency: Annotated[int, typer.Option("--concurrency", min=0, help="Chats side by side; 0: some.")] = 0,
-    micro_batches: Annotated[str, typer.Option("--micro-batches", help="Micro-batches in flight: auto or K.")] = "auto",
-    policy: Annotated[str, typer.Option("--policy", help="Of the scheduler: throttled or sarathi.")] = "throttled",
-    context: Annotated[int, typer.Option("--context", min=0, help="Tokens per conversation; 0: the model's.")] = 0,
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens kept for all; 0: by memory.")] = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
-    activations: Annotated[str, typer.Option("--activations", help="bf16 or float32, between stages.")] = "bf16",
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", min=0, help="Chats side by side; 0: some.")
+    ] = 0,
+    micro_batches: Annotated[
+        str, typer.Option("--micro-batches", metavar="K", help="Micro-batches in flight: auto or K.")
+    ] = "auto",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="POLICY", help="Of the scheduler: throttled, sarathi or throttled-tiles.")
+    ] = "throttled",
+    context: Annotated[
+        int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
+    ] = 0,
+    kv_tokens: Annotated[
+        int, typer.Option("--kv-tokens", metavar="TOKENS", min=0, help="Tokens kept for all; 0: by memory.")
+    ] = 0,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
+    activations: Annotated[
+        str, typer.Option("--activations", metavar="TYPE", help="bf16 or float32, between stages.")
+    ] = "bf16",
     rebalance: Annotated[
         str,
         typer.Option(

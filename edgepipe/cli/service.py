@@ -21,7 +21,8 @@ from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUn
 app = typer.Typer(help="Run the node at boot, without anybody logged in.")
 
 System = Annotated[
-    bool, typer.Option("--system", help="On Linux: for the machine (needs root), not for this user alone.")
+    bool,
+    typer.Option("--system", metavar="TEXT", help="On Linux: for the machine (needs root), not for this user alone."),
 ]
 
 _COMMAND_S = 60.0
@@ -55,7 +56,7 @@ def install(
 
 @app.command()
 def status(system: System = False, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Say whether the service is installed and runs; exit code 3 if it does not run."""
+    """Say whether the service is installed and runs. Exit code 3 if it does not run."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     state = read_state(plan, run_command)
     if as_json:
@@ -68,11 +69,11 @@ def status(system: System = False, data_dir: DataDir = None, as_json: Json = Fal
 
 @app.command()
 def logs(
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many of the newest lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1, help="So many of the newest lines.")] = 50,
     system: System = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Show what the service printed, also when the node could not start."""
+    """Show what the service printed. Also when the node could not start."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     done = run_command((*plan.logs, str(lines)))
     print(printable(done.stdout.rstrip("\n")))
@@ -80,7 +81,7 @@ def logs(
 
 @app.command()
 def uninstall(system: System = False, data_dir: DataDir = None) -> None:
-    """Stop the node and do not start it at boot; settings, keys and models stay."""
+    """Stop the node and do not start it at boot. Settings, keys and models stay."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     if not plan.path.exists():
         print(f"no service is installed: {plan.path} does not exist")

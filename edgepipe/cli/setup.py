@@ -11,11 +11,19 @@ from edgepipe.cli.options import DataDir, ModelsDir
 
 def setup(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: flags, else defaults.")] = False,
-    name: Annotated[str, typer.Option("--name", help="Of this machine.", show_default=False)] = "",
-    cluster: Annotated[str, typer.Option("--cluster", help="Create one of this name.", show_default=False)] = "",
-    join: Annotated[str, typer.Option("--join", help="Join with this pairing code.", show_default=False)] = "",
-    host: Annotated[str, typer.Option("--host", help="Where to join, if mDNS finds nobody.", show_default=False)] = "",
-    model: Annotated[str, typer.Option("--model", help="Pull this one ('none': no model).", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Of this machine.", show_default=False)] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME", help="Create one of this name.", show_default=False)
+    ] = "",
+    join: Annotated[
+        str, typer.Option("--join", metavar="CODE", help="Join with this pairing code.", show_default=False)
+    ] = "",
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Where to join, if mDNS finds nobody.", show_default=False)
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Pull this one ('none': no model).", show_default=False)
+    ] = "",
     service: Annotated[
         bool | None, typer.Option("--service/--no-service", help="Start at boot.", show_default=False)
     ] = None,
@@ -25,7 +33,7 @@ def setup(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Make this machine a node of your cluster, in at most six questions. May be repeated."""
+    """Make this machine a node of your cluster. At most six questions; may be repeated."""
     from edgepipe.cli.wizard.asking import Defaults, Terminal
     from edgepipe.cli.wizard.run import run_setup
     from edgepipe.cli.wizard.state import Given, Setup

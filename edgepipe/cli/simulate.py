@@ -13,7 +13,7 @@ from edgepipe.cli import workload_options as options
 from edgepipe.cli.comparing import Variant, read_comparisons
 from edgepipe.cli.options import Json
 from edgepipe.cli.output import make_console, print_json
-from edgepipe.errors import ConfigInvalid
+from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.planner.report import RunReport
@@ -29,13 +29,16 @@ def simulate(
     *,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", help='"2x m4max, 1x rtx4090".  [default: 4x rtx4090]', show_default=False),
+        typer.Option(
+            "--devices", metavar="DEVICES", help='"2x m4max, 1x rtx4090".  [default: 4x rtx4090]', show_default=False
+        ),
     ] = None,
     settings: Mapping[str, str],
     layout: Annotated[
         str | None,
         typer.Option(
             "--layout",
+            metavar="LAYOUT",
             help="pipeline, replicas (two shorter ones) or interleaved (--slices per device).  [default: pipeline]",
             show_default=False,
         ),
@@ -44,16 +47,20 @@ def simulate(
         str | None,
         typer.Option(
             "--schedule",
+            metavar="NAMES",
             help="Compare and draw schedules: all, or naive, gpipe, 1f1b, interleaved, dualpipe, decode.",
             show_default=False,
         ),
     ] = None,
     stages: Annotated[
-        int | None, typer.Option("--stages", help="Of schedules: P.  [default: 4]", min=1, show_default=False)
+        int | None,
+        typer.Option("--stages", metavar="P", help="Of schedules: P.  [default: 4]", min=1, show_default=False),
     ] = None,
     slices: Annotated[
         int | None,
-        typer.Option("--slices", help="Per device, interleaved: V.  [default: 2]", min=1, show_default=False),
+        typer.Option(
+            "--slices", metavar="V", help="Per device, interleaved: V.  [default: 2]", min=1, show_default=False
+        ),
     ] = None,
     compare: options.Compare = None,
     plot: options.Plot = None,
@@ -123,13 +130,22 @@ def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | N
 
 def _simulate_all(settings: Mapping[str, str], variants: tuple[Variant, ...]) -> list[RunReport]:
     """All runs are made ready before the first begins: a mistake in the last is told at once."""
-    made = [_make_runs({**settings, **variant.changes}, variant.label) for variant in variants]
+    made = [_make_variant(settings, variant) for variant in variants]
     reports: list[RunReport] = []
     with make_console(stderr=True).status("simulating") as status:
         for runs in made:
             status.update(f"simulating {runs[0].label}")
             reports.append(_timed(runs))
     return reports
+
+
+def _make_variant(settings: Mapping[str, str], variant: Variant) -> list[Run]:
+    """Raises what ``_make_runs`` does, saying which of the compared ones cannot be."""
+    try:
+        return _make_runs({**settings, **variant.changes}, variant.label)
+    except EdgepipeError as error:
+        error.what = f"{variant.label}: {error.what}" if variant.label else error.what
+        raise
 
 
 def _timed(runs: Sequence[Run]) -> RunReport:

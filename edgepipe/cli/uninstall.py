@@ -34,7 +34,7 @@ def uninstall(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Remove the service, this node's identity, settings and logs; models stay unless told."""
+    """Remove what edgepipe keeps on this machine. Service, identity, settings, logs; models stay unless told."""
     from edgepipe.cli.service import service_plan, uninstall_service
     from edgepipe.config import default_config_file, load_config
     from edgepipe.daemon.data_dir import socket_path

@@ -23,44 +23,53 @@ _TOKENS = 128  # of a prompt and of an output, when nothing is said
 
 Compare = Annotated[
     list[str] | None,
-    typer.Option("--compare", help="KEY=A,B runs each, side by side; KEY is a flag of this command. Repeatable."),
+    typer.Option(
+        "--compare",
+        metavar="KEY=A,B",
+        help="KEY=A,B runs each, side by side; KEY is a flag of this command. Repeatable.",
+    ),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture, such as out.png.", show_default=False)]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture, such as out.png.", show_default=False)
+]
 
 
-def _option(flag: str, kind: Any, text: str, **more: Any) -> inspect.Parameter:
-    """An option that is left out of the settings unless it is given."""
-    annotation = Annotated[kind | None, typer.Option(f"--{flag}", help=text, show_default=False, **more)]
+def _option(flag: str, value: str, kind: Any, text: str, **more: Any) -> inspect.Parameter:
+    """An option that is left out of the settings unless it is given. ``value``: what it takes, as the help calls it."""
+    annotation = Annotated[kind | None, typer.Option(f"--{flag}", metavar=value, help=text, show_default=False, **more)]
     name = flag.replace("-", "_")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 _CLUSTER = (
-    _option("as-model", str, "Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"),
-    _option("link", str, "Between any two of them: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
-    _option("micro-batches", str, "In flight: auto or K.  [default: auto]"),
-    _option("policy", str, "throttled or sarathi.  [default: throttled]"),
-    _option("plan", str, 'Layers by device: "a:0-15,b:16-31".'),
-    _option("jitter", float, "Of step times, over their mean.  [default: 0.05]", min=0.0),
-    _option("context", int, "Tokens per conversation.  [default: the model's]", min=1),
-    _option("kv-tokens", int, "Tokens kept for all.  [default: by memory]", min=1),
+    _option(
+        "as-model", "MODEL", str, "Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"
+    ),
+    _option("link", "LINK", str, "Between any two of them: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
+    _option("micro-batches", "K", str, "In flight: auto or K.  [default: auto]"),
+    _option("policy", "POLICY", str, "throttled, sarathi or throttled-tiles.  [default: throttled]"),
+    _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
+    _option("jitter", "SHARE", float, "Of step times, over their mean.  [default: 0.05]", min=0.0),
+    _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),
+    _option("kv-tokens", "TOKENS", int, "Tokens kept for all.  [default: by memory]", min=1),
 )
 _WORKLOAD = (
     _option(
         "workload",
+        "WORKLOAD",
         str,
         "fixed (all at once), poisson (--rate), closed (--concurrency), or a trace: "
         "a file of lines arrival_s,prompt_tokens,output_tokens.",
     ),
-    _option("requests", int, "How many requests.  [default: 256]", min=1),
-    _option("rate", float, "Requests per second, Poisson."),
-    _option("concurrency", int, "Requests under way at any time.", min=1),
-    _option("lengths", str, "fixed, sharegpt or azure.  [default: fixed]"),
-    _option("prompt-tokens", int, "Of fixed lengths.  [default: 128]", min=1),
-    _option("output-tokens", int, "Of fixed lengths.  [default: 128]", min=1),
-    _option("prefix-tokens", int, "Shared by prompts, before their own.", min=0),
-    _option("prefixes", int, "How many different shared prefixes.  [default: 1]", min=1),
-    _option("seed", int, "Equal seeds give equal requests and jitter.  [default: 0]", min=0),
+    _option("requests", "N", int, "How many requests.  [default: 256]", min=1),
+    _option("rate", "R", float, "Requests per second, Poisson."),
+    _option("concurrency", "N", int, "Requests under way at any time.", min=1),
+    _option("lengths", "LENGTHS", str, "fixed, sharegpt or azure.  [default: fixed]"),
+    _option("prompt-tokens", "N", int, "Of fixed lengths.  [default: 128]", min=1),
+    _option("output-tokens", "N", int, "Of fixed lengths.  [default: 128]", min=1),
+    _option("prefix-tokens", "N", int, "Shared by prompts, before their own.", min=0),
+    _option("prefixes", "N", int, "How many different shared prefixes.  [default: 1]", min=1),
+    _option("seed", "N", int, "Equal seeds give equal requests and jitter.  [default: 0]", min=0),
 )
 CLUSTER_DEFAULTS = {
     "as-model": "qwen2.5-32b",

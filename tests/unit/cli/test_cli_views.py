@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from edgepipe.cli.conversation import Answer
-from edgepipe.cli.output import as_dict, bar, print_error, printable
+from edgepipe.cli.output import as_dict, bar, print_error, printable, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
 from edgepipe.cli.status_view import render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PromptTooLong, RemoteProtocolError
@@ -157,6 +157,20 @@ def test_an_error_keeps_its_class_and_its_three_lines_through_http(
     assert capsys.readouterr().err == "error: what\n       fact\n   try: next\n"
     with pytest.raises(kind):
         piece_from_event(body.decode())
+
+
+def test_lines_end_between_words_where_the_terminal_does() -> None:
+    text = "one two-three\n/a/path/longer/than/a/line four"
+    assert wrapped(text, first="-> ", width=15).split("\n") == [
+        "-> one",
+        "   two-three",
+        "   /a/path/longer/than/a/line",
+        "   four",
+    ]
+    assert wrapped(text, first="-> ", width=99).split("\n") == [
+        "-> one two-three",
+        "   /a/path/longer/than/a/line four",
+    ]
 
 
 def test_an_error_page_that_is_not_ours_is_a_protocol_error() -> None:

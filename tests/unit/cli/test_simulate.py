@@ -100,6 +100,12 @@ def test_nonsense_is_refused_with_what_was_expected(run: Run, flags: tuple[str, 
     assert [word for word in words if word not in result.err] == []
 
 
+def test_a_compared_run_that_does_not_fit_is_named(run: Run) -> None:
+    result = run("simulate", "--compare", "layout=pipeline,replicas")
+    assert (result.code, result.out) == (6, "")
+    assert result.err.startswith("error: layout=replicas: the model needs")
+
+
 def test_a_bad_line_of_a_trace_is_named(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "day.csv"
     trace.write_text("0, 10, 5\n0.5, twenty, 6\n")
