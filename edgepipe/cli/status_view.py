@@ -187,6 +187,8 @@ def _sizing(engine: engine_pb2.EngineState) -> Text:
 
 def _recoveries(engine: engine_pb2.EngineState) -> str:
     times = "once" if engine.recoveries == 1 else f"{engine.recoveries} times"
+    if not engine.stall_ms:
+        return f"  recovered {times}; no answer had to wait"
     kept = f"kept {engine.kept_tokens} tokens, replayed {engine.replayed_tokens}"
     return f"  recovered {times}, {format_duration_s(engine.stall_ms / 1e3)} in all: {kept}"
 

@@ -33,6 +33,7 @@ class RefusedHandshakes:
             now = self.count()
             settled, earlier = min(earlier, now), now
             if settled > told:
-                detail = f"{settled - told} connections"
+                refused = settled - told
+                detail = f"{refused} connection{'s' * (refused != 1)}"
                 self._audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
             told = settled  # children that ended took theirs with them

@@ -57,6 +57,12 @@ def test_a_slow_link_is_named_by_its_ends() -> None:
     assert "slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
 
 
+def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:
+    status = make_status()
+    status.engines[0].recoveries, status.engines[0].stall_ms = 1, 0
+    assert "recovered once; no answer had to wait" in "\n".join(picture(status))
+
+
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:
     status = make_status()
     engine = status.engines[0]
