@@ -24,7 +24,9 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_link
 
 ENV_PREFIX = "EDGEPIPE_"
+NODE_PORT, HTTP_PORT = 7117, 8117  # unless settings say otherwise
 CHILD_PORTS = 15  # a node's children listen on P+1 .. P+15
+PAIRING_OFFSET = CHILD_PORTS + 1  # while somebody invites, a node listens there, too
 _FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
 _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
 _GRPC_VERBOSITY = "GRPC_VERBOSITY"
@@ -47,8 +49,8 @@ class Config:
     device: str = "auto"  # the backend's word, such as cuda:0
     dtype: str = "auto"  # compute dtype of this node's stages
     interface: str = ""  # network interface or address; empty: the one that leads to the network
-    port: int = 7117  # of the daemon, children take the 15 above; 0: any free ports
-    http_port: int = 8117  # of the gateway; 0: any free port
+    port: int = NODE_PORT  # of the daemon, children take the 15 above; 0: any free ports
+    http_port: int = HTTP_PORT  # of the gateway; 0: any free port
     http_host: str = "127.0.0.1"  # address that HTTP listens on besides loopback; 0.0.0.0: all. Elsewhere needs a key
     http_names: tuple[str, ...] = ()  # names under which HTTP may be asked, besides the machine's own
     api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this machine too

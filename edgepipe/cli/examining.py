@@ -23,6 +23,7 @@ from edgepipe.cli.findings import (
 from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_findings import member_findings, node_findings, trust_findings
 from edgepipe.cli.wizard.links import Link, links_of
+from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
     """
     from edgepipe.cli.admin import status_if_running
 
-    ports = Ports(node=config.port or 7117, http=config.http_port or 8117)
+    ports = Ports(node=config.port or NODE_PORT, http=config.http_port or HTTP_PORT)
     named = [_named_peer(text, ports) for text in peers]
     status = await status_if_running(config.data_dir)
     found: list[Finding] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
-from edgepipe.config import load_config
+from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.daemon.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2
     from edgepipe.wire.v1 import node_pb2 as pb
 
-_DEFAULT_HTTP_PORT = 8117
 _TOLD = 2  # nodes named in an error
 
 
@@ -98,7 +97,7 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     listen_s = load_config({"data_dir": data_dir}).values.listen_s
     found = await browse(listen_s=listen_s)
     for announcement in found:
-        base_url = f"http://{announcement.host}:{_DEFAULT_HTTP_PORT}"
+        base_url = f"http://{announcement.host}:{HTTP_PORT}"
         try:
             async with ChatClient(base_url, api_key=_api_key(data_dir)) as client:
                 served = await client.models()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe
+from edgepipe.config import PAIRING_OFFSET
 from edgepipe.units import format_bytes
 
 _MDNS = "UDP 5353"
@@ -49,7 +50,7 @@ class Ports:
     @property
     def last(self) -> int:
         """The pairing port, the highest."""
-        return self.node + 16
+        return self.node + PAIRING_OFFSET
 
     @property
     def text(self) -> str:

@@ -16,13 +16,12 @@ from edgepipe.cluster.pairing_exchange import join
 from edgepipe.cluster.private_files import make_private_folder, write_private
 from edgepipe.cluster.trust import TrustStore
 from edgepipe.cluster.trust_file import TrustFile
+from edgepipe.config import NODE_PORT, PAIRING_OFFSET
 from edgepipe.errors import ConfigInvalid, PairingRejected
 from edgepipe.ids import NodeId
 from edgepipe.link.certificates import KeyPair, make_key_pair
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.common import make_hello
-
-USUAL_PORT = 7117 + 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ async def join_cluster(
     ConfigInvalid for a bad code or files, PairingRejected, and what keeps the two machines apart.
     """
     understood = read_code(code)
-    host, port = host or understood.host, port or understood.port or USUAL_PORT
+    host, port = host or understood.host, port or understood.port or NODE_PORT + PAIRING_OFFSET
     if not host:
         raise ConfigInvalid("an address is needed", next_step="edgepipe node join --host HOST CODE")
     folders = TrustFolders(data_dir)

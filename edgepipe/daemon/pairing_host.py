@@ -14,6 +14,7 @@ from edgepipe.cluster.pairing import NONCE_BYTES, Greeting, HostPairing, Party
 from edgepipe.cluster.pairing_exchange import ACCEPT_S, Attempt, PairingWindow
 from edgepipe.cluster.trust import TrustStore, require_owner
 from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.config import PAIRING_OFFSET
 from edgepipe.errors import ConfigInvalid, PairingRejected, QueueFull
 from edgepipe.link.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind
@@ -26,7 +27,6 @@ _MOST_CODE_S = 3600
 _MOST_STRING_S = 24 * 3600  # a long string is not guessed in any time
 _WINDOWS_PER_HOUR = 10
 _HOUR_S = 3600.0
-PAIRING_OFFSET = 16  # above the node's port
 
 
 class PairingHost:

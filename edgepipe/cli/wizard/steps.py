@@ -17,6 +17,7 @@ from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
 from edgepipe.cli.wizard.fits import fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
+from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.errors import (
     ConfigInvalid,
     EdgepipeError,
@@ -417,7 +418,7 @@ def _measured_links(setup: Setup) -> dict[str, Link]:
 
 
 def _ports(setup: Setup) -> Ports:
-    return Ports(node=setup.config.port or 7117, http=setup.config.http_port or 8117)
+    return Ports(node=setup.config.port or NODE_PORT, http=setup.config.http_port or HTTP_PORT)
 
 
 def _show(finding: Finding) -> None:
