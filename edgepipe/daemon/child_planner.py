@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from edgepipe.daemon.child_link import DaemonLink
 from edgepipe.engine import Nodes, Plan
@@ -24,13 +24,15 @@ class DaemonPlanner:
         self._answer: asyncio.Future[pb.PlanMade] | None = None
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
     ) -> Plan:
         """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
         answer = self._answer = asyncio.get_running_loop().create_future()
-        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec), barred=barred)
-        for one, other in barred_links:
-            wanted.barred_links.add(node_id=one, other_id=other)
+        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec))
+        for node_id, seconds in barred.items():
+            wanted.bars.add(node_id=node_id, seconds=seconds)
+        for (one, other), seconds in barred_links.items():
+            wanted.bars.add(node_id=one, other_id=other, seconds=seconds)
         self._link.report(pb.ChildReport(plan_wanted=wanted))
         try:
             async with asyncio.timeout(_PLAN_S):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.peers import Peers
-from edgepipe.daemon.replanning import Replanner
+from edgepipe.daemon.replanning import Avoided, Replanner
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import Epoch
@@ -35,6 +35,7 @@ class _Run:
     spec: pb.ServeSpec
     state: engine_pb2.EngineState
     advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
+    bars: tuple[tuple[float, pb.Bar], ...] = ()  # told by the engine, each with the loop's time until which it holds
     child: Child | None = None
     restartable: bool = False  # it served, or goes on with what another one served
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
@@ -88,6 +89,12 @@ class EngineHost:
         """What one engine tells of itself; None if it does not run here."""
         run = self._runs.get(pipeline_id)
         return run.state if run is not None else None
+
+    def avoided(self, pipeline_id: str) -> Avoided:
+        """What an engine leaves alone now."""
+        run = self._runs.get(pipeline_id)
+        now_s = asyncio.get_running_loop().time()
+        return Avoided.of(bar for until_s, bar in (run.bars if run is not None else ()) if now_s < until_s)
 
     def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
         """Tell everybody of a better placement, or that there is none."""
@@ -236,7 +243,8 @@ class EngineHost:
             run.spec.moves = moves == pb.MOVES_AUTO
         if moves == pb.MOVES_OFF:
             return False
-        return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, num_nodes=num_nodes))
+        avoided = self.avoided(pipeline_id)
+        return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, avoided, num_nodes=num_nodes))
 
     def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
         """Let a pipeline's stages go to a placement; whether that is elsewhere."""
@@ -253,6 +261,8 @@ class EngineHost:
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
         """Answer an engine that asks where its stages go."""
+        now_s = asyncio.get_running_loop().time()
+        run.bars = tuple((now_s + bar.seconds, bar) for bar in wanted.bars)
         wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # it is not told of new wishes
         try:
             made = await self._replanner.plan(run.state.pipeline_id, wanted)

@@ -84,7 +84,7 @@ class ReplanWatch:
 
     def _look(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
         now_s = self._clock.monotonic_s()
-        usable = self._replanner.usable(spec, own=pipeline_id)
+        usable = self._replanner.usable(spec, own=pipeline_id) - self._engines.avoided(pipeline_id).nodes
         watched = self._watched.get(pipeline_id)
         if watched is None or list(watched.stages) != list(spec.stages):
             if watched is not None:
@@ -147,7 +147,7 @@ class ReplanWatch:
             known = await self._updated(watched, pipeline_id, spec, placed, joined=joined, seen=seen)
             if _ring(known, placed) is None:
                 return  # a node of it has gone: the engine asks itself
-            found = await self._replanner.search(known, spec)
+            found = await self._replanner.search(known, spec, self._engines.avoided(pipeline_id))
             machines, links = known.cluster.machines, known.cluster.links
             now, better = (describe(known.demand, one, machines, links) for one in (placed, found))
             gain = better.tokens_per_s / now.tokens_per_s - 1
@@ -226,7 +226,7 @@ class ReplanWatch:
         now_s = self._clock.monotonic_s()
         rested = now_s - self._moved_s.get(pipeline_id, float("-inf")) >= _REST_S
         if spec.moves and rested and worth_moving(gain, cost):
-            logger.warning("model=%s moves to %s, for %.0f %% more: %s", spec.model, where, 100 * gain, why)
+            logger.info("model=%s moves to %s, for %.0f %% more: %s", spec.model, where, 100 * gain, why)
             self._moved_s[pipeline_id] = now_s
             self._engines.move(pipeline_id, self._replanner.made(spec, found))
             return

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from edgepipe.daemon.model_parts import fetch_bytes
 from edgepipe.daemon.models import LocalModel, Models
@@ -58,6 +57,23 @@ def placed_of(spec: pb.ServeSpec) -> tuple[Placed, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Avoided:
+    """What failed an engine lately."""
+
+    nodes: frozenset[str] = frozenset()  # that get no stage
+    links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # whose ends are no neighbours in that order
+
+    @classmethod
+    def of(cls, bars: Iterable[pb.Bar]) -> Avoided:
+        """What an engine told."""
+        told = list(bars)
+        return cls(
+            nodes=frozenset(one.node_id for one in told if not one.other_id),
+            links=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in told if one.other_id),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What is known of the cluster for a model that runs; nothing was measured for it."""
 
@@ -106,29 +122,27 @@ class Replanner:
         """
         spec = wanted.spec
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        barred = frozenset(wanted.barred)
-        unreached = frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in wanted.barred_links)
-        none = frozenset[Any]()
-        tries = list(dict.fromkeys([(barred, unreached), (none, unreached), (none, none)]))
+        told = Avoided.of(wanted.bars)
+        tries = list(dict.fromkeys([told, Avoided(links=told.links), Avoided()]))
         known: Known | None = None
         while True:
-            avoided, cut = tries.pop(0)
-            placed = self._replaced(model, spec, pipeline_id, avoided=avoided, unreached=cut)
+            avoided = tries.pop(0)
+            placed = self._replaced(model, spec, pipeline_id, avoided)
             if placed is not None:
                 return self.made(spec, placed)
             known = known or await self.known(pipeline_id, spec)
             try:
-                return self.made(spec, await self.search(known, spec, avoided=avoided, unreached=cut))
+                return self.made(spec, await self.search(known, spec, avoided))
             except NoFeasiblePlacement:
                 if not tries:
                     raise
 
-    async def anew(self, pipeline_id: str, spec: pb.ServeSpec, *, num_nodes: int) -> pb.PlanMade:
+    async def anew(self, pipeline_id: str, spec: pb.ServeSpec, avoided: Avoided, *, num_nodes: int) -> pb.PlanMade:
         """The best placement over ``num_nodes`` nodes (0: as was wished before). Raises NoFeasiblePlacement."""
         wanted = pb.ServeSpec()
         wanted.CopyFrom(spec)
         wanted.num_nodes = num_nodes or spec.num_nodes
-        return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted))
+        return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted, avoided))
 
     async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
         """The cluster as far as it has been measured; nodes that do nothing yet may be measured for it.
@@ -141,29 +155,19 @@ class Replanner:
         links = replace(cluster.links, assumed=_UNMEASURED)
         return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
 
-    async def search(
-        self,
-        known: Known,
-        spec: pb.ServeSpec,
-        *,
-        avoided: Collection[str] = (),
-        unreached: Collection[tuple[NodeId, NodeId]] = (),
-    ) -> tuple[Placed, ...]:
-        """The best placement as far as is known. Raises NoFeasiblePlacement.
-
-        avoided    nodes that get no stage
-        unreached  directed links, beside those known to be broken, whose ends are no neighbours in that order
+    async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
+        """The best placement as far as is known, without what is avoided. Raises NoFeasiblePlacement.
 
         What somebody once wished counts as far as the nodes that are there allow.
         """
-        machines = [one for one in known.cluster.machines if one.node_id not in avoided]
+        machines = [one for one in known.cluster.machines if one.node_id not in avoided.nodes]
         names = {name for one in machines for name in (one.name, str(one.node_id))}
         wishes = Wishes(
             num_nodes=min(spec.num_nodes, len(machines)),
             exclude=tuple(name for name in spec.exclude if name in names),
             first=spec.first if spec.first in names else "",
         )
-        links = replace(known.cluster.links, unreached=frozenset(unreached))
+        links = replace(known.cluster.links, unreached=avoided.links)
         found = await asyncio.to_thread(plan, known.demand, machines, links, wishes, explain=False)
         return found.placed
 
@@ -181,18 +185,10 @@ class Replanner:
         """What a node would have to fetch before it can load slices of the model."""
         return fetch_bytes(self._peers.nodes(), model.stored)
 
-    def _replaced(
-        self,
-        model: LocalModel,
-        spec: pb.ServeSpec,
-        own: str,
-        *,
-        avoided: Collection[str],
-        unreached: Collection[tuple[NodeId, NodeId]],
-    ) -> tuple[Placed, ...] | None:
+    def _replaced(self, model: LocalModel, spec: pb.ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
         """Lost stages elsewhere, the others where they are; None if they do not fit so."""
-        nodes = [node for node in self._peers.nodes() if node.node_id not in avoided]
+        nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
         need = placement_need(model.config, spec.context_length)
-        barred = self._peers.broken_links().union(unreached)
+        barred = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), barred=barred)

@@ -76,18 +76,18 @@ class Bars:
             self._nodes.failed(node_id, now_s)
         self._missed_before = frozenset(again)
 
-    def nodes(self) -> frozenset[NodeId]:
-        """That a plan leaves out where it can."""
+    def nodes(self) -> dict[NodeId, float]:
+        """That a plan leaves out where it can, and for how many seconds still."""
         return self._nodes.barred(self._clock.monotonic_s())
 
-    def links(self) -> frozenset[Way]:
-        """From the first to the second of which no stage shall send, where a plan can do without."""
+    def links(self) -> dict[Way, float]:
+        """From the first to the second of which no stage shall send, where a plan can do without; likewise."""
         return self._links.barred(self._clock.monotonic_s())
 
     def allow(self, spec: ServeSpec) -> bool:
         """Whether its placement does without them."""
         order = in_order(spec.stages)
-        return self.nodes().isdisjoint(order) and self.links().isdisjoint(pairwise(order))
+        return self.nodes().keys().isdisjoint(order) and self.links().keys().isdisjoint(pairwise(order))
 
 
 def in_order(stages: Iterable[StagePlacement]) -> list[NodeId]:

@@ -44,6 +44,8 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_MOVING = "stages move to other nodes"  # why an epoch ends that nothing is wrong with
+
 
 class Engine:
     """``start``, then ``run`` until it returns (stopped) or raises (it cannot go on). Then nodes have all back.
@@ -127,6 +129,7 @@ class Engine:
         self._move_wanted = asyncio.Event()
         self._proposed: Plan | None = None  # where stages shall move
         self._moved: list[StageSite] | None = None  # prepared for the next epoch
+        self._reloading: frozenset[str] = frozenset()  # names of nodes whose stages end because others are prepared
         self._held = {stage.node_id for stage in spec.stages}  # nodes that may hold a stage, of an engine before, too
         self._releasing: set[asyncio.Future[None]] = set()
         self._preparation = self._new_preparation()
@@ -261,13 +264,17 @@ class Engine:
             if error is None:
                 return None
             self._bars.note(run.missed())
+            if isinstance(error, (StageLost, LinkError)) and error.node in self._reloading:
+                error = ClusterError(_MOVING)
+            self._reloading = frozenset()
             stats = run.pump.stats()
             if self._stalled_since_s is None and (stats.running or stats.waiting):
                 self._stalled_since_s = self._around.clock.monotonic_s()
             table.pause()
             table.note_crash(run.crashed(), error)
             run.pump.fail(error)
-            self._log("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error)
+            moves = error.what == _MOVING
+            self._log("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error, asked=moves)
             if isinstance(error, StaleEpoch):
                 return error  # another engine has taken over; whoever outbids it does harm
             if (error := await self._recover(table, error)) is not None:
@@ -380,14 +387,22 @@ class Engine:
                 plan: Plan = proposed or await self._plan()
                 if plan.spec.stages == self._spec.stages:
                     continue
+                self._reloading = self._other_layers(plan.spec)
                 self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
                 self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
                 self._moved = await self._prepare_epoch()
             except EdgepipeError as error:
+                self._reloading = frozenset()
                 self._log("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
                 continue
-            run.pump.fail(ClusterError("stages move to other nodes"))
+            run.pump.fail(ClusterError(_MOVING))
             return
+
+    def _other_layers(self, spec: ServeSpec) -> frozenset[str]:
+        """Names of nodes whose stage ends when it is prepared, since it gets other layers than it has."""
+        had = {stage.node_id: stage.slices for stage in self._spec.stages}
+        others = (stage.node_id for stage in spec.stages if had.get(stage.node_id, stage.slices) != stage.slices)
+        return frozenset(self._nodes.name(node_id) for node_id in others)
 
     def move_to(self, plan: Plan) -> None:
         """The stages shall be there from now on."""
@@ -540,10 +555,10 @@ class Engine:
         if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
             self._tell(message=message, progress=progress)
 
-    def _log(self, text: str, *values: object) -> None:
-        """What went wrong; where every node is about to go, nothing did."""
+    def _log(self, text: str, *values: object, asked: bool = False) -> None:
+        """What went wrong, unless somebody ``asked`` for it; where every node is about to go, somebody did."""
         told = self._reachable
-        asked = told is not None and told.leaving.issuperset(told.addresses)
+        asked = asked or (told is not None and told.leaving.issuperset(told.addresses))
         logger.log(logging.INFO if asked else logging.WARNING, text, *values)
 
     def _tell(self, **changes: Any) -> None:

@@ -41,6 +41,6 @@ class HoldDown(Generic[K]):
             losses.clear()
             self.failed(one, now_s)
 
-    def barred(self, now_s: float) -> frozenset[K]:
-        """What a plan avoids where it can."""
-        return frozenset(one for one, record in self._records.items() if now_s < record.until_s)
+    def barred(self, now_s: float) -> dict[K, float]:
+        """What a plan avoids where it can, and for how many seconds still."""
+        return {one: record.until_s - now_s for one, record in self._records.items() if now_s < record.until_s}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,12 @@ class Planner(Protocol):
     """Places stages anew when some are lost."""
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
     ) -> Plan:
         """The placement of ``spec`` without nodes that are gone, and without ``barred`` ones where that is possible.
 
-        Nor shall the second node of a barred link come right behind the first, where that can be avoided.
+        Nor shall the second node of a barred link come right behind the first, where that can be avoided. Both come
+        with the seconds for which that holds still.
         Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
         """
         ...
@@ -40,7 +41,7 @@ class SamePlan:
         self._nodes = nodes
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
+        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
     ) -> Plan:
         """See Planner."""
         return Plan(spec=spec, nodes=self._nodes)

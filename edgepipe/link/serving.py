@@ -98,7 +98,7 @@ class RingStream:
                 raise _StreamEnded
             try:
                 await self._replies.write(self._credit(self._receiver.grant()))
-            except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+            except (grpc.aio.AioRpcError, grpc.aio.BaseError):
                 return  # the stream is gone; the reader sees its end
 
     def _forget_timer(self) -> None:

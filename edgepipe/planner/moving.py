@@ -47,18 +47,21 @@ def move_cost(
     fetch_bytes_per_s  of the slowest link to such a node
     replay_s           to compute again what running sequences have in their KV caches
 
-    A stage whose layers stay keeps its process; every other one reads its whole shard. Nodes load side by side.
+    A stage whose layers stay keeps its process; every other one reads its whole shard. While one does that had other
+    layers before, steps stop. Nodes load side by side.
     """
     had = _parts(before)
     need = Need(config=config, kv_tokens=0)
-    load_s = 0.0
+    load_s = stopped_s = 0.0
     for node_id, parts in _parts(after).items():
         if had.get(node_id) == parts:
             continue
         num_bytes = sum(stage_bytes(need, rooms[node_id], part) for part in parts)
         fetch_s = fetch_bytes(node_id, parts) / fetch_bytes_per_s
         load_s = max(load_s, num_bytes / _DISK_BYTES_PER_S + fetch_s)
-    return MoveCost(load_s=load_s, pause_s=_OPENING_S + replay_s)
+        if node_id in had:
+            stopped_s = max(stopped_s, num_bytes / _DISK_BYTES_PER_S)
+    return MoveCost(load_s=load_s, pause_s=_OPENING_S + stopped_s + replay_s)
 
 
 def worth_moving(gain: float, cost: MoveCost) -> bool:

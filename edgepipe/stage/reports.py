@@ -69,7 +69,7 @@ class Reports:
                 if not self._ends:
                     self._due.clear()
                     await self._due.wait()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError):
             return  # the stream's reader sees its end, too
 
     def close(self) -> None:

@@ -81,6 +81,25 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
     assert sorted(places(await a.status())) == ["a", "b"]
 
 
+@pytest.mark.long
+async def test_a_faster_machine_that_joins_is_used_by_itself_where_that_was_asked_for(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=100")
+    await a.serve("tiny", num_nodes=2, throughput=True, moves=pb.MOVES_AUTO)
+    await answers(b)
+    stream = Stream(PROMPT, 10 * LONG)
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(stream.run(b.http_port))
+        await stream.has(20)
+        c = await nodes.start("c", backend_options="time_factor=1")
+        status = await b.until(lambda status: "c" in places(status))
+        assert len(places(status)) == 2, "as many as were wished"
+        await stream.goes_on()
+        asking.cancel()
+    log = (nodes.folder / "a" / "node.log").read_text() + (nodes.folder / "b" / "node.log").read_text()
+    assert "c joined" in log
+    assert c.node_id in {stage.node_id for engine in status.engines for stage in engine.stages}
+
+
 async def test_streams_outlive_a_node_that_is_stopped(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")

@@ -1261,34 +1261,57 @@ class PlanWanted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
-    BARRED_FIELD_NUMBER: _builtins.int
-    BARRED_LINKS_FIELD_NUMBER: _builtins.int
+    BARS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___ServeSpec:
         """as it was"""
 
     @_builtins.property
-    def barred(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """node ids that are avoided where that is possible"""
-
-    @_builtins.property
-    def barred_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]:
-        """likewise: the first's stage does not reach the other's"""
+    def bars(self) -> _containers.RepeatedCompositeFieldContainer[Global___Bar]:
+        """avoided where that is possible"""
 
     def __init__(
         self,
         *,
         spec: Global___ServeSpec | None = ...,
-        barred: _abc.Iterable[_builtins.str] | None = ...,
-        barred_links: _abc.Iterable[Global___BrokenLink] | None = ...,
+        bars: _abc.Iterable[Global___Bar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barred", b"barred", "barred_links", b"barred_links", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bars", b"bars", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanWanted: _TypeAlias = PlanWanted  # noqa: Y015
+
+@_typing.final
+class Bar(_message.Message):
+    """What failed an engine lately: a node, or the way from its stage to another's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    OTHER_ID_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    other_id: _builtins.str
+    """empty: it is the node"""
+    seconds: _builtins.float
+    """that it is still left alone"""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        other_id: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "other_id", b"other_id", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bar: _TypeAlias = Bar  # noqa: Y015
 
 @_typing.final
 class PlanMade(_message.Message):

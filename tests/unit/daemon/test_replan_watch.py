@@ -10,7 +10,7 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device
 from edgepipe.daemon.models import LocalModel
 from edgepipe.daemon.replan_watch import ReplanWatch
-from edgepipe.daemon.replanning import Known, Replanner, demand_of, placed_of
+from edgepipe.daemon.replanning import Avoided, Known, Replanner, demand_of, placed_of
 from edgepipe.daemon.rooms import stages_of
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice, make_slices
@@ -43,11 +43,15 @@ class World:
         self.spec = pb.ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
+        self.bars = Avoided()  # of the engine
         self._real = Replanner(peers=cast("Any", None), models=cast("Any", None), surveyor=cast("Any", None))
 
     # what the watch asks of the engines
     def ready(self) -> list[tuple[str, pb.ServeSpec]]:
         return [(PIPELINE, self.spec)]
+
+    def avoided(self, pipeline_id: str) -> Avoided:
+        return self.bars
 
     def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
         self.advice = advice
@@ -82,8 +86,8 @@ class World:
         model = cast("Any", type("Model", (), {"config": SHAPE})())
         return Known(model=model, demand=demand_of(SHAPE, spec), cluster=self.cluster())
 
-    async def search(self, known: Known, spec: pb.ServeSpec) -> tuple[Placed, ...]:
-        return await self._real.search(known, spec)
+    async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
+        return await self._real.search(known, spec, avoided)
 
     def made(self, spec: pb.ServeSpec, placed: tuple[Placed, ...]) -> pb.PlanMade:
         made = pb.PlanMade(spec=spec)
@@ -179,6 +183,17 @@ async def test_a_machine_that_joins_is_measured_and_told_of():
         assert world.advice is not None
         assert world.advice.why == "b joined"
         assert "b:" in world.advice.plan
+
+
+async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer():
+    async with World(28, moves=True) as world:
+        world.bars = Avoided(nodes=frozenset("b"))
+        world.nodes.append(NodeId("b"))
+        await world.minutes(0.5)
+        assert not world.moved
+        world.bars = Avoided(links=frozenset({(NodeId("a"), NodeId("b"))}))
+        await world.after(1)
+        assert [one.node_id for one in placed_of(world.moved[0].spec)] == ["b", "a"], "in the order that works"
 
 
 async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest():

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.daemon.child_planner import DaemonPlanner
-from edgepipe.daemon.replanning import Replanner, placed_of
+from edgepipe.daemon.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.rooms import stages_of
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
@@ -68,9 +68,11 @@ def wanted(*, barred: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
     """For layers 0-13 on a, 14-27 on b."""
     slices = make_slices([LayerRange(0, 14), LayerRange(14, 28)], SHAPE.num_layers)
     stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
-    asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages), barred=barred)
+    asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages))
+    for one in barred:
+        asked.bars.add(node_id=one, seconds=30)
     for one, other in links:
-        asked.barred_links.add(node_id=one, other_id=other)
+        asked.bars.add(node_id=one, other_id=other, seconds=30)
     return asked
 
 
@@ -115,6 +117,17 @@ async def test_what_nodes_know_to_be_broken_is_not_tried_again() -> None:
         await order(FakePeers("ab", broken=["ab", "ba"]), wanted(links=["ab"]))
 
 
+async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_does() -> None:
+    fakes, spec = cast("Any", FakePeers("abc")), wanted().spec
+    replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
+    bars = wanted(barred="c", links=["ab"]).bars
+    made = await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
+    assert [one.node_id for one in placed_of(made.spec)] == ["b", "a"]
+    bars = wanted(barred="c", links=["ab", "ba"]).bars
+    with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
+        await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
+
+
 async def test_an_engine_tells_its_daemon_both() -> None:
     asked: list[pb.ChildReport] = []
 
@@ -124,7 +137,6 @@ async def test_an_engine_tells_its_daemon_both() -> None:
 
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
     link = (NodeId("a"), NodeId("b"))
-    await planner.plan(ServeSpec(model="m"), barred={NodeId("c")}, barred_links={link})
-    told = asked[0].plan_wanted
-    assert list(told.barred) == ["c"]
-    assert [(one.node_id, one.other_id) for one in told.barred_links] == [link]
+    await planner.plan(ServeSpec(model="m"), barred={NodeId("c"): 3.0}, barred_links={link: 30.0})
+    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].plan_wanted.bars]
+    assert told == [("c", "", 3.0), (*link, 30.0)]
