@@ -68,11 +68,6 @@ def open_safetensors(folder: Path) -> SafetensorsFiles:
     return SafetensorsFiles(places)
 
 
-def open_safetensors_file(path: Path) -> SafetensorsFiles:
-    """The tensors of one file. Raises ModelInvalid."""
-    return SafetensorsFiles(_read_places(path))
-
-
 def shard_names(folder: Path) -> tuple[str, ...]:
     """Names of the weight files of a model folder. Raises ModelInvalid."""
     index = folder / INDEX_FILE

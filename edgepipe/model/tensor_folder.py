@@ -91,18 +91,6 @@ class ShardWriter:
         """Begin or go on writing a tensor at the sink's ``position``. Raises ModelInvalid for an unknown name."""
         return TensorSink(tensor_path(self._folder, self._entry(name).info.name), self._entry(name))
 
-    def write_tensor(self, name: str, chunks: Iterable[bytes], *, offset: int = 0) -> bool:
-        """Write the bytes from ``offset`` on, as they come; True once the tensor is complete and checked.
-
-        False means that the chunks ended early: what came is kept for going on. Raises ModelInvalid (and forgets what
-        came) if the hash differs or more bytes come than promised.
-        """
-        with self.open(name) as sink:
-            sink.seek(offset)
-            for chunk in chunks:
-                sink.write(chunk)
-            return sink.finish()
-
     def _have(self, entry: TensorEntry) -> int:
         part = _part_path(tensor_path(self._folder, entry.info.name))
         return min(part.stat().st_size, entry.info.num_bytes) if part.exists() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layout import model_tensors
+from edgepipe.model.tensor_folder import ShardWriter
 from edgepipe.model.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -234,3 +235,12 @@ def gguf_text() -> dict[str, object]:
 def names(folder: Path) -> set[str]:
     """What stands in a folder."""
     return {path.name for path in folder.iterdir()}
+
+
+def write_tensor(writer: ShardWriter, name: str, chunks: Iterable[bytes], *, offset: int = 0) -> bool:
+    """As a transfer does: the bytes from ``offset`` on; True once the tensor is complete and checked."""
+    with writer.open(name) as sink:
+        sink.seek(offset)
+        for chunk in chunks:
+            sink.write(chunk)
+        return sink.finish()

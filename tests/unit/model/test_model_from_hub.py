@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from fake_hub import COMMIT, FakeHub, running
-from model_files import hf_values, random_tensors, write_gguf, write_hf_folder
+from model_files import hf_values, random_tensors, write_gguf, write_hf_folder, write_tensor
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon import models as models_module
@@ -68,7 +68,7 @@ class Place:
     def begun(self, name: str, data: bytes) -> None:
         """What an earlier transfer left."""
         writer = self.store.shard_writer(self.whole.manifest, {})
-        assert not writer.write_tensor(name, [data])
+        assert not write_tensor(writer, name, [data])
 
     def file_of(self, name: str) -> str:
         """The hub's file with a tensor, found by its bytes."""

@@ -13,7 +13,7 @@ from model_files import entry, hf_values, random_tensors, safetensors_bytes, wri
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import hf_config
-from edgepipe.model.safetensors_file import open_safetensors, open_safetensors_file
+from edgepipe.model.safetensors_file import open_safetensors
 
 A16 = entry(0, 16)
 
@@ -62,7 +62,7 @@ def test_a_damaged_file_is_refused_by_name(case: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(DAMAGED[case])
     with pytest.raises(ModelInvalid) as caught:
-        open_safetensors_file(path)
+        open_safetensors(tmp_path)
     assert "model.safetensors" in caught.value.what
 
 
@@ -74,7 +74,7 @@ def test_cut_or_changed_files_fail_only_in_the_known_way(cut: int, place: int, b
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(good[: len(good) - cut % len(good)]))
     try:
-        open_safetensors_file(path)
+        open_safetensors(tmp_path)
     except ModelInvalid:
         pass
 
