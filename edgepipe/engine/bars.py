@@ -62,8 +62,8 @@ class Bars:
         """A node refused, or was silent, when it was asked."""
         self._nodes.failed(node_id, self._clock.monotonic_s())
 
-    def note(self, missed: Missed) -> None:
-        """An epoch could not be opened so, or ended; to be told of one that stands, too.
+    def note(self, missed: Missed) -> bool:
+        """An epoch could not be opened so, or ended; to be told of one that stands, too. Whether that bars anything.
 
         A node that the engine does not reach is barred after the second time in a row: its stage's process may have
         died just then, and is another one by then.
@@ -71,10 +71,12 @@ class Bars:
         now_s = self._clock.monotonic_s()
         for one, other in missed.links:
             self._links.failed((one.node_id, other.node_id), now_s)
-        again = {site.node_id for site in missed.sites}
-        for node_id in again & self._missed_before:
+        nodes = frozenset(site.node_id for site in missed.sites)
+        again = nodes & self._missed_before
+        for node_id in again:
             self._nodes.failed(node_id, now_s)
-        self._missed_before = frozenset(again)
+        self._missed_before = nodes
+        return bool(missed.links or again)
 
     def nodes(self) -> dict[NodeId, float]:
         """That a plan leaves out where it can, and for how many seconds still."""

@@ -479,8 +479,8 @@ class Engine:
             await run.close()
             if isinstance(exc, (LinkError, StageLost)) and missed:
                 self._missed = missed
-                self._bars.note(missed)
-                raise missed.error(self._nodes, engine=self._own_name) from exc
+                if self._bars.note(missed):
+                    raise missed.error(self._nodes, engine=self._own_name) from exc
             raise
         self._bars.note(Missed())
         self._run = run
