@@ -66,7 +66,7 @@ def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
 def _next_steps(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
     demo = ("edgepipe demo", "two nodes and a small model, here and now")
     if status is None:
-        setup = ("edgepipe setup", "make this machine a node of your cluster, step by step")
+        setup = ("edgepipe setup", "make this machine a node, step by step")
         return [demo, setup, ("edgepipe node start", "the same node, by hand")]
     if any(engine.state == "ready" for engine in status.engines):
         return [("edgepipe chat", "talk to the model"), ("edgepipe status", "nodes, memory, stages, links")]
