@@ -214,8 +214,10 @@ class EngineHost:
         if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
             return
         before = (run.state.state, run.state.message)
-        run.state.CopyFrom(report.engine)
-        run.state.pipeline_id = run.state.pipeline_id or report.engine.pipeline_id
+        fresh = engine_pb2.EngineState()  # a message that is filled again and again keeps all that it ever held
+        fresh.CopyFrom(report.engine)
+        fresh.pipeline_id = fresh.pipeline_id or run.state.pipeline_id
+        run.state = fresh
         run.state.manifest_hash = run.state.manifest_hash or run.spec.manifest_hash
         run.restartable = run.restartable or run.state.state == "ready"
         if not run.state.address and child.port:
