@@ -131,6 +131,7 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     events = await a.serve("tiny", **served)
     assert any(f"{one} does not reach {other}" in event.message for event in events)
     assert order(events) == ["a", other, one]
+    assert order(await a.serve("tiny", rebalance=True)) == ["a", other, one], "who places anew knows of it"
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
     await block(lan, other, one)

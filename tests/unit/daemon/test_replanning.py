@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.daemon.child_planner import DaemonPlanner
+from edgepipe.daemon.engines import EngineHost, _Run
 from edgepipe.daemon.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.rooms import stages_of
 from edgepipe.daemon.survey import Surveyor
@@ -21,6 +23,7 @@ from edgepipe.model.shapes import named_shape
 from edgepipe.planner.placement import Placed
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 SHAPE = named_shape("qwen2.5-7b")
@@ -126,6 +129,27 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
     bars = wanted(barred="c", links=["ab", "ba"]).bars
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
         await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
+
+
+async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def plan(_pipeline_id: str, asked: pb.PlanWanted) -> pb.PlanMade:
+        return pb.PlanMade(spec=asked.spec)
+
+    fields = ("children", "new_settings", "peers", "changes", "spread", "tasks", "own_highest", "ends", "on_change")
+    fakes: dict[str, Any] = dict.fromkeys(fields)
+    host = EngineHost(**fakes, replanner=cast("Any", SimpleNamespace(plan=plan)))
+    asked = wanted(barred="c", links=["ab"])
+    state = engine_pb2.EngineState(pipeline_id="p")
+    host._runs["p"] = run = _Run(request=pb.StartEngineRequest(), model_config="", spec=asked.spec, state=state)
+    await host._plan(run, cast("Any", SimpleNamespace(send=lambda _: None)), asked)
+    assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
+    assert host.avoided("q") == Avoided()
+    loop = asyncio.get_running_loop()
+    later_s = loop.time() + 31
+    monkeypatch.setattr(loop, "time", lambda: later_s, raising=False)
+    assert host.avoided("p") == Avoided()
 
 
 async def test_an_engine_tells_its_daemon_both() -> None:
