@@ -13,7 +13,7 @@ import numpy as np
 
 from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StaleEpoch, StepFailed
+from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import ATTEMPT_S
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
@@ -144,7 +144,7 @@ class Session:
             return
         error.node = error.node or self._tools.node
         error.stage = error.stage or self._tools.stage
-        quiet = asked or isinstance(error, StaleEpoch)  # the engine went on, or was stopped: no fault of this stage
+        quiet = asked or isinstance(error, StaleEpoch | StageLost)  # others ended it: no fault of this stage
         logger.log(logging.INFO if quiet else logging.WARNING, "epoch %s ends here: %s", self.spec.epoch, error)
         self._reports.fault(error, crashed_step=crashed_step, next_unreached=next_unreached)
         self.end()

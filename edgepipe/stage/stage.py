@@ -13,7 +13,15 @@ import grpc.aio
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
-from edgepipe.errors import ConnectTimeout, PeerClosed, RemoteProtocolError, ShardMismatch, StageError, StaleEpoch
+from edgepipe.errors import (
+    ConnectTimeout,
+    PeerClosed,
+    RemoteProtocolError,
+    ShardMismatch,
+    StageError,
+    StageLost,
+    StaleEpoch,
+)
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.access import Kind
 from edgepipe.link.certificates import read_certificate
@@ -200,7 +208,7 @@ class Stage:
             await self._control(messages, replies)
 
     async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
-        """Serve a predecessor's Ring stream. Raises StaleEpoch, RemoteProtocolError; the stage lives on."""
+        """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage lives on."""
         with self._handled():
             await self._ring(messages, replies)
 
@@ -266,7 +274,7 @@ class Stage:
     async def find_receiver(self, target: RingTarget) -> RingReceiver:
         """Where the link that ``target`` describes ends, once its epoch stands here.
 
-        Raises StaleEpoch, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
+        Raises StaleEpoch, StageLost, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
         """
         try:
             async with asyncio.timeout(self._open_s):
@@ -290,13 +298,14 @@ class Stage:
         return receiver
 
     def _stands(self, target: RingTarget) -> bool:
-        """Whether the target's epoch is open. Raises StaleEpoch once it cannot be any more."""
+        """Whether the target's epoch is open. Once it cannot be any more, raises StaleEpoch where another one is
+        obeyed, and StageLost where none is: that is no word of another engine."""
         if target.pipeline_id != self._pipeline or self._promised is None or target.epoch > self._promised:
             return False
         if target.epoch < self._promised:
             raise _stale(target.epoch, self._promised)
         if self._ended == target.epoch:
-            raise StaleEpoch(f"epoch {target.epoch} has ended", fact="its engine hung up or a step failed")
+            raise StageLost(f"epoch {target.epoch} has ended here", fact="its engine hung up or a step failed")
         return self._session is not None and self._session.spec.epoch == target.epoch
 
     async def _open(self, spec: PipelineSpec) -> Session:

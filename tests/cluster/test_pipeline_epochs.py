@@ -11,7 +11,15 @@ import pytest
 from edgepipe_emulated import oracle
 from pipeline_engine import CONFIG, SmallEngine, stages
 
-from edgepipe.errors import ConnectTimeout, EdgepipeError, ShardMismatch, StageError, StaleEpoch, VersionMismatch
+from edgepipe.errors import (
+    ConnectTimeout,
+    EdgepipeError,
+    ShardMismatch,
+    StageError,
+    StageLost,
+    StaleEpoch,
+    VersionMismatch,
+)
 from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
@@ -64,6 +72,16 @@ async def test_an_epoch_that_is_not_higher_is_refused(counter: int) -> None:
             engine = SmallEngine(driver)
             await engine.generate([[engine.new(PROMPT)]], 2)
         assert isinstance(await refusal(local, local.spec(1, epoch(counter))), StaleEpoch), "also after it ended"
+
+
+async def test_a_stage_whose_next_one_was_cut_off_from_the_engine_tells_of_no_other_engine() -> None:
+    """An engine that believed in one would leave the pipeline to it."""
+    async with stages(2) as local, local.open(epoch(1)) as driver:
+        first, last = driver.controls
+        last.hang_up()
+        await first.reports.ended.wait()
+        assert isinstance(first.reports.fault, StageLost)
+        assert "has ended" in first.reports.fault.what
 
 
 async def test_the_engines_name_breaks_ties() -> None:
