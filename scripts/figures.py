@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+_AT_START = psutil.cpu_times()
+_MUCH_STOLEN = 0.02  # of the processors' time, by whoever shares them with this virtual machine
 
 
 class Row(NamedTuple):
@@ -55,33 +58,41 @@ def _number(value: float | None) -> str:
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """The table for people, then one JSON line for scripts."""
     table = Table(title=title, title_justify="left")
-    for column, justify in (
-        ("figure", "left"),
-        ("value", "right"),
-        ("unit", "left"),
-        ("baseline", "right"),
-        ("of", "left"),
-        ("ratio", "right"),
-        ("target", "left"),
-        ("", "left"),
-    ):
-        table.add_column(column, justify=justify)
+    for column in ("figure", "value", "unit", "baseline", "of", "ratio", "target", ""):
+        table.add_column(column, justify="right" if column in ("value", "baseline", "ratio") else "left")
     for row in rows:
         mark = {True: "met", False: "MISSED", None: ""}[row.met]
         ratio = f"{row.ratio:.2f}x" if row.ratio is not None else ""
         table.add_row(
             row.name, _number(row.value), row.unit, _number(row.baseline), row.baseline_name, ratio, row.target, mark
         )
-    Console(width=max(140, Console().width)).print(table)
+    console = Console(width=max(140, Console().width))
+    console.print(table)
+    if stolen() > _MUCH_STOLEN:
+        console.print(f"The host kept {stolen():.0%} of the processors' time from this machine: figures are too low.")
     print(json.dumps({"bench": title, "rows": [row._asdict() for row in rows], **machine()}))
 
 
-def machine() -> dict[str, str | int | None]:
+def stolen() -> float:
+    """Share of the processors' time that a virtual machine's host gave to others since the start; 0 where it is not
+    told."""
+    now = psutil.cpu_times()
+    passed_s = sum(now[:8]) - sum(_AT_START[:8])  # what guests take is in the first of them
+    return (getattr(now, "steal", 0.0) - getattr(_AT_START, "steal", 0.0)) / max(passed_s, 0.01)
+
+
+def machine() -> dict[str, str | int | float | None]:
     """What the figures were measured on."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    return {"commit": commit, "cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    return {
+        "commit": commit,
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "stolen": round(stolen(), 3),
+    }
 
 
 def _cpu_name() -> str:
