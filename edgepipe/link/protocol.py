@@ -63,7 +63,8 @@ class Outgoing(Protocol):
         """Keep the link up until cancelled; redials a broken one and sends again what was not acknowledged.
 
         Raises LinkError when the other side stays away or takes nothing for as long as the target allows, StaleEpoch
-        when it obeys a newer epoch, StageLost when the epoch has ended there, RemoteProtocolError when the ends do not agree.
+        when it obeys a newer epoch, StageLost when the epoch has ended there, and RemoteProtocolError when the ends do
+        not agree.
         """
         ...
 
