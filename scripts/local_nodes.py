@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from edgepipe.link.channels import make_channel
 from edgepipe.link.security import Credentials
 from edgepipe.sampling import SamplingParams
 from edgepipe.wire.common import make_hello
+from edgepipe.wire.engines import StepTrace, trace_from_wire
 from edgepipe.wire.requests import Submission, command_to_wire
-from edgepipe.wire.v1.engine_pb2 import GatewayMessage
+from edgepipe.wire.v1.engine_pb2 import GatewayMessage, TraceEngine
 from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 START_S = 90.0
 ANSWER_S = 300.0
+_LAST_TIMINGS_S = 0.3  # stages tell of a step within a tenth of a second
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -160,21 +162,41 @@ async def complete_at(
 
     ``at_once``: so many of them at a time, the next as soon as one has its answer; 0: all.
     """
+    async with _engine_of(admin) as (engine, node_id), asyncio.timeout(ANSWER_S):
+        return await _stream(
+            engine,
+            node_id,
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            ignore_eos=ignore_eos,
+            at_once=at_once or len(prompts),
+        )
+
+
+@asynccontextmanager
+async def _engine_of(admin: Admin) -> AsyncGenerator[tuple[Any, str]]:
+    """The engine of the one model that a node serves, and the id of the gateway that asks it."""
     async with admin.act_as_gateway() as security:
         status = await admin.status()
         (engine,) = status.engines
         # A node that was told not to encrypt has no certificates.
         credentials = security.to_process(engine.certificate) if engine.certificate else Credentials()
-        async with make_channel(engine.address, credentials) as channel, asyncio.timeout(ANSWER_S):
-            return await _stream(
-                EngineStub(channel),
-                status.node_id,
-                prompts,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                ignore_eos=ignore_eos,
-                at_once=at_once or len(prompts),
-            )
+        async with make_channel(engine.address, credentials) as channel:
+            yield EngineStub(channel), status.node_id
+
+
+def steps_of(node: Node, *, after: int = 0) -> list[StepTrace]:
+    """The steps beyond ``after`` that the engine of the one model served remembers, once all stages told of them."""
+    return asyncio.run(_steps_of(node.data_dir, after))
+
+
+async def _steps_of(data_dir: Path, after: int) -> list[StepTrace]:
+    async with connect(data_dir) as admin, _engine_of(admin) as (engine, _):
+        await asyncio.sleep(_LAST_TIMINGS_S)
+        trace = trace_from_wire(await engine.Trace(TraceEngine(after_step=after), timeout=START_S))
+        num_stages = max((len(step.spans) for step in trace.steps), default=0)
+        return [step for step in trace.steps if len(step.spans) == num_stages]
 
 
 async def _stream(

@@ -6,7 +6,7 @@ import statistics
 from typing import NamedTuple
 
 from figures import Row, at_most
-from local_nodes import Answer, Node, complete, decode_rate, running_nodes
+from local_nodes import Answer, Node, complete, decode_rate, running_nodes, steps_of
 
 from edgepipe.model.store import StoredModel
 
@@ -20,8 +20,9 @@ _PROMPTS = [[(7 * i + 13 * j) % 40_000 + 100 for j in range(24)] for i in range(
 def real_model_rows(model: StoredModel) -> list[Row]:
     """Sixteen at a time over two stages, against their own step times and against one stage with both cores.
 
-    What step times allow is taken from the very rounds that are measured, with both stages at work; how long they take
-    with the other core idle is printed beside it. The two ways to serve take turns, as a core's speed changes.
+    What step times allow is taken from the very rounds that are measured, with both stages at work: the mean of every
+    step that only decodes for half of the users. How long they take with the other core idle is printed beside it. The
+    two ways to serve take turns, as a core's speed changes.
     """
     models_dir = model.path.parent
     with (
@@ -29,12 +30,12 @@ def real_model_rows(model: StoredModel) -> list[Row]:
         running_nodes(1, models_dir=models_dir, threads=2) as whole,
     ):
         _serve(halves[0], "--plan", _HALVES, "--micro-batches", "1")
-        alone_ms = _step_ms(halves[0])
+        alone_ms = _round(halves[0], users=_USERS // 2).step_ms  # one stage at a time: nothing beside it
         first_s, again_s = _prefix_ttfts_s(halves[0])
         halves[0].edgepipe("stop", "demo")
         _serve(halves[0], "--plan", _HALVES, "--micro-batches", "2")
         _serve(whole[0])
-        rounds = [(_round(halves[0]), _round(whole[0])) for _ in range(_ROUNDS)]
+        rounds = [(_round(halves[0]), _round(whole[0], rows=_USERS)) for _ in range(_ROUNDS)]
     two, one = (statistics.median(times) for times in zip(*((a.per_s, b.per_s) for a, b in rounds), strict=True))
     reached = statistics.median(a.per_s / _allowed(a.step_ms) for a, _ in rounds)
     gained = statistics.median(a.per_s / b.per_s for a, b in rounds)
@@ -56,10 +57,12 @@ class _Round(NamedTuple):
     step_ms: list[float]  # of each stage, meanwhile
 
 
-def _round(node: Node) -> _Round:
-    per_s = decode_rate(complete(node, _PROMPTS, max_tokens=48))
-    (engine,) = node.status()["engines"]
-    return _Round(per_s, [float(stage["step_ms"]) for stage in engine["stages"]])
+def _round(node: Node, *, users: int = _USERS, rows: int = _USERS // 2) -> _Round:
+    known = steps_of(node)
+    per_s = decode_rate(complete(node, _PROMPTS[:users], max_tokens=48))
+    steps = steps_of(node, after=known[-1].step if known else 0)
+    spans = [step.spans for step in steps if (step.decode_rows, step.prefill_tokens) == (rows, 0)]
+    return _Round(per_s, [statistics.mean(end - begin for begin, end in of) / 1e3 for of in zip(*spans, strict=True)])
 
 
 def _allowed(step_ms: list[float]) -> float:
@@ -75,16 +78,6 @@ def _at_least(name: str, value: float, baseline: float, of: str, ratio: float, t
 def _serve(node: Node, *flags: str) -> None:
     node.edgepipe("serve", "demo", "--context", "2048", *flags)
     complete(node, _PROMPTS, max_tokens=8)  # code paths and caches are cold once
-
-
-def _step_ms(node: Node) -> list[float]:
-    """Each stage's own time for half of the users, with nothing beside it."""
-    found: list[list[float]] = []
-    for _ in range(2):
-        complete(node, _PROMPTS[: _USERS // 2], max_tokens=16)
-        (engine,) = node.status()["engines"]
-        found.append([float(stage["step_ms"]) for stage in engine["stages"]])
-    return [statistics.median(times) for times in zip(*found, strict=True)]
 
 
 def _prefix_ttfts_s(node: Node) -> tuple[float, float]:
