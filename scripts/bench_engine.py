@@ -33,7 +33,6 @@ from edgepipe.planner.simulator import Run, simulate
 from edgepipe.planner.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.scheduler import make_policy
 from edgepipe.units import parse_link
-from edgepipe.wire.profiles import cluster_from_wire
 
 Settings = Mapping[str, str]
 
@@ -95,8 +94,8 @@ def host_s() -> float:
     async def asked() -> float:
         run = emulated_run(decode(RING, link="ideal", sequences=1, micro_batches="4"), "what hosts add")
         async with emulated_cluster(run.cluster) as admin:
-            cluster = cluster_from_wire(await admin.survey(RING["as-model"], dtype="auto"))
-            return statistics.median(cluster.links.host_s(machine.node_id) for machine in cluster.machines)
+            links = await admin.measure_links()
+            return statistics.median(one.one_way_s for one in links if one.sender == one.receiver)
 
     return asyncio.run(asked())
 
