@@ -31,7 +31,8 @@ from edgepipe.testing.nodes import HELLO, Node, Nodes, children_of
 from edgepipe.wire.v1 import node_pb2 as pb
 
 LOOK_S = 0.004
-_HISTORIES_S = 300.0  # what a daemon remembers of links, steps and its log is full by then
+_SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")
+_FIRST_FAULTS = 60
 MODELS = Path(os.environ.get("EP_TEST_MODELS", "~/.cache/edgepipe-tests")).expanduser()
 
 
@@ -273,25 +274,26 @@ def _cpu_s(cluster: ChaosCluster) -> float:
 
 
 async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> None:
-    """A fault every 20 s: does anything grow, once histories of some minutes are full?"""
+    """A fault every 20 s: does anything grow, once sixty faults in a row have filled histories, caches and arenas?"""
     draw = random.Random(6)
     samples: list[tuple[float, float, int]] = []
     async with folder() as place, chaos_cluster(place) as cluster:
         run = ChaosRun(cluster, seed=6)
         await run.prepare()
+        for number in range(_FIRST_FAULTS):
+            progress(f"soak: fault {number + 1} of {_FIRST_FAULTS} before it")
+            await run.trial(draw.choice(_SOAK_FAULTS[:-1]))  # an engine that is killed every other second is given up
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
-            fault = draw.choice(("kill stage", "crash stage", "kill two stages", "kill engine", "blink node"))
+            fault = draw.choice(_SOAK_FAULTS)
             progress(f"soak: {passed:.0f} of {seconds:.0f} s, {fault}")
             await run.trial(fault)
             await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began - passed)))
             samples.append((time.monotonic() - began, *_size(cluster)))
-    grown = [sample for sample in samples if sample[0] > _HISTORIES_S]
-    hours = [sample[0] / 3600 for sample in grown]
-    sizes = [sample[1] for sample in grown]
+    hours = [sample[0] / 3600 for sample in samples]
+    sizes = [sample[1] for sample in samples]
     slope = statistics.linear_regression(hours, sizes).slope / statistics.mean(sizes) * 100
-    minutes = (seconds - _HISTORIES_S) / 60
-    rows.append(below(f"memory slope of daemons over {minutes:.0f} min", slope, "%/h", 1.0))
+    rows.append(below(f"memory slope of daemons over {seconds / 60:.0f} min", slope, "%/h", 1.0))
     rows.append(Row("  of all", sizes[-1] / 2**20, "MB", sizes[0] / 2**20, "at first", sizes[-1] / sizes[0]))
     rows.append(below("descriptors gained", samples[-1][2] - samples[0][2], "", 8))
     rows.append(Row("faults in the soak", len(samples), ""))
