@@ -89,7 +89,7 @@ def running_nodes(
                     "log_level": "warning",
                 }
                 nodes.append(_start(flags, encrypted=encrypted))
-            _await_members(nodes[0], count)
+            await_idle(nodes[0], count)
             yield nodes
         finally:
             for node in nodes:
@@ -111,7 +111,8 @@ def _start(flags: dict[str, Any], *, encrypted: bool) -> Node:
     return Node(name=flags["name"], data_dir=Path(flags["data_dir"]), process=process, http_port=ready["http_port"])
 
 
-def _await_members(node: Node, count: int) -> None:
+def await_idle(node: Node, count: int) -> None:
+    """Until so many nodes are known to this one, each with a device that can be measured."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         members = node.status()["members"]
