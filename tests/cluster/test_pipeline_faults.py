@@ -183,11 +183,11 @@ async def test_activations_whose_plan_does_not_come_name_the_missing_side() -> N
 
 
 async def test_waiting_without_work_is_no_fault() -> None:
-    async with stages(2) as local, local.open(epoch(1), step_deadline_ms=50) as driver:
+    async with stages(2) as local, local.open(epoch(1), step_deadline_ms=400) as driver:
         engine = SmallEngine(driver)
         sequence = engine.new(PROMPT)
         for _ in range(3):
-            await asyncio.sleep(0.12)  # more than two deadlines
+            await asyncio.sleep(0.9)  # more than two deadlines, which are longer than credits wait
             await engine.generate([[sequence]], len(sequence.generated) + 1)
         assert driver.fault() is None
 

@@ -151,7 +151,7 @@ async def test_roles_cannot_be_overstepped(kind: Kind):
                 assert await process.say(caller, method) == b"x"
             else:
                 with pytest.raises(AccessDenied):
-                    await process.say(caller, method)
+                    await process.say(caller, method, data=b"")
         assert set(process.echo.calls) == {method for method in METHODS if kind in allowed(PREFIX + method)}
         assert len(process.denials) == len(METHODS) - len(process.echo.calls)
         assert {denial.who for denial in process.denials} == {caller.pair.fingerprint}

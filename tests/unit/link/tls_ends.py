@@ -74,9 +74,13 @@ class Listening:
         return MutualTls(party.pair, callers=()).to_process((expected or self.party.pair).certificate.pem)
 
     async def say(self, party: Party, method: str, *, data: bytes = b"x", **options: Any) -> bytes:
-        """Call a method as ``party``, send one message and take the answer. Raises what the call ends with."""
+        """Call a method as ``party``, send one message and take the answer. Raises what the call ends with.
+
+        Without ``data`` nothing is sent: gRPC hides why a call was refused if it is still being written to.
+        """
         async with self.stream(party, method, **options) as call:
-            await call.write(data)
+            if data:
+                await call.write(data)
             return await call.read()
 
     @asynccontextmanager
