@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,13 +111,14 @@ def even_layers(num_layers: int, names: Sequence[str]) -> str:
 
     Raises PlanInvalid for fewer layers than nodes.
     """
+    from edgepipe.model.facts import LayerRange
+
     if num_layers < len(names):
         raise PlanInvalid(
             f"{num_layers} layers cannot be shared by {len(names)} nodes", next_step="ask for fewer nodes"
         )
-    ends = [num_layers * (index + 1) // len(names) for index in range(len(names))]
-    starts = [0, *ends[:-1]]
-    return ",".join(f"{name}:{start}-{end - 1}" for name, start, end in zip(names, starts, ends, strict=True))
+    bounds = [num_layers * index // len(names) for index in range(len(names) + 1)]
+    return ",".join(f"{name}:{LayerRange(*ends)}" for name, ends in zip(names, pairwise(bounds), strict=True))
 
 
 def _installed() -> list[str]:

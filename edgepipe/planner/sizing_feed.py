@@ -8,15 +8,13 @@ from edgepipe.backend.cost import StepWork
 from edgepipe.planner.ring import Course, RingModel
 from edgepipe.scheduler.sizing import LinkCurve, Ring, Sizer, StageCurve
 
-_SMOOTHING = 0.05  # weight of the newest turn's latency, as the engine has it
-
 
 class SizingFeed:
     """Tells which M to use next, once a step has come back."""
 
     def __init__(self, ring: RingModel, *, row_bytes: int) -> None:
         self._model = ring
-        self._latency_s: float | None = None
+        self._newest: StepWork | None = None  # of those that only decode: what a turn's latency is asked for
         self._curves = [StageCurve() for _ in ring.stages]
         devices: dict[str, list[StageCurve]] = {}
         for index, (stage, curve) in enumerate(zip(ring.stages, self._curves, strict=True)):
@@ -37,14 +35,10 @@ class SizingFeed:
         for link, seconds in zip(self._ring.links, course.uploads_s, strict=False):  # the last way carries ids
             link.note_upload(num_bytes=num_tokens * self._ring.row_bytes, seconds=seconds)
         if num_tokens == work.rows:
-            self._note_latency(self._model.latency_s(work))
+            self._newest = work
         return self._sizer.due(sequences=running)
 
     def micro_batches(self, *, running: int) -> int:
         """The M to use now, with ``running`` sequences sharing the ring."""
-        ring = replace(self._ring, latency_s=self._latency_s or 0.0)
-        return self._sizer.decide(ring, sequences=running).micro_batches
-
-    def _note_latency(self, seconds: float) -> None:
-        known_s = seconds if self._latency_s is None else self._latency_s
-        self._latency_s = known_s + _SMOOTHING * (seconds - known_s)
+        latency_s = self._model.latency_s(self._newest) if self._newest is not None else 0.0
+        return self._sizer.decide(replace(self._ring, latency_s=latency_s), sequences=running).micro_batches

@@ -35,7 +35,7 @@ from edgepipe.wire.v1 import stage_pb2
 logger = logging.getLogger(__name__)
 
 _REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they are told of each other: one that is barred fails both
-_LEAST_WINDOW = 8
+_LEAST_WINDOW = 8  # steps
 
 
 class Dial(Protocol):
