@@ -25,7 +25,6 @@ from edgepipe.cli.bench import emulated_run
 from edgepipe.cli.bench_cluster import emulated_cluster
 from edgepipe.cli.bench_run import bench_emulated
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.config import prepare_environment
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.planner.report import RunReport
@@ -178,7 +177,7 @@ def throttling_rows(full: bool) -> list[Row]:
         rows.append(at_least("saturated by 256 users", real[0], "tok/s", real[1], "sarathi", 0.97))
     rate = 0.8 * most[0] / statistics.mean(request.output_tokens for request in crowd.requests)
     many, some = (
-        chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=count)) for count in (400, 180)
+        chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=count)) for count in (400, 140)
     )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
     plain, other = (predict(one, many) for one in pair)
@@ -282,7 +281,7 @@ def truth_rows(full: bool) -> list[Row]:
     """Random load, cancellations, preemptions, prefix hits: every token right, every block back."""
     from truth import truth_rows as measured
 
-    return measured(1_000_000 if full else 60_000)
+    return measured(1_000_000 if full else 40_000)
 
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
@@ -297,12 +296,13 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
 
 def main() -> None:
     """Measure the named parts, all unless named, and print one table."""
-    prepare_environment()
     full = "--full" in sys.argv[1:]
     rows: list[Row] = []
     for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
         print(f"measuring: {name}", file=sys.stderr, flush=True)
+        begun_s = time.perf_counter()
         found = PARTS[name](full)
+        print(f"  {time.perf_counter() - begun_s:.0f} s", file=sys.stderr, flush=True)
         for row in found:  # what is known is not lost if a later part fails
             ratio = "" if row.ratio is None else f", {row.ratio:.2f}x of {row.baseline_name}"
             print(f"  {row.name}: {row.value:.3g} {row.unit}{ratio}", file=sys.stderr, flush=True)

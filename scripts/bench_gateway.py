@@ -26,7 +26,6 @@ from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench_client import BenchClient, connected
 from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench_run import serve_model
-from edgepipe.config import prepare_environment
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import make_hello
@@ -235,7 +234,6 @@ PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {
 
 def main() -> None:
     """Measure the parts named on the command line; all of them where none is."""
-    prepare_environment()
     full = "--full" in sys.argv
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PARTS)
     rows = [row for name in names for row in asyncio.run(PARTS[name](full))]

@@ -30,7 +30,6 @@ from edgepipe.cli.bench import emulated_run
 from edgepipe.cli.bench_cluster import emulated_cluster
 from edgepipe.cli.bench_run import EmulatedRun, bench_emulated, runs_on
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.config import prepare_environment
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
@@ -479,7 +478,6 @@ HALVES: dict[str, Callable[[bool], list[Row]]] = {
 
 def main() -> None:
     """Measure the named parts, all unless named, and print one table."""
-    prepare_environment()
     full = "--full" in sys.argv[1:]
     rows: list[Row] = []
     for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):

@@ -14,6 +14,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from edgepipe.config import prepare_environment
+
+prepare_environment()  # every bench imports this before gRPC, which reads its settings then
+
 ROOT = Path(__file__).resolve().parent.parent
 _AT_START = psutil.cpu_times()
 _MUCH_STOLEN = 0.02  # of the processors' time, by whoever shares them with this virtual machine

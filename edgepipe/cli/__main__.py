@@ -9,6 +9,9 @@ from typing import NoReturn
 def start() -> NoReturn:
     """Run the command line of this process."""
     try:
+        from edgepipe.config import prepare_environment
+
+        prepare_environment()  # gRPC reads its settings when it is imported
         from edgepipe.cli.main import main
 
         main()

@@ -13,6 +13,7 @@ from edgepipe.errors import BackendUnavailable, SendTimeout
 from edgepipe.wire.v1 import node_pb2 as pb
 
 _PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
+_SPARE_S = 15.0  # a stage that has just ended leaves its device to a new process: backend imported, device measured
 
 
 class LayerMeasuring:
@@ -27,7 +28,7 @@ class LayerMeasuring:
         new_settings: Callable[[], ChildSettings],
         device_state: Callable[[], str],
     ) -> None:
-        """``device_state``: the word for what the device does; times are true while it is ``idle`` alone."""
+        """``device_state``: the word for what the device does."""
         self._node_name = node_name
         self._profiles = profiles
         self._spare = spare
@@ -38,29 +39,35 @@ class LayerMeasuring:
     async def measure(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
         """A layer's times.
 
-        What was measured while the machine was busy is measured again once it is not, and everything when asked to.
-        Raises BackendUnavailable while no spare is there, and where the shape cannot be measured.
+        What was measured while the machine was busy is measured again once it is not, and everything when asked to. The
+        device holds nothing meanwhile: while it serves, what is known is told. Raises BackendUnavailable where nothing
+        is, and where the shape cannot be measured.
         """
         key = self._key(request)
         known = self._profiles.get(key) if key else None
         busy = machine_busy()
         again = request.fresh or (known is not None and known.busy and not busy)
-        if known is not None and (request.known_only or not again or self._spare.child is None):
+        if known is not None and (request.known_only or not again):
             return known
         if request.known_only:
             raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
         async with self._turn:
-            found = await self._ask_spare(request, key)
+            spare = await self._spare.alone(_SPARE_S)
+            if spare is None and known is not None:
+                return known
+            key = self._key(request)  # a device is known once its first spare is there
+            found = await self._ask(spare, request, key)
         if not found.decode:
             raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
         found.busy = busy
         self._profiles.keep(key, found)
         return found
 
-    async def _ask_spare(self, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
-        spare, state = self._spare.child, self._device_state()
-        if spare is None or state != "idle" or not key:  # beside a stage's steps times would be false
-            raise BackendUnavailable(f"node {self._node_name} cannot measure now", fact=f"its device is {state}")
+    async def _ask(self, spare: Child | None, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
+        if spare is None or not key:  # beside a stage's steps times would be false
+            raise BackendUnavailable(
+                f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
+            )
         answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
         spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
         spare.send(pb.ChildCommand(profile=request))

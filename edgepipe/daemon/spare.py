@@ -46,6 +46,7 @@ class SpareStage:
         self._profile: common_pb2.DeviceProfile | None = None
         self._error: EdgepipeError | None = None
         self._taken = asyncio.Event()
+        self._alone = asyncio.Event()  # a spare is there that has measured the device while it held nothing
         self._vacant = asyncio.Event()  # the device holds nothing
         self._vacant.set()
         self._wanted = asyncio.Event()
@@ -93,9 +94,16 @@ class SpareStage:
             else:
                 event.clear()
 
+    async def alone(self, within_s: float) -> Child | None:
+        """The spare of a device that holds nothing, waited for while it starts; None while the device holds something,
+        where it cannot compute, and where no spare comes in time."""
+        if self._vacant.is_set() and self._error is None and not self._closed:
+            await _first_of(self._alone, timeout_s=within_s)
+        return self._child if self._alone.is_set() else None
+
     async def take(self) -> Child:
         """The spare, or a new process where there is none. Raises what ended it."""
-        spare, self._child = self._child, None
+        spare = self._vacate()
         self._taken.set()
         return spare or await self._start()
 
@@ -110,6 +118,8 @@ class SpareStage:
         self._error = None
         self._taken.clear()
         self._child = spare
+        if not beside:
+            self._alone.set()
         assert self._profile is not None
         self._on_measured(self._profile)
         self._on_change()
@@ -119,13 +129,19 @@ class SpareStage:
                 return
             await _first_of(spare.exited, self._taken, timeout_s=_SETTLED_S)
             if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
-                self._child = None  # what is free may have changed meanwhile: the next one measures it
+                self._vacate()  # what is free may have changed meanwhile: the next one measures it
                 self._on_change()
                 await self._children.stop(spare)
                 return
         if self._child is spare:
-            self._child = None
+            self._vacate()
             raise spare.error()
+
+    def _vacate(self) -> Child | None:
+        """There is no spare any more; what was it."""
+        spare, self._child = self._child, None
+        self._alone.clear()
+        return spare
 
     async def _start(self) -> Child:
         """A process that measures the device; beside another stage it believes what is known, so as not to disturb."""

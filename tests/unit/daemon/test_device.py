@@ -20,7 +20,7 @@ from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.layer_profiles import LayerProfiles
 from edgepipe.daemon.settings import ChildSettings
-from edgepipe.errors import EdgepipeError, StageLost
+from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.wire.common import epoch_to_wire, make_hello, slices_to_wire
@@ -29,6 +29,8 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
+LAYER = pb.LayerProfile(decode=[pb.ProfilePoint(size=1, seconds=0.001)])
+MEASURE = pb.ProfileLayerRequest(model_config="{}", fresh=True)
 
 
 class Process:
@@ -41,8 +43,10 @@ class Process:
         self.is_dying = False  # it hangs up before its end is told
         self.process = SimpleNamespace(returncode=None)
         self.crashed_in = None
+        self.measured = 0
         self.progress = pb.ChildProgress()
         self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
+        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _layer: None
 
     async def lives(self) -> bool:
         if self.is_dying:
@@ -52,6 +56,9 @@ class Process:
     def send(self, command: pb.ChildCommand) -> None:
         if command.HasField("load"):
             self.on_report(pb.ChildReport(loaded=pb.ShardLoaded(weight_bytes=1, kv_block_bytes=16)))
+        if command.HasField("profile"):
+            self.measured += 1
+            self.on_profiled(LAYER)
 
     def die(self, status: int = 1) -> None:
         self.alive, self.process.returncode = False, status
@@ -202,6 +209,26 @@ async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path):
         await host.host.release("p")
         await host.until(lambda: len(host.processes.started) == 3 and host.state() == "idle")
         assert [one.settings.device_profile for one in host.spares()] == [None]
+
+
+async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_path: Path):
+    async with running(tmp_path) as host:
+        await host.prepare()
+        await host.until(lambda: len(host.spares()) == 1)
+        with pytest.raises(BackendUnavailable, match="cannot measure now"):
+            await host.host.profile_layer(MEASURE)
+        await host.host.release("p")
+        assert (await host.host.profile_layer(MEASURE)).decode == LAYER.decode
+        asked = [one for one in host.processes.started if one.measured]
+        assert asked == [host.processes.started[2]]  # not the one from beside the stage, which is on its way out
+
+
+async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path):
+    async with running(tmp_path) as host:
+        known = await host.host.profile_layer(MEASURE)
+        await host.prepare()
+        assert await host.host.profile_layer(MEASURE) == known
+        assert sum(one.measured for one in host.processes.started) == 1
 
 
 async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_device(tmp_path: Path):
