@@ -275,6 +275,13 @@ class StaleEpoch(ClusterError):
     code = "stale_epoch"
 
 
+class StagesMove(ClusterError):
+    """Stages move to other nodes."""
+
+    code = "stages_move"
+    retry = Retry.AFTER_REPLAN
+
+
 class PairingRejected(ClusterError):
     """The node was not let into the cluster."""
 

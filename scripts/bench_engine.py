@@ -219,7 +219,7 @@ def sizing_rows(full: bool) -> list[Row]:
         auto = predict(settings)
         ratios.append(auto.steady_tokens_per_s / fixed[0].per_s)
         by_count = {one.micro_batches: one.per_s for one in fixed}
-        others = ", ".join(f"{k}N {by_count.get(4 * k, 0) / fixed[0].per_s:.2f}" for k in (1, 2, 3))
+        others = ", ".join(f"{k}N {by_count[4 * k] / fixed[0].per_s:.2f}" for k in (1, 2, 3) if 4 * k in by_count)
         name = f"auto (M={auto.micro_batches_mean:.1f}), {ring_name}, {link}, {crowd} sequences"
         of = f"best M={fixed[0].micro_batches}; {others}"
         rows.append(at_least(name, auto.steady_tokens_per_s, "tok/s", fixed[0].per_s, of, 0.90))

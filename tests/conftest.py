@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from edgepipe.config import prepare_environment
 from edgepipe.errors import EdgepipeError
 from edgepipe.model.store import ModelStore, StoredModel
+
+# gRPC reads its settings when it is imported: links within a test's process are those of nodes.
+prepare_environment()
 
 # A shared machine is slow now and then, and that is no failure.
 settings.register_profile("untimed", deadline=None)

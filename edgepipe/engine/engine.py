@@ -31,6 +31,7 @@ from edgepipe.errors import (
     NoFeasiblePlacement,
     PlanInvalid,
     StageLost,
+    StagesMove,
     StaleEpoch,
     StepFailed,
 )
@@ -43,8 +44,6 @@ from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-_MOVING = "stages move to other nodes"  # why an epoch ends that nothing is wrong with
 
 
 class Engine:
@@ -265,7 +264,7 @@ class Engine:
                 return None
             self._bars.note(run.missed())
             if isinstance(error, (StageLost, LinkError)) and error.node in self._reloading:
-                error = ClusterError(_MOVING)
+                error = StagesMove()
             self._reloading = frozenset()
             stats = run.pump.stats()
             if self._stalled_since_s is None and (stats.running or stats.waiting):
@@ -273,7 +272,7 @@ class Engine:
             table.pause()
             table.note_crash(run.crashed(), error)
             run.pump.fail(error)
-            moves = error.what == _MOVING
+            moves = isinstance(error, StagesMove)
             self._log("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error, asked=moves)
             if isinstance(error, StaleEpoch):
                 return error  # another engine has taken over; whoever outbids it does harm
@@ -395,7 +394,7 @@ class Engine:
                 self._reloading = frozenset()
                 self._log("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
                 continue
-            run.pump.fail(ClusterError(_MOVING))
+            run.pump.fail(StagesMove())
             return
 
     def _other_layers(self, spec: ServeSpec) -> frozenset[str]:

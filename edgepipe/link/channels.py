@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -116,13 +115,6 @@ def make_unix_server(path: str) -> grpc.aio.Server:
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
     return server
-
-
-def free_port(host: str) -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

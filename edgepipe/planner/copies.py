@@ -96,16 +96,6 @@ def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> Cop
     )
 
 
-def fewest_copies(parts: ModelParts, holds: Iterable[frozenset[int]]) -> tuple[int, frozenset[int]]:
-    """On how many disks the rarest parts are, and which these are."""
-    counts = dict.fromkeys(sorted(parts.all), 0)
-    for held in holds:
-        for part in held & parts.all:
-            counts[part] += 1
-    fewest = min(counts.values(), default=0)
-    return fewest, frozenset(part for part, count in counts.items() if count == fewest)
-
-
 def _first_run(parts: ModelParts, holds: Iterable[set[int]], skipped: set[int], wanted: int) -> list[int]:
     """Neighbouring parts that are on the same, too few disks; empty if there are none."""
     holders = list(holds)

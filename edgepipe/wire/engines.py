@@ -11,9 +11,7 @@ from edgepipe.model.facts import Slice
 from edgepipe.wire.common import (
     activation_type_from_wire,
     activation_type_to_wire,
-    epoch_from_wire,
     epoch_to_wire,
-    error_from_wire,
     error_to_wire,
     slices_from_wire,
     slices_to_wire,
@@ -223,43 +221,6 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
     )
 
 
-def engine_state_from_wire(message: engine_pb2.EngineState) -> EngineState:
-    """An engine's state from the wire. Raises PlanInvalid if a stage has an empty range."""
-    return EngineState(
-        model=message.model,
-        pipeline_id=PipelineId(message.pipeline_id),
-        epoch=epoch_from_wire(message.epoch),
-        state=message.state,
-        error=error_from_wire(message.error) if message.HasField("error") else None,
-        micro_batches=message.micro_batches,
-        in_flight=message.in_flight,
-        running=message.running,
-        waiting=message.waiting,
-        num_blocks=message.num_blocks,
-        free_blocks=message.free_blocks,
-        block_size=message.block_size,
-        tokens_per_s=message.tokens_per_s,
-        stages=tuple(_stage_from_wire(stage) for stage in message.stages),
-        context_length=message.context_length,
-        address=message.address,
-        manifest_hash=message.manifest_hash,
-        message=message.message,
-        progress=message.progress,
-        why=message.why,
-        bottleneck=message.bottleneck,
-        predicted_tokens_per_s=message.predicted_tokens_per_s,
-        latency_ms=message.latency_ms,
-        preemptions=message.preemptions,
-        admitted_tokens=message.admitted_tokens,
-        cached_tokens=message.cached_tokens,
-        decode_rows=message.decode_rows,
-        recoveries=message.recoveries,
-        stall_ms=message.stall_ms,
-        kept_tokens=message.kept_tokens,
-        replayed_tokens=message.replayed_tokens,
-    )
-
-
 def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
     return engine_pb2.StageState(
         node_id=stage.node_id,
@@ -281,30 +242,6 @@ def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
         hop_bytes=stage.hop_bytes,
         hop_latency_counts=stage.hop_latency_counts,
         hop_latency_s=stage.hop_latency_s,
-    )
-
-
-def _stage_from_wire(message: engine_pb2.StageState) -> StageState:
-    return StageState(
-        node_id=NodeId(message.node_id),
-        node_name=message.node_name,
-        backend=message.backend,
-        device=message.device,
-        slices=slices_from_wire(message.slices),
-        address=message.address,
-        weight_bytes=message.weight_bytes,
-        kv_bytes=message.kv_bytes,
-        busy=message.busy,
-        step_ms=message.step_ms,
-        upload_ms=message.upload_ms,
-        one_way_ms=message.one_way_ms,
-        decode_ms=message.decode_ms,
-        decode_upload_ms=message.decode_upload_ms,
-        computed_s=message.computed_s,
-        bubble_s=message.bubble_s,
-        hop_bytes=message.hop_bytes,
-        hop_latency_counts=tuple(message.hop_latency_counts),
-        hop_latency_s=message.hop_latency_s,
     )
 
 

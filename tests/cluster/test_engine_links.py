@@ -17,11 +17,11 @@ from edgepipe.engine.planning import Plan, Planner, SamePlan
 from edgepipe.engine.preparation import Nodes
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
-from edgepipe.link.channels import free_port
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.testing.pipeline import BLOCK_SIZE
+from edgepipe.testing.ports import free_port
 from edgepipe.testing.tcp_proxy import TcpProxy, tcp_proxy
 from edgepipe.wire.common import slices_from_wire
 from edgepipe.wire.engines import ServeSpec

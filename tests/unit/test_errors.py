@@ -8,6 +8,7 @@ import pytest
 from edgepipe import PROTOCOL_VERSION, errors
 from edgepipe.link import channels
 from edgepipe.link.security import Credentials, Plaintext
+from edgepipe.testing.ports import free_port
 from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 
@@ -97,7 +98,7 @@ async def test_handlers_errors_reach_the_caller_as_the_same_class() -> None:
 
 
 async def test_nobody_there_is_a_link_error_that_names_the_peer() -> None:
-    port = channels.free_port("127.0.0.1")
+    port = free_port("127.0.0.1")
     async with channels.make_channel(f"127.0.0.1:{port}", Credentials()) as channel:
         stub: Any = node_pb2_grpc.AdminStub(channel)
         with pytest.raises(errors.LinkError, match="studio"), channels.translated("studio"):

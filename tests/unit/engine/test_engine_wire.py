@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from google.protobuf.message import Message
 
 from edgepipe.backend.types import ActivationType
 from edgepipe.errors import RemoteProtocolError, RequestInvalid, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import GrammarSpec, SamplingParams
+from edgepipe.wire.common import epoch_from_wire, error_from_wire, slices_from_wire
 from edgepipe.wire.engines import (
     EngineState,
     ServeSpec,
     StagePlacement,
     StageState,
-    engine_state_from_wire,
     engine_state_to_wire,
     serve_spec_from_wire,
     serve_spec_to_wire,
@@ -102,7 +105,14 @@ def test_a_spec_of_few_words_means_the_usual() -> None:
     assert (spec.dtype, spec.activation_type) == ("auto", ActivationType.BF16)
 
 
-def test_an_engines_state_survives() -> None:
+def assert_told(state: EngineState | StageState, message: Message, *, but: set[str]) -> None:
+    """Every field of ours stands in the message under its name, ``but`` those of another form."""
+    for name in {field.name for field in fields(state)} - but:
+        told, ours = getattr(message, name), getattr(state, name)
+        assert (tuple(told) if isinstance(ours, tuple) else told) == ours, name
+
+
+def test_an_engines_state_is_told_whole() -> None:
     state = EngineState(
         model="m",
         pipeline_id=PipelineId("p"),
@@ -143,7 +153,13 @@ def test_an_engines_state_survives() -> None:
         admitted_tokens=80,
         cached_tokens=30,
     )
-    assert engine_state_from_wire(engine_state_to_wire(state)) == state
+    message = engine_state_to_wire(state)
+    assert epoch_from_wire(message.epoch) == state.epoch
+    assert not message.HasField("error")
+    assert_told(state, message, but={"epoch", "error", "stages"})
+    for stage, told in zip(state.stages, message.stages, strict=True):
+        assert slices_from_wire(told.slices) == stage.slices
+        assert_told(stage, told, but={"slices"})
 
 
 def test_an_engines_error_survives() -> None:
@@ -154,6 +170,6 @@ def test_an_engines_error_survives() -> None:
         state="failed",
         error=StageLost("gone", fact="since now", node="n", stage="stage 1"),
     )
-    error = engine_state_from_wire(engine_state_to_wire(state)).error
+    error = error_from_wire(engine_state_to_wire(state).error)
     assert isinstance(error, StageLost)
     assert (error.what, error.fact, error.node, error.stage) == ("gone", "since now", "n", "stage 1")

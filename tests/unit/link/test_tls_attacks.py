@@ -31,8 +31,9 @@ from edgepipe.errors import (
 )
 from edgepipe.link.access import Kind, allowed
 from edgepipe.link.certificates import Certificate, KeyPair, make_key_pair
-from edgepipe.link.channels import MAX_MESSAGE_BYTES, free_port, make_channel
+from edgepipe.link.channels import MAX_MESSAGE_BYTES, make_channel
 from edgepipe.link.security import Credentials, MutualTls, who_answers
+from edgepipe.testing.ports import free_port
 from edgepipe.testing.tcp_proxy import tcp_proxy
 
 ONE_OF_EACH = {

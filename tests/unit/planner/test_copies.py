@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.planner.copies import Disk, ModelParts, fewest_copies, plan_copies
+from edgepipe.planner.copies import Disk, ModelParts, plan_copies
 
 PARTS = ModelParts(sizes=(5, 10, 10, 10, 10, 6))
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -53,11 +53,6 @@ def test_parts_that_nobody_has_are_named_and_the_others_copied():
     plan = plan_copies(PARTS, [disk(A, 0, 1, 2, 3, 5), disk(B)], copies=2)
     assert plan.lost == (4,)
     assert plan.fetch == {B: (0, 1, 2, 3, 5)}
-
-
-def test_the_rarest_parts_are_told():
-    assert fewest_copies(PARTS, [frozenset(range(6)), frozenset({3, 4})]) == (1, {0, 1, 2, 5})
-    assert fewest_copies(PARTS, []) == (0, PARTS.all)
 
 
 @given(
