@@ -177,7 +177,7 @@ def throttling_rows(full: bool) -> list[Row]:
         rows.append(at_least("saturated by 256 users", real[0], "tok/s", real[1], "sarathi", 0.97))
     rate = 0.8 * most[0] / statistics.mean(request.output_tokens for request in crowd.requests)
     many, some = (
-        chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=count)) for count in (400, 140)
+        chats(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=rate, num_requests=count)) for count in (400, 180)
     )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
     plain, other = (predict(one, many) for one in pair)
