@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -169,6 +169,12 @@ async def _abort(context: Context, error: EdgepipeError) -> None:
     await context.abort(_status_of(error), str(error), trailing_metadata=((_ERROR_KEY, detail),))
 
 
+def _innermost(group: ExceptionGroup[Exception]) -> Exception:
+    """The first error of a group, however deep."""
+    first: Exception | ExceptionGroup[Exception] = group.exceptions[0]
+    return _innermost(cast("ExceptionGroup[Exception]", first)) if isinstance(first, ExceptionGroup) else first
+
+
 class _Interceptor(grpc.aio.ServerInterceptor):
     """Asks before every handler who calls, and sends our errors whole: gRPC turns an unmapped exception into a bare
     UNKNOWN. Handlers are coroutines or async generators."""
@@ -216,6 +222,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):
                         yield reply
             except EdgepipeError as exc:
                 await _abort(context, exc)
+            except ExceptionGroup as group:
+                cut, others = group.split(grpc.aio.AbortError)
+                if cut is None or others is not None:
+                    raise
+                raise _innermost(cut) from None  # gRPC knows its own error, and keeps quiet
 
         return call
 

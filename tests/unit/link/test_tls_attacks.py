@@ -237,6 +237,17 @@ async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back():
         assert [denial.what for denial in process.denials] == [PREFIX + "Node/Prepare: it was removed while it ran"]
 
 
+async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: pytest.LogCaptureFixture):
+    member = Party(kind=Kind.ENGINE)
+    async with listening(member) as process:
+        async with process.stream(member, "Stage/Control") as call:
+            await call.write(b"1")
+            assert await call.read() == b"1"
+            process.security.introduce([], nodes=())
+            assert await code_within_2_s(call) is grpc.StatusCode.PERMISSION_DENIED
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 async def test_a_removed_nodes_heartbeat_may_hear_why_and_ends_within_two_seconds():
     member = Party()
     async with listening(member) as process:

@@ -56,7 +56,15 @@ class Echo(grpc.GenericRpcHandler):
             finally:
                 self.running -= 1
 
-        return grpc.stream_stream_rpc_method_handler(echo)
+        async def echo_in_group(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            """As stages do, whose streams have tasks beside them."""
+            async with asyncio.TaskGroup():
+                async for message in echo(messages, context):
+                    await context.write(message)
+            for nothing in ():
+                yield nothing
+
+        return grpc.stream_stream_rpc_method_handler(echo_in_group if method.endswith("Stage/Control") else echo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
