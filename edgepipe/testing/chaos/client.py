@@ -53,8 +53,9 @@ class RecordingClient:
             await self._moved.wait()
 
     def left(self, stream: str) -> None:
-        """The client went away by its own wish."""
-        self._end(stream, "left", "")
+        """The client went away by its own wish, unless its stream had just ended."""
+        if not self._has_ended(stream):
+            self._end(stream, "left", "")
 
     async def _read(self, stream: str, response: httpx.Response) -> None:
         async for line in event_lines(response):

@@ -61,8 +61,8 @@ class Nemesis:
             await cure()
         self._healing.clear()
 
-    async def victim(self, kind: str, *, spare_first: bool = True) -> tuple[str, int]:
-        """A random serving child of a kind, (node, pid), not on the client's node where others have one."""
+    async def victims(self, kind: str) -> list[tuple[str, int]]:
+        """All serving children of a kind, (node, pid); waits for one where there is none now."""
         found: list[tuple[str, int]] = []
         async with asyncio.timeout(WHOLE_S):
             while not found:
@@ -70,6 +70,11 @@ class Nemesis:
                     found = await self.cluster.children(kind)
                 if not found:
                     await asyncio.sleep(LOOK_S)
+        return found
+
+    async def victim(self, kind: str, *, spare_first: bool = True) -> tuple[str, int]:
+        """A random serving child of a kind, (node, pid), not on the client's node where others have one."""
+        found = await self.victims(kind)
         elsewhere = [one for one in found if one[0] != self.cluster.names[0]]
         return self.random.choice(elsewhere if elsewhere and spare_first else found)
 

@@ -48,10 +48,10 @@ async def _kill_stages_again_and_again(nemesis: Nemesis) -> None:
 
 
 async def _kill_two_stages(nemesis: Nemesis) -> None:
-    victims = (await nemesis.cluster.children("stage"))[-2:]
-    for name, pid in victims:
+    for name, pid in (await nemesis.victims("stage"))[-2:]:
         await nemesis.strike(f"SIGKILL stage {pid} on {name}")
-        psutil.Process(pid).kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
 
 
 async def _kill_stage_twice(nemesis: Nemesis) -> None:
