@@ -102,7 +102,7 @@ async def _drain_engines_node(nemesis: Nemesis) -> None:
 async def _kill_stage_in_drain(nemesis: Nemesis) -> None:
     """A stage dies while stages move: the old epoch or the new one goes on, never both."""
     name, _ = await nemesis.victim("stage")
-    pids = [pid for _, pid in await nemesis.cluster.children("stage")]
+    pids = [pid for _, pid in await nemesis.victims("stage")]
     await nemesis.strike(f"{name} is drained")
     draining = asyncio.ensure_future(_drain(nemesis, name))
     await asyncio.sleep(nemesis.random.uniform(0.0, 0.5))
