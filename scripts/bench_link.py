@@ -132,6 +132,7 @@ async def _serve_echo(pipe: Connection) -> None:
 class _NullBackend:
     """Takes no time."""
 
+    block_sizes: tuple[int, ...] = (16,)
     max_submitted = 1
     picks_candidates = False
 

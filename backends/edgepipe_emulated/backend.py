@@ -61,6 +61,7 @@ class EmulatedTicket:
 class EmulatedBackend:
     """One emulated device; see the package's docstring for what it computes and ``settings`` for what can be set."""
 
+    block_sizes: tuple[int, ...] = (16, 32, 64, 128, 256)
     max_submitted = 2
     picks_candidates = False
 
@@ -87,7 +88,7 @@ class EmulatedBackend:
             memory_free_bytes=max(0, device.memory_bytes - used),
             bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
             flops=device.flops,
-            block_sizes=(16, 32, 64, 128, 256),
+            block_sizes=self.block_sizes,
             contiguous_kv=False,
         )
 

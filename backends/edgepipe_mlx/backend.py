@@ -30,7 +30,16 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_mlx.attention import LayerCache, StepArrays
 from edgepipe_mlx.definitions import check_architecture, models_folder
-from edgepipe_mlx.device import choose_device, choose_dtype, configure, free_bytes, is_cpu, measure, score_bytes
+from edgepipe_mlx.device import (
+    BLOCK_SIZES,
+    choose_device,
+    choose_dtype,
+    configure,
+    free_bytes,
+    is_cpu,
+    measure,
+    score_bytes,
+)
 from edgepipe_mlx.kv import KvPool
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
 from edgepipe_mlx.plan import StepPlan, plan_step
@@ -59,6 +68,7 @@ class MlxBackend:
     ``prepare`` makes numpy arrays only, and ``collect`` hands out copies.
     """
 
+    block_sizes: tuple[int, ...] = BLOCK_SIZES
     max_submitted: int = 1
     picks_candidates: bool = False  # memory is shared: a row of logits is no further away than its candidates
 

@@ -13,6 +13,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+BLOCK_SIZES = (16, 256)  # any would do; these are what other devices ask for
 _MIB = 1024 * 1024
 
 
@@ -93,6 +94,7 @@ def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfil
         memory_free_bytes=free_bytes(device),
         bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device, dtype),
         flops=_flops(device, dtype),
+        block_sizes=BLOCK_SIZES,
     )
 
 

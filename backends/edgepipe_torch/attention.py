@@ -85,8 +85,10 @@ class _BoundTile:
             self._keys, self._values = pool.run(first + tile.low, first + tile.high)
         else:
             self._slots = torch.from_numpy(tile.row.slots[tile.low : tile.high]).to(pool.pool.device)
-        one = tile.end - tile.start == 1
-        self._mask = None if one else masks.get(tile.end - tile.start, tile.high - tile.low, window)
+        self._mask: Tensor | None = None
+        if tile.end - tile.start > 1:
+            mask = masks.get(tile.end - tile.start, tile.high - tile.low, window)
+            self._mask = mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels read it in aligned pieces
 
     def run(self, layer: int, queries: Tensor, out: Tensor) -> None:
         """queries and out [T, Hkv, G, D]."""

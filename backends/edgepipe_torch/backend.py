@@ -29,15 +29,16 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
-from edgepipe_torch.decoder import Decoder, StepTensors
-from edgepipe_torch.device import choose_device, choose_dtype, free_bytes, measure, set_threads
+from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
+from edgepipe_torch.device import block_sizes, choose_device, choose_dtype, free_bytes, measure, set_threads
+from edgepipe_torch.graphs import DecodeGraphs, can_replay
 from edgepipe_torch.kv import KvPool
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.paged import PagedAttention, can_page
 from edgepipe_torch.plan import StepPlan, plan_step
 from edgepipe_torch.rope import Rotations
-from edgepipe_torch.transfer import Download, make_transfer
+from edgepipe_torch.transfer import CudaTransfer, Download, make_transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class TorchBackend:
         self._activation_type = options.activation_type
         set_threads(options.threads)
         self._transfer = make_transfer(self._device)
+        self.block_sizes = block_sizes(self._device, self._dtype)
         self.max_submitted = self._transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
         self._forget()
@@ -73,6 +75,8 @@ class TorchBackend:
         Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
         """
         self.close()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: events and graphs take the current one
         needed = self._dtype.itemsize * sum(weights.config.slice_parameters(part) for part in slices)
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
@@ -81,6 +85,7 @@ class TorchBackend:
             )
         self._config = weights.config
         self._rotations = rotations
+        self._weights = {part.part.index: part for part in loaded}
         self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace) for part in loaded}
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
@@ -91,11 +96,13 @@ class TorchBackend:
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
         """Allocate every layer's pool, replacing pools made before. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools = {}
+        self._pools, self._graphs = {}, {}
         parts = [decoder.part for decoder in self._decoders.values()]
         with self._memory_errors("the KV pool", num_blocks * self.kv_block_bytes(config, parts, block_size)):
             self._pools = {part.index: self._new_pool(config, part, num_blocks, block_size) for part in parts}
         self._num_blocks, self._block_size = num_blocks, block_size
+        if self._can_page() and isinstance(self._transfer, CudaTransfer):
+            self._graphs = {index: self._new_graphs(index, self._transfer) for index in self._decoders}
 
     def prepare(self, step: Step) -> StepPlan:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
@@ -114,6 +121,12 @@ class TorchBackend:
             self._transfer.begin()
             for other in self._pools.values():
                 other.copy(prepared.copies)
+            graphs = self._graphs.get(prepared.slice_index)
+            if graphs is not None and can_replay(prepared, head=decoder.part.head):
+                found = graphs.run(prepared, inputs)
+                if decoder.part.head:
+                    return self._sampled(found, edits)
+                return StepTicket(download=self._transfer.download(found), is_logits=False)
             hidden = self._hidden(decoder, inputs)
             hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
             if not decoder.part.head:
@@ -140,7 +153,9 @@ class TorchBackend:
         self._config: ModelConfig | None = None
         self._rotations: Rotations | None = None
         self._decoders: dict[int, Decoder] = {}  # by slice index
+        self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KvPool] = {}  # by slice index
+        self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, where the device has them
         self._num_blocks = 0
         self._block_size = 0
         self._workspace = Workspace(self._dtype, self._device)
@@ -165,7 +180,22 @@ class TorchBackend:
             head_dim=config.head_dim,
             dtype=self._dtype,
             device=self._device,
+            spare_blocks=1 if self._can_page(block_size) else 0,  # for graphs
         )
+
+    def _new_graphs(self, index: int, transfer: CudaTransfer) -> DecodeGraphs:
+        assert self._config is not None
+        decoder = Decoder(self._config, self._weights[index], Workspace(self._dtype, self._device))
+        return DecodeGraphs(
+            decoder,
+            self._pools[index],
+            transfer,
+            finish=decoder.logits if decoder.part.head else self._encode,
+            travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
+        )
+
+    def _can_page(self, block_size: int | None = None) -> bool:
+        return can_page(self._device, self._dtype, block_size=block_size or self._block_size)
 
     def _check_inputs(self, part: Slice, num_tokens: int, inputs: npt.NDArray[Any]) -> None:
         config = self._loaded_config()
@@ -206,8 +236,11 @@ class TorchBackend:
         scored = None
         if plan.scores is not None:
             scored = score(hidden[num_sampled:], plan.scores, decoder.logits, self._transfer)
-        logits = decoder.logits(hidden[:num_sampled])
-        if edits is not None and num_sampled:
+        return self._sampled(decoder.logits(hidden[:num_sampled]), edits, scored)
+
+    def _sampled(self, logits: Tensor, edits: LogitEdits | None, scored: Scored | None = None) -> StepTicket:
+        """logits [R, V]: all of them go to the host, or what matters of them."""
+        if edits is not None and logits.shape[0]:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
@@ -220,8 +253,8 @@ class TorchBackend:
         )
 
     def _attention(self, plan: StepPlan, pool: KvPool) -> StepAttention:
-        if can_page(self._device, self._dtype, block_size=self._block_size):
-            return PagedAttention(plan, pool, self._transfer)
+        if self._can_page():
+            return PagedAttention.of(plan, pool, self._transfer)
         return SequenceAttention(self._loaded_config(), plan, pool, self._masks)
 
     @contextmanager

@@ -57,7 +57,7 @@ class Decoder:
     """Runs a slice's layers."""
 
     def __init__(self, config: ModelConfig, weights: SliceWeights, workspace: Workspace) -> None:
-        self._config = config
+        self.config = config
         self._weights = weights
         self._workspace = workspace
         self._num_rotated = config.num_heads + config.num_kv_heads
@@ -100,16 +100,16 @@ class Decoder:
         assert self._weights.head is not None
         assert self._weights.final_norm is not None
         if hidden.shape[0] == 0:
-            return torch.empty(0, self._config.vocab_size, device=hidden.device)
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
         found = self._weights.head.rows(self._norm(hidden, self._weights.final_norm))
         return found.to(torch.float32, copy=True).contiguous()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KvPool) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D] -> what the heads saw [T, Hq D]."""
-        config = self._config
+        config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : self._num_rotated]

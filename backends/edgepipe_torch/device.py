@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid
+from edgepipe_torch.paged import PAGE_TOKENS, can_page
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CPU_BLOCKS = (16,)
-_CUDA_BLOCKS = (16, 256)  # FlashAttention-2 pages hold 256 tokens
 _MEASURE_S = 0.4  # per figure
 
 
@@ -65,6 +64,11 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
 
 
+def block_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Tokens per KV block that are served well: whole pages where attention reads pages, else any."""
+    return (PAGE_TOKENS,) if can_page(device, dtype, block_size=PAGE_TOKENS) else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that we may still take on the device."""
     if device.type == "cuda":
@@ -85,7 +89,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
         memory_free_bytes=min(free_bytes(device), total),
         bandwidth_bytes_per_s=_bandwidth(device, dtype),
         flops=_matrix_rate(device, dtype),
-        block_sizes=_CUDA_BLOCKS if is_cuda else _CPU_BLOCKS,
+        block_sizes=block_sizes(device, dtype),
         contiguous_kv=not is_cuda,
     )
 
@@ -101,7 +105,7 @@ def _bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square product."""
     size = 8192 if device.type == "cuda" else 768
-    a = torch.zeros(size, size, dtype=dtype, device=device)
+    a = torch.randn(size, size, device=device).to(dtype)  # a GPU multiplies zeros faster than numbers
     return 2 * size**3 / _best_time_s(lambda: torch.mm(a, a), device)
 
 

@@ -27,11 +27,13 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        spare_blocks: int = 0,
     ) -> None:
         """Raises RuntimeError or MemoryError where torch finds no memory."""
-        self._block_size = block_size
+        self.block_size = block_size
+        self.spare_block = num_blocks  # that no sequence has; only pools that have one
         self._num_kv_heads = num_kv_heads
-        shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads, head_dim)
+        shape = (num_layers, (num_blocks + spare_blocks) * block_size, 2 * num_kv_heads, head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self.pool.unbind(0)
 
@@ -42,8 +44,8 @@ class KvPool:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer, in the given order."""
         for copy in copies:
-            source, target = copy.source * self._block_size, copy.target * self._block_size
-            self.pool[:, target : target + self._block_size].copy_(self.pool[:, source : source + self._block_size])
+            source, target = copy.source * self.block_size, copy.target * self.block_size
+            self.pool[:, target : target + self.block_size].copy_(self.pool[:, source : source + self.block_size])
 
     def run(self, first_slot: int, end_slot: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of ``[first_slot, end_slot)``, per layer [kv heads, slots, D]: views, nothing is copied."""
@@ -58,5 +60,5 @@ class KvPool:
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as pages [blocks, block size, kv heads, D]: views."""
-        rows = self._layers[layer].view(-1, self._block_size, 2 * self._num_kv_heads, self.pool.shape[-1])
+        rows = self._layers[layer].view(-1, self.block_size, 2 * self._num_kv_heads, self.pool.shape[-1])
         return rows[:, :, : self._num_kv_heads], rows[:, :, self._num_kv_heads :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from edgepipe_torch.kv import KvPool
 from edgepipe_torch.plan import StepPlan
 from edgepipe_torch.transfer import Transfer
 
-_PAGE_TOKENS = 256
+PAGE_TOKENS = 256
 
 
 @cache
@@ -34,39 +35,61 @@ def varlen_attention() -> Callable[..., Any] | None:
 
 def can_page(device: torch.device, dtype: torch.dtype, *, block_size: int) -> bool:
     """Whether paged attention works here."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or block_size % _PAGE_TOKENS:
+    if device.type != "cuda" or dtype != torch.bfloat16 or block_size % PAGE_TOKENS:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8 and varlen_attention() is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSequences:
+    """Where the rows and keys of N sequences are, int32 on the device."""
+
+    row_starts: Tensor  # [N + 1]
+    key_starts: Tensor  # [N + 1] as if the keys were packed; asked for though pages are read
+    lengths: Tensor  # [N] keys
+    tables: Tensor  # [N, pages]
 
 
 class PagedAttention:
     """One step's sequences, attended over their pages in one kernel per layer."""
 
-    def __init__(self, plan: StepPlan, pool: KvPool, transfer: Transfer) -> None:
+    def __init__(self, pool: KvPool, sequences: PagedSequences, *, max_q: int, max_k: int) -> None:
+        """``max_q`` and ``max_k`` are bounds of any sequence's rows and keys."""
         self._pool = pool
-        self._arguments = _arguments(plan, transfer)
+        self._arguments: dict[str, Any] = {
+            "cu_seq_q": sequences.row_starts,
+            "cu_seq_k": sequences.key_starts,
+            "max_q": max_q,
+            "max_k": max_k,
+            "seqused_k": sequences.lengths,
+            "block_table": sequences.tables,
+        }
+
+    @classmethod
+    def of(cls, plan: StepPlan, pool: KvPool, transfer: Transfer) -> PagedAttention:
+        """For the rows of a step."""
+        counts = [row.num_tokens for row in plan.rows]
+        lengths = [row.length for row in plan.rows]
+        tables = np.zeros((len(plan.rows), max(len(row.blocks) for row in plan.rows)), np.int32)
+        for table, row in zip(tables, plan.rows, strict=True):
+            table[: len(row.blocks)] = row.blocks
+        sequences = PagedSequences(
+            row_starts=transfer.upload(np.cumsum([0, *counts], dtype=np.int32)),
+            key_starts=transfer.upload(np.cumsum([0, *lengths], dtype=np.int32)),
+            lengths=transfer.upload(np.asarray(lengths, np.int32)),
+            tables=transfer.upload(tables),
+        )
+        return cls(pool, sequences, max_q=max(counts), max_k=max(lengths))
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
         """See StepAttention."""
         attend = varlen_attention()
         assert attend is not None, "can_page was asked"
         keys, values = self._pool.pages(layer)
-        back = -1 if window is None else window - 1
-        found = attend(queries, keys, values, window_size=(back, 0), enable_gqa=True, **self._arguments)
+        seen, splits = (-1 if window is None else window - 1, 0), 1
+        if window is None and self._arguments["max_q"] == 1 and queries.shape[1] > keys.shape[2]:
+            # A lone query sees all keys. Told so, the kernel lets the heads of a group share the reading of them, and
+            # may split it. Split in any other way, torch 2.13 gave NaN for sequences shorter than max_k.
+            seen, splits = (-1, -1), None
+        found = attend(queries, keys, values, window_size=seen, num_splits=splits, enable_gqa=True, **self._arguments)
         out.copy_(found)
-
-
-def _arguments(plan: StepPlan, transfer: Transfer) -> dict[str, Any]:
-    counts = [row.num_tokens for row in plan.rows]
-    lengths = [row.length for row in plan.rows]
-    tables = np.zeros((len(plan.rows), max(len(row.blocks) for row in plan.rows)), np.int32)
-    for table, row in zip(tables, plan.rows, strict=True):
-        table[: len(row.blocks)] = row.blocks
-    return {
-        "cu_seq_q": transfer.upload(np.cumsum([0, *counts], dtype=np.int32)),
-        "cu_seq_k": None,
-        "max_q": max(counts),
-        "max_k": max(lengths),
-        "seqused_k": transfer.upload(np.asarray(lengths, np.int32)),
-        "block_table": transfer.upload(tables),
-    }

@@ -90,14 +90,15 @@ class _PinnedSet:
         self._used = 0
 
     def fill(self, array: npt.NDArray[Any]) -> Tensor:
-        source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if self._used == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[self._used].numel() < source.numel():
-            self._buffers[self._used] = torch.empty(2 * source.numel(), dtype=torch.uint8, pin_memory=True)
-        pinned = self._buffers[self._used][: source.numel()]
+        if self._buffers[self._used].numel() < source.size:
+            self._buffers[self._used] = torch.empty(2 * source.size, dtype=torch.uint8, pin_memory=True)
+        pinned = self._buffers[self._used][: source.size]
         self._used += 1
-        return pinned.copy_(source)
+        pinned.numpy()[:] = source
+        return pinned
 
 
 class CudaTransfer:
@@ -120,6 +121,11 @@ class CudaTransfer:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         moved = self._set.fill(array).to(self._device, non_blocking=True)
         return moved.view(dtype).view(array.shape)
+
+    def upload_to(self, array: npt.NDArray[Any], target: Tensor) -> None:
+        """Overwrite the beginning of ``target`` behind what was queued before; the array may be reused at once."""
+        filled = self._set.fill(array)
+        target.view(-1).view(torch.uint8)[: filled.numel()].copy_(filled, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Download:
         """Queue the copy to pinned memory behind the step's kernels."""

@@ -28,6 +28,7 @@ class Backend(Protocol):
     Everything but ``prepare`` is called on the stage's one compute thread, so thread-bound libraries are safe.
     """
 
+    block_sizes: tuple[int, ...]  # tokens per KV block that it serves well, ascending; it works with any
     max_submitted: int  # steps that may be submitted and not yet collected: 2 on CUDA, 1 elsewhere
     picks_candidates: bool  # the head's slice takes edits and returns candidates: where logits are dear to move
 

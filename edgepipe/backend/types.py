@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from edgepipe.ids import SequenceId, StepId
 
+DEFAULT_BLOCK_SIZE = 16  # tokens per KV block, where no device serves another size better
+
 Activations = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 """``[T, H]``: bf16 bits as uint16, or float32 where the pipeline's links do not round."""
 
@@ -48,7 +50,7 @@ class DeviceProfile:
     memory_free_bytes: int  # free for us now
     bandwidth_bytes_per_s: float  # effective memory read rate
     flops: float  # dense matrix rate in compute_dtype, FLOP/s
-    block_sizes: tuple[int, ...] = (16,)  # KV block sizes that the backend supports, tokens, ascending
+    block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE,)  # KV block sizes that it serves well, tokens, ascending
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
 
 

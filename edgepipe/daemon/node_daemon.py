@@ -22,6 +22,7 @@ from edgepipe.daemon.node_hosting import NodeHosting
 from edgepipe.daemon.node_presence import NodePresence
 from edgepipe.daemon.node_servers import NodeServers
 from edgepipe.daemon.sleep_guard import SleepGuard
+from edgepipe.daemon.tidying import keep_tidy
 from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -145,6 +146,7 @@ class NodeDaemon:
             ("own-address", self._follow_address()),
             ("awake", keep_awake(hosting, local.changes.watch, awake_command())),
             ("sleep", self._sleep.run()),
+            ("tidying", keep_tidy()),
         ):
             tasks.create_task(watching, name=name)
         await self._presence.start(tasks)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-from edgepipe.backend.types import ActivationType
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
 from edgepipe.daemon.memory import modest_kv_bytes
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
@@ -29,7 +29,7 @@ from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Plan, Wishes, plan
 from edgepipe.wire.common import activation_type_to_wire, epoch_from_wire, error_from_wire
 from edgepipe.wire.profiles import cluster_from_wire
-from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import common_pb2, engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -205,6 +205,7 @@ class Serving:
         spec.throughput, spec.concurrency = request.throughput, request.concurrency
         spec.num_nodes, spec.first = request.num_nodes, request.first
         spec.exclude.extend(request.exclude)
+        spec.block_size = common_block_size(device.profile for node in nodes for device in node.devices)
         spec.moves, spec.fixed = request.moves == pb.MOVES_AUTO, bool(request.plan)
         return spec, engine_node
 
@@ -279,6 +280,13 @@ def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed
             most = modest_kv_bytes(weight_bytes=config.slice_parameters(one.part) * room.bytes_per_weight)
             tokens = min(tokens, most // token_bytes)
     return max(tokens, context)
+
+
+def common_block_size(profiles: Iterable[common_pb2.DeviceProfile]) -> int:
+    """Tokens per KV block: the fewest that every device of the cluster serves well, as any of them may hold a stage."""
+    told = [one.block_sizes for one in profiles if one.block_sizes]
+    common = (size for size in told[0] if all(size in sizes for sizes in told)) if told else ()
+    return min(common, default=DEFAULT_BLOCK_SIZE)
 
 
 def model_matches(wanted: str, name: str) -> bool:

@@ -138,7 +138,7 @@ class Engine:
             epoch=self._epoch,
             state="starting",
             micro_batches=spec.micro_batches or len(spec.stages),
-            block_size=self._limits.block_size,
+            block_size=spec.block_size,
             context_length=spec.context_length or config.context_length,
             address=address,
             manifest_hash=spec.manifest_hash,

@@ -175,19 +175,19 @@ class EpochRun:
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
-            num_blocks = min(num_blocks, -(-spec.kv_tokens // limits.block_size))
+            num_blocks = min(num_blocks, -(-spec.kv_tokens // spec.block_size))
         if self._kept is not None and self._kept.pool.cached_blocks:
             num_blocks = min(num_blocks, self._kept.pool.num_blocks)  # another number would empty all stages' KV
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
-                fact=f"one block of {limits.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
+                fact=f"one block of {spec.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
                 next_step="add a node or choose a smaller model",
                 node=smallest.node_name,
             )
         return SchedulerLimits(
             num_blocks=num_blocks,
-            block_size=limits.block_size,
+            block_size=spec.block_size,
             context_length=spec.context_length or self._around.config.context_length,
             micro_batches=spec.micro_batches or len(self.sites),
             max_running=limits.max_running,

@@ -132,7 +132,7 @@ class Preparation:
             slices=slices_to_wire(placement.slices),
             weight_bytes=self._weight_bytes(placement),
             kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._context_length(),
-            block_size=self._limits.block_size,
+            block_size=self._spec.block_size,
             weights_node=self._hello.node_id,
             dtype=self._spec.dtype,
             activation_type=activation_type_to_wire(self._spec.activation_type),

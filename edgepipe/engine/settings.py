@@ -27,7 +27,6 @@ class EngineTimeouts:
 class EngineLimits:
     """How much an engine takes on."""
 
-    block_size: int = 16  # tokens
     max_running: int = 256  # sequences in the KV cache at once
     max_waiting: int = 1024  # sequences in the queue
     max_prefill_tokens: int = 2048  # per step

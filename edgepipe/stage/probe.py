@@ -19,7 +19,6 @@ from edgepipe.model.layout import layer_tensors, model_tensors, slice_tensors
 from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe.planner.profiles import LayerProfile, Point
 
-_BLOCK = 16  # tokens
 _ROWS = (1, 2, 4, 8, 16, 32)
 _PROMPTS = (32, 128, 512)
 _HEAD_ROWS = (1, 8, 32)
@@ -44,7 +43,9 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
     most = max(config.num_layers, _MOST_LAYERS + 2)
     probe = _Probe(backend, replace(config, num_layers=most, sliding_windows=()), clock)
     try:
-        if probe.load_s(1) * _MOST_LAYERS < _LOAD_S:
+        quick = probe.load_s(1) * _MOST_LAYERS < _LOAD_S
+        probe.warm_up()
+        if quick:
             many = _MOST_LAYERS  # the more layers, the less a step's overheads and the clock's noise count
         few = many // 2
         probe.load(few, head=False)
@@ -86,6 +87,7 @@ class _Probe:
 
     def __init__(self, backend: Backend, config: ModelConfig, clock: Clock) -> None:
         self._backend = backend
+        self._block = backend.block_sizes[0]
         self._config = replace(config, context_length=max(config.context_length, 2 * _LONG_CONTEXT))
         self._clock = clock
         self._steps = 0
@@ -101,8 +103,12 @@ class _Probe:
         """Replace what is loaded."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
         self._backend.load([self._part], _MadeUpWeights(self._config), lambda _: None)
-        tokens = max(_ROWS[-1] * (_CONTEXT + _BLOCK), _LONG_ROWS * (_LONG_CONTEXT + _BLOCK), _PROMPTS[-1])
-        self._backend.allocate_kv(num_blocks=tokens // _BLOCK + _ROWS[-1] + 1, block_size=_BLOCK)
+        tokens = max(_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block), _PROMPTS[-1])
+        self._backend.allocate_kv(num_blocks=tokens // self._block + _ROWS[-1] + 1, block_size=self._block)
+
+    def warm_up(self) -> None:
+        """The first step of a process also starts libraries: seconds on a GPU."""
+        self._run_s([(_CONTEXT - 1, 1)])
 
     def sweep(self, sizes: Sequence[int], measure: Callable[[int], float]) -> list[Point]:
         """Points by size, up to the first that takes too long; never fewer than one."""
@@ -138,7 +144,7 @@ class _Probe:
         step_rows: list[StepRow] = []
         block = 0
         for index, (position, count) in enumerate(rows):
-            blocks = -(-(position + count) // _BLOCK)
+            blocks = -(-(position + count) // self._block)
             run = BlockRun(block, blocks)
             step_rows.append(StepRow(sequence=SequenceId(index + 1), position=position, num_tokens=count, runs=(run,)))
             block += blocks

@@ -241,7 +241,7 @@ class Simulation:
         self._kept = KeptKV(pool=self._scheduler.hand_over(), contiguous=self._limits.contiguous_kv, since=self._since)
 
     def _new_table(self) -> RequestTable:
-        return RequestTable(config=self._config, limits=EngineLimits(block_size=BLOCK), timeouts=EngineTimeouts())
+        return RequestTable(config=self._config, limits=EngineLimits(), timeouts=EngineTimeouts())
 
     # What must hold.
 

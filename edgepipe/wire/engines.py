@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.backend.types import ActivationType
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.model.facts import Slice
@@ -47,6 +47,7 @@ class ServeSpec:
     exclude: tuple[str, ...] = ()  # names or ids of nodes to leave out
     first: str = ""  # the node that holds the first layers
     fixed: bool = False  # somebody said where the stages are: they begin there or not at all
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
         exclude=spec.exclude,
         first=spec.first,
         fixed=spec.fixed,
+        block_size=spec.block_size,
     )
 
 
@@ -181,6 +183,7 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
         exclude=tuple(message.exclude),
         first=message.first,
         fixed=message.fixed,
+        block_size=message.block_size or DEFAULT_BLOCK_SIZE,
     )
 
 

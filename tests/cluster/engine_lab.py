@@ -13,7 +13,7 @@ import grpc.aio
 from edgepipe_emulated import EmulatedBackend, EmulatedWeights, emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
-from edgepipe.backend.types import BackendOptions
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.engine.planning import Planner
@@ -292,6 +292,7 @@ async def engine_lab(
     contiguous_kv: bool = False,
     micro_batches: int = 0,
     limits: EngineLimits | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
     timeouts: EngineTimeouts | None = None,
     config: ModelConfig = CONFIG,
     device: str = "rtx4090",
@@ -335,6 +336,7 @@ async def engine_lab(
             model="emulated",
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
+            block_size=block_size,
         )
         server = make_server(Plaintext())
         address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"

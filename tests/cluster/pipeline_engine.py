@@ -33,6 +33,7 @@ def emulated(_: int = 0) -> EmulatedBackend:
 class HeldBackend:
     """An emulated backend whose steps wait in ``collect`` until released, and one of whose steps may break."""
 
+    block_sizes: tuple[int, ...] = (16,)
     max_submitted = 1
 
     def __init__(self, inner: EmulatedBackend) -> None:

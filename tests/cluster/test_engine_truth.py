@@ -74,7 +74,8 @@ async def run_load(
         micro_batches=4,
         max_blocks=max_blocks,
         contiguous_kv=contiguous_kv,
-        limits=EngineLimits(max_prefill_tokens=256, block_size=BLOCK_SIZE),
+        limits=EngineLimits(max_prefill_tokens=256),
+        block_size=BLOCK_SIZE,
     ) as lab:
         load = Load(lab, rng, tokens, longest)
         async with asyncio.TaskGroup() as users:

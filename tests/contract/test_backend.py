@@ -388,6 +388,20 @@ class TestLife:
         backend.allocate_kv(num_blocks=3, block_size=16)
         maker.assert_same(run(backend, (step_row(0, 6, (2, 1)), PROMPT[:6])), whole_prompt(maker, LLAMA, PROMPT[:6]))
 
+    @pytest.mark.parametrize("block_size", [16, 256])
+    def test_the_size_of_a_block_changes_nothing(self, maker: Maker, block_size: int) -> None:
+        config = replace(LLAMA, context_length=512)
+        backend = maker.loaded(config)
+        backend.allocate_kv(num_blocks=5, block_size=block_size)
+        tokens = (PROMPT * 8)[:300] if block_size == 256 else PROMPT[:20]
+        table = ((3, 1), (1, 1))  # two blocks that are no run
+        run(backend, (step_row(0, len(tokens) - 1, *table), tokens[:-1]), (step_row(0, 9, (4, 1)), OTHER[:9]))
+        found = run(backend, (step_row(len(tokens) - 1, 1, *table), tokens[-1:]), (step_row(9, 1, (4, 1)), OTHER[9:10]))
+        expected = maker.loaded(config)
+        expected.allocate_kv(num_blocks=20, block_size=16)
+        maker.assert_same(found[:1], run(expected, (step_row(0, len(tokens), (0, 20)), tokens))[-1:])
+        maker.assert_same(found[1:], whole_prompt(maker, config, OTHER[:10])[-1:])
+
     def test_progress_covers_every_tensor_and_nothing_else_is_read(self, maker: Maker) -> None:
         backend = maker.bare()
         weights = TinyWeights(LLAMA)

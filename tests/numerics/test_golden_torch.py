@@ -8,11 +8,11 @@ import pytest
 from golden import assert_forced, assert_greedy, items
 from harness import BF16Weights, Pipeline
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from edgepipe_torch import TorchBackend
+from edgepipe_torch import TorchBackend  # noqa: E402
 
-from edgepipe.backend.types import ActivationType, BackendOptions
+from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 
 ITEMS = items()
 
@@ -46,6 +46,21 @@ def test_top_one_on_the_references_tokens_is_the_references(pipeline: Pipeline) 
 @pytest.mark.parametrize("num_stages", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_bf16_compute_keeps_the_references_decided_tokens(demo_weights: BF16Weights, num_stages: int) -> None:
     pipeline = build(demo_weights, num_stages, dtype="bfloat16")
+    for item in ITEMS:
+        assert_forced(pipeline.forced(item.prompt_ids, item.greedy_ids), item, bf16=True)
+    pipeline.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("block_size", [16, 256], ids=["gathered", "paged"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_cuda_keeps_the_references_decided_tokens(demo_weights: BF16Weights, num_stages: int, block_size: int) -> None:
+    options = BackendOptions(device="cuda", activation_type=ActivationType.BF16)
+    backends = [TorchBackend(options) for _ in range(num_stages)]
+    pipeline = Pipeline.build(
+        backends, demo_weights, num_blocks=4096 // block_size, block_size=block_size, scattered=True
+    )
     for item in ITEMS:
         assert_forced(pipeline.forced(item.prompt_ids, item.greedy_ids), item, bf16=True)
     pipeline.close()

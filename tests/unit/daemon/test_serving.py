@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.daemon.serving import default_kv_tokens, model_matches
+from edgepipe.daemon.serving import common_block_size, default_kv_tokens, model_matches
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.testing.tiny_model import tiny_config
+from edgepipe.wire.v1 import common_pb2
 
 
 def room(*, host: bool) -> NodeRoom:
@@ -48,3 +49,11 @@ def test_host_memory_is_taken_modestly():
 )
 def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool):
     assert model_matches(typed, "Qwen/Qwen3-8B") is means
+
+
+@pytest.mark.parametrize(
+    ("sizes", "common"),
+    [([], 16), ([(16, 256), (16,)], 16), ([(16, 256), (256,)], 256), ([(16,), (256,)], 16), ([(), (256,)], 256)],
+)
+def test_a_block_is_as_small_as_every_device_serves_well(sizes: list[tuple[int, ...]], common: int):
+    assert common_block_size(common_pb2.DeviceProfile(block_sizes=each) for each in sizes) == common

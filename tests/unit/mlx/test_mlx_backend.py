@@ -48,7 +48,7 @@ def test_the_profile_is_measured() -> None:
     assert 0 < profile.memory_free_bytes <= profile.memory_total_bytes
     assert profile.bandwidth_bytes_per_s > 1e8
     assert profile.flops > 1e8
-    assert profile.block_sizes == (16,)
+    assert profile.block_sizes == (16, 256)
     assert profile.contiguous_kv
 
 

@@ -23,6 +23,7 @@ class Recorder:
     """A backend that writes down what is asked of it, and on which thread."""
 
     def __init__(self, max_submitted: int) -> None:
+        self.block_sizes: tuple[int, ...] = (16,)
         self.max_submitted = max_submitted
         self.picks_candidates = False
         self.calls: list[str] = []

@@ -22,6 +22,7 @@ from edgepipe.wire.profiles import layer_profile_from_wire, layer_profile_to_wir
 class TimedBackend:
     """1 ms a step, 2 ms a layer, 0.1 ms a layer and token, 5 ms the head, 1 us a layer and token of context."""
 
+    block_sizes: tuple[int, ...] = (16,)
     max_submitted = 1
     picks_candidates = False
 

@@ -199,31 +199,3 @@ class TestDevices:
     def test_a_missing_gpu_is_named(self) -> None:
         with pytest.raises(BackendUnavailable, match="cuda:77"):
             TorchBackend(BackendOptions(device="cuda:77"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("block_size", [16, 256], ids=["gathered", "paged"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_cuda_gives_what_the_cpu_gives_with_two_steps_submitted(block_size: int, window: int | None) -> None:
-    config = tiny_config(head_dim=16, sliding_window=window)
-    expected, found = (both_decoded(config, device, block_size) for device in ("cpu", "cuda"))
-    assert float(np.abs(found - expected).max()) < 0.1 * float(np.abs(expected).max())
-
-
-def both_decoded(config: ModelConfig, device: str, block_size: int) -> np.ndarray:
-    """Logits of two sequences, a prompt and then single tokens, as many steps submitted at once as are allowed."""
-    backend = TorchBackend(BackendOptions(device=device))
-    backend.load(whole(config), TinyWeights(config), ignore)
-    backend.allocate_kv(num_blocks=16, block_size=block_size)
-    steps = [(0, 70), *((position, 1) for position in range(70, 78))]
-    found: list[np.ndarray] = []
-    waiting: list[Any] = []
-    for position, count in steps:
-        rows = [step_row(position, count, (0, 3), (5, 3)), step_row(position, count, (8, 8), sequence=2)]
-        ids = token_ids(range(count), range(1, count + 1))
-        waiting.append(backend.submit(backend.prepare(make_step(rows)), ids))
-        if len(waiting) == backend.max_submitted:
-            found.append(np.asarray(backend.collect(waiting.pop(0)).logits))
-    found += [np.asarray(backend.collect(ticket).logits) for ticket in waiting]
-    return np.concatenate(found)

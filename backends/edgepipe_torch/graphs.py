@@ -1,0 +1,178 @@
+"""CUDA graphs of steps in which every sequence gets one token: a few hundred launches become one.
+
+Decoding takes some fifteen kernels per layer, and launching them from Python takes longer than running them unless the
+layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, when a step of
+that size comes for the second time; rows beyond the step's own write to a spare block that no sequence has. One pool of
+memory serves all graphs, and a step's inputs arrive as one copy in buffers that stay where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe_torch.decoder import Decoder, StepTensors
+from edgepipe_torch.kv import KvPool
+from edgepipe_torch.paged import PagedAttention, PagedSequences
+from edgepipe_torch.plan import StepPlan
+from edgepipe_torch.transfer import CudaTransfer
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # more rows keep the device busy for longer than launching takes
+_WIDTHS = (4, 16, 64, 256, 1024)  # pages per sequence
+
+Finish = Callable[[Tensor], Tensor]
+"""The slice's last hidden state [B, H] -> what leaves it: logits [B, V], or activations as they travel."""
+
+
+def can_replay(plan: StepPlan, *, head: bool) -> bool:
+    """Whether a step is one that graphs are made of: one token per row, and with the head each row sampled from."""
+    if plan.scores is not None or plan.num_tokens != len(plan.rows) or not 0 < len(plan.rows) <= _ROWS[-1]:
+        return False
+    if max(len(row.blocks) for row in plan.rows) > _WIDTHS[-1]:
+        return False
+    return not head or np.array_equal(plan.logit_rows, np.arange(len(plan.rows)))
+
+
+class DecodeGraphs:
+    """The graphs of one slice."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KvPool, transfer: CudaTransfer, *, finish: Finish, travels: torch.dtype
+    ) -> None:
+        """``decoder`` has a workspace of its own; ``travels`` is the type of arriving activations."""
+        self._decoder = decoder
+        self._pool = pool
+        self._transfer = transfer
+        self._finish = finish
+        self._travels = travels
+        self._known: dict[tuple[int, int], _Graph] = {}  # by rows and pages
+        self._memory: Any = None
+
+    def run(self, plan: StepPlan, inputs: npt.NDArray[Any]) -> Tensor:
+        """What leaves the slice for the step's rows; the next step of its size overwrites it.
+
+        inputs  [T] int32 token ids, or [T, H] activations as they travel
+        """
+        rows = next(size for size in _ROWS if size >= len(plan.rows))
+        pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in plan.rows))
+        graph = self._known.get((rows, pages))
+        if graph is None:
+            fields = _Fields(self._decoder, self._pool, rows, pages, self._travels)
+            graph = self._known[rows, pages] = _Graph(fields, self._compute)
+        graph.fields.fill(plan, inputs, self._transfer)
+        self._memory = graph.run(self._memory)
+        return graph.result[: len(plan.rows)]
+
+    def _compute(self, fields: _Fields) -> Tensor:
+        if fields.ids is not None:
+            self._decoder.embed(fields.ids, fields.hidden)
+        else:
+            fields.hidden.copy_(fields.arrived)
+        return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool))
+
+
+class _Graph:
+    """One size of step."""
+
+    def __init__(self, fields: _Fields, compute: Callable[[_Fields], Tensor]) -> None:
+        self.fields = fields
+        self.result = fields.hidden
+        self._compute = compute
+        self._runs = 0
+        self._recorded: Any = None
+
+    def run(self, memory: Any) -> Any:
+        """Compute ``result``; takes and gives the pool of memory that graphs share."""
+        self._runs += 1
+        if self._runs == 2:  # the first run has loaded every kernel
+            memory = self._record(memory)
+        if self._recorded is not None:
+            self._recorded.replay()
+        else:
+            self.result = self._compute(self.fields)
+        return memory
+
+    def _record(self, memory: Any) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                result = self._compute(self.fields)
+        except RuntimeError as exc:  # such as too little memory: steps of this size go on without
+            logger.warning("steps of %d rows run without a CUDA graph: %s", self.fields.rows, exc)
+            return memory
+        self.result, self._recorded = result, graph
+        return graph.pool()
+
+
+class _Fields:
+    """A step's inputs on the device, at addresses that stay: B rows, P pages each."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool, rows: int, pages: int, travels: torch.dtype) -> None:
+        config, device = decoder.config, pool.pool.device
+        self.rows = rows
+        self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.pool.dtype, device=device)
+        self.arrived = torch.zeros(rows, config.hidden_size, dtype=travels, device=device)
+        self._spare = pool.spare_block
+        self._spare_slot = pool.spare_block * pool.block_size
+        shapes: list[tuple[type[Any], tuple[int, ...]]] = [
+            (np.int64, (rows,)),
+            (np.int64, (rows,)),
+            (np.complex64, (rows, 1, config.head_dim // 2)),
+            (np.int32, (rows,)),
+            (np.int32, (rows + 1,)),
+            (np.int32, (rows, pages)),
+        ]
+        sizes = [np.dtype(kind).itemsize * math.prod(shape) for kind, shape in shapes]
+        self._host = np.zeros(sum(sizes), np.uint8)
+        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        starts = np.cumsum([0, *sizes[:-1]])
+        host = [self._host[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        self._ids, self._slots, self._rotations, self._lengths, self._key_starts, self._tables = (
+            part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True)
+        )
+        ids, slots, rotations, lengths, key_starts, tables = (
+            self._device[int(at) : int(at) + size].view(_torch_type(kind)).view(shape)
+            for at, size, (kind, shape) in zip(starts, sizes, shapes, strict=True)
+        )
+        self.ids = ids if decoder.part.embedding else None
+        every = torch.arange(rows + 1, device=device)
+        self.step = StepTensors(
+            slots=slots,
+            rotations=rotations,
+            attention=PagedAttention(
+                pool,
+                PagedSequences(row_starts=every.int(), key_starts=key_starts, lengths=lengths, tables=tables),
+                max_q=1,
+                max_k=pages * pool.block_size,
+            ),
+            logit_rows=every[:rows],
+        )
+
+    def fill(self, plan: StepPlan, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
+        """Send a step's inputs. Rows beyond its own read and write the spare block."""
+        count = len(plan.rows)
+        self._slots[:count], self._slots[count:] = plan.slots, self._spare_slot
+        self._rotations[:count, 0] = plan.rotations
+        self._lengths[count:], self._tables[count:] = 1, self._spare
+        for index, row in enumerate(plan.rows):
+            self._lengths[index] = row.length
+            self._tables[index, : len(row.blocks)] = row.blocks
+        np.cumsum(self._lengths, dtype=np.int32, out=self._key_starts[1:])
+        if self.ids is not None:
+            self._ids[:count] = inputs
+        else:
+            transfer.upload_to(inputs, self.arrived)
+        transfer.upload_to(self._host, self._device)
+
+
+def _torch_type(kind: type[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, kind)).dtype
