@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -281,7 +282,7 @@ async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> Non
     minutes at the soak's own pace: daemons keep the gaps of two minutes' beats.
     """
     draw = random.Random(6)
-    samples: list[tuple[float, float, int]] = []
+    samples: list[_Sample] = []
     async with folder() as place, chaos_cluster(place) as cluster:
         run = ChaosRun(cluster, seed=6)
         await run.prepare()
@@ -294,23 +295,46 @@ async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> Non
             fault = draw.choice(_SOAK_FAULTS)
             await run.trial(fault)
             await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began - passed)))
-            now_s, size, descriptors = time.monotonic() - began, *_size(cluster)
-            progress(f"soak: {now_s:.0f} of {seconds:.0f} s, {fault}, {size / 2**20:.1f} MB")
-            if now_s > 0:
-                samples.append((now_s, size, descriptors))
-    hours = [sample[0] / 3600 for sample in samples]
-    sizes = [sample[1] for sample in samples]
+            sample = await _sample(cluster, time.monotonic() - began)
+            progress(
+                f"soak: {sample.at_s:.0f} of {seconds:.0f} s, {fault}, "
+                f"{sample.size_bytes / 2**20:.1f} MB, {sample.descriptors} descriptors, {sample.tasks} tasks"
+            )
+            if sample.at_s > 0:
+                samples.append(sample)
+    hours = [sample.at_s / 3600 for sample in samples]
+    sizes = [sample.size_bytes for sample in samples]
     slope = statistics.linear_regression(hours, sizes).slope / statistics.mean(sizes) * 100
     rows.append(below(f"memory slope of daemons over {seconds / 60:.0f} min", slope, "%/h", 1.0))
     rows.append(Row("  of all", sizes[-1] / 2**20, "MB", sizes[0] / 2**20, "at first", sizes[-1] / sizes[0]))
-    rows.append(below("descriptors gained", samples[-1][2] - samples[0][2], "", 8))
+    rows.append(below("descriptors gained", _gained([sample.descriptors for sample in samples]), "", 8))
+    rows.append(below("tasks gained", _gained([sample.tasks for sample in samples]), "", 8))
     rows.append(Row("faults in the soak", len(samples), ""))
 
 
-def _size(cluster: ChaosCluster) -> tuple[float, int]:
-    """Bytes and descriptors of what lives on while stages and engines come and go."""
-    processes = [psutil.Process(node.process.pid) for node in cluster.running.values()]
-    return sum(one.memory_info().rss for one in processes), sum(one.num_fds() for one in processes)
+class _Sample(NamedTuple):
+    """What the daemons hold, which live on while stages and engines come and go."""
+
+    at_s: float
+    size_bytes: int
+    descriptors: int
+    tasks: int
+
+
+async def _sample(cluster: ChaosCluster, at_s: float) -> _Sample:
+    nodes = list(cluster.running.values())
+    processes = [psutil.Process(node.process.pid) for node in nodes]
+    return _Sample(
+        at_s,
+        sum(one.memory_info().rss for one in processes),
+        sum(one.num_fds() for one in processes),
+        sum([(await node.status()).num_tasks for node in nodes]),
+    )
+
+
+def _gained(counts: Sequence[int]) -> float:
+    """From the first ten to the last ten: one of them may be taken while something goes on."""
+    return statistics.median(counts[-10:]) - statistics.median(counts[:10])
 
 
 async def main() -> None:

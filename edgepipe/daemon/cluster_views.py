@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class ClusterViews:
             node_id=self._trust.node_id,
             uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
             data_dir=str(self._data_dir),
+            num_tasks=len(asyncio.all_tasks()),
         )
         status.members.extend(self._members())
         status.absent.extend(self._absent())
