@@ -102,7 +102,7 @@ class _Probe:
     def load(self, num_layers: int, *, head: bool) -> None:
         """Replace what is loaded."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
-        self._backend.load([self._part], _MadeUpWeights(self._config), lambda _: None)
+        self._backend.load([self._part], MadeUpWeights(self._config), lambda _: None)
         tokens = max(_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block), _PROMPTS[-1])
         self._backend.allocate_kv(num_blocks=tokens // self._block + _ROWS[-1] + 1, block_size=self._block)
 
@@ -163,7 +163,7 @@ class _Probe:
         return self._clock.monotonic_s() - started_s
 
 
-class _MadeUpWeights:
+class MadeUpWeights:
     """Small random numbers in every tensor that a slice wants; a ``WeightSource``."""
 
     bytes_read = 0
