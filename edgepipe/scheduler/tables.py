@@ -154,7 +154,10 @@ class BlockTables:
         keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
         known = self._kv.find(keys)
         current = self._kv.num_current(known)
-        return None if current < len(keys) and self._kv.is_coming(keys[current]) else known
+        stale = known[current:]  # to be written again, and nobody else may be in the middle of that
+        if self._kv.num_idle(stale) < len(stale) or (current < len(keys) and self._kv.is_coming(keys[current])):
+            return None
+        return known
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
         """As many of them as can stay while they are copied."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scheduler_world import VOCAB, World, limits, spec
 
@@ -41,6 +41,11 @@ actions = st.lists(
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=pipelines, policy=policies, actions=actions)
+@example(  # cancelled in the middle of replaying what a stage had lost, and wanted by the next one
+    pipeline=limits(num_blocks=4, block_size=1, context_length=20, max_running=1, max_waiting=1),
+    policy=SarathiPolicy(max_tokens=1),
+    actions=[("s", 2, 2, 0), ("r", 1, 1, 0), ("r", 1, 1, 0), ("e", 1, 1, 0), ("c", 1, 1, 0), ("s", 3, 1, 0)],
+)
 def test_every_sequence_gets_its_tokens_whatever_happens(
     pipeline: SchedulerLimits, policy: Policy, actions: list[Action]
 ) -> None:
