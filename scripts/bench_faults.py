@@ -33,7 +33,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 LOOK_S = 0.004
 _SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")
-_FIRST_FAULTS = 60
+_FIRST_FAULTS = 120
 _SETTLING_S = 360.0
 MODELS = Path(os.environ.get("EP_TEST_MODELS", "~/.cache/edgepipe-tests")).expanduser()
 
@@ -278,7 +278,7 @@ def _cpu_s(cluster: ChaosCluster) -> float:
 async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> None:
     """A fault every 20 s: does anything grow, once histories, caches and arenas are full?
 
-    They are after sixty faults in a row, a first search for a better placement (its code alone takes 2.5 MB), and six
+    They are after 120 faults in a row (some lines of the log each, of which 2000 are kept), a first search for a better placement (its code alone takes 2.5 MB), and six
     minutes at the soak's own pace: daemons keep the gaps of two minutes' beats.
     """
     draw = random.Random(6)

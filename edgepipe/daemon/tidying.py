@@ -1,4 +1,4 @@
-"""Gives back, once a minute, what a daemon that lives for weeks no longer holds.
+"""Gives back, twice a minute, what a daemon that lives for weeks no longer holds.
 
 Finished calls of gRPC leave cycles, of which a quiet daemon makes too few for Python to look through all its objects of
 its own accord, and they hold messages; and glibc keeps what was freed between pieces that live on. Without this, three
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 
-async def keep_tidy(*, every_s: float = 60.0) -> None:
+async def keep_tidy(*, every_s: float = 30.0) -> None:
     """Until cancelled."""
     trim = _trim()
     while True:
