@@ -278,8 +278,9 @@ def _cpu_s(cluster: ChaosCluster) -> float:
 async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> None:
     """A fault every 20 s: does anything grow, once histories, caches and arenas are full?
 
-    They are after 120 faults in a row (some lines of the log each, of which 2000 are kept), a first search for a better placement (its code alone takes 2.5 MB), and six
-    minutes at the soak's own pace: daemons keep the gaps of two minutes' beats.
+    They are after 120 faults in a row (each some lines of the log, of which 2000 are kept), a first search for a better
+    placement (its code alone takes 2.5 MB), and six minutes at the soak's own pace: daemons keep the gaps of two
+    minutes' beats.
     """
     draw = random.Random(6)
     samples: list[_Sample] = []
