@@ -25,7 +25,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 1.0  # while the engine's node is heard by somebody, or another one should start the engine
+_LOOK_AGAIN_S = 1.0  # until somebody has the engine: it may have given way to one whose node was lost just then
 
 
 class EngineKeeper:
@@ -96,7 +96,6 @@ class EngineKeeper:
                 await self._gather(record)
                 if self._wanted(pipeline_id) is not None:
                     await self._start(record)
-                return
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _is_ours(self, record: pb.ServeRecord) -> bool:
@@ -142,7 +141,6 @@ class EngineKeeper:
             await self._engines.start(request, model_config=model.config_json, resuming=True)
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
-            await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _yield_to_higher_epochs(self) -> None:
         for state in self._engines.states():

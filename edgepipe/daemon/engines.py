@@ -105,9 +105,10 @@ class EngineHost:
             self._on_change(False)
 
     async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
-        """Start an engine process and give it its task; returns once it has that. Raises what hinders its start.
+        """Start an engine process and give it its task; returns once it has that, or is not wanted any more.
 
         ``resuming``: another engine served the model; this one takes its requests at once and looks for its stages.
+        Raises what hinders its start.
         """
         for pipeline_id, run in list(self._runs.items()):
             if run.state.model == request.spec.model and run.state.state == "failed":
@@ -184,7 +185,12 @@ class EngineHost:
         pipeline_id = run.request.pipeline_id
         try:
             replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
-            child = run.child = await self._new_process()
+            child = await self._new_process()
+            if self._runs.get(pipeline_id) is not run:  # stopped, or gave way, before there was a process to end
+                child.stopping = True
+                child.kill()
+                return
+            run.child = child
             child.on_report = lambda report: self._take(run, child, report)
             self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
             await self._children.wait_started(child)
