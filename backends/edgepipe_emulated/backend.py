@@ -160,6 +160,9 @@ class EmulatedBackend:
         self._num_submitted -= 1
         return ticket.output
 
+    def check(self) -> None:
+        """Compute nothing: an emulated device works."""
+
     def close(self) -> None:
         """Forget everything."""
         self._loaded, self._pool = None, None
