@@ -11,8 +11,8 @@ from edgepipe.scheduler.types import ScheduledStep
 class Draft:
     """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
 
-    With a ``last_slice`` it is for replayed tokens only, and ends there. An ``isolated`` one has one row, of a suspected
-    sequence.
+    With a ``last_slice`` it is for replayed tokens only, and ends there. An ``isolated`` one has one row, of a
+    suspected sequence.
     """
 
     def __init__(self, *, last_slice: int | None = None, isolated: bool = False) -> None:

@@ -32,7 +32,7 @@ class StepBudget(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides budgets; which sequences fill them is FIFO always."""
+    """Decides budgets; the scheduler decides which sequences fill them."""
 
     def budget(self, load: Load) -> StepBudget:
         """The next step's budget. While something waits, it must not be zero once all steps have retired."""

@@ -21,7 +21,11 @@ SIMILAR_TOKENS = 256
 
 
 class Prompts:
-    """By admission. A sequence stays until its last known token is scheduled, or until it leaves."""
+    """By admission. A sequence stays until its last known token is scheduled, or until it leaves.
+
+    None waits for ever. An interactive prompt gets half of each step's tokens once those before it are done, at most
+    ``MAX_SIDE_BY_SIDE - 1``. A batch prompt counts as interactive, by its age, once ``MAX_OVERTAKEN`` have passed it.
+    """
 
     def __init__(self) -> None:
         self._shared: list[Sequence] = []  # computed side by side
@@ -42,10 +46,10 @@ class Prompts:
         return shared + sum([sequence.unscheduled for sequence in self._suspected]) if self._suspected else shared
 
     def accepts(self, sequence: Sequence) -> bool:
-        """Whether the sequence would be computed soon. A batch prompt behind interactive ones would only hold blocks."""
+        """Whether the sequence would be computed soon. Behind interactive prompts a batch prompt would not."""
         if sequence.alone:
             return True
-        if any([prompt.priority < sequence.priority for prompt in self._shared]):
+        if any(prompt.priority < sequence.priority for prompt in self._shared):
             return False
         return sum([prompt.priority <= sequence.priority for prompt in self._shared]) < MAX_SIDE_BY_SIDE
 
@@ -80,14 +84,14 @@ class Prompts:
 
 
 def _share(prompts: Seq[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """Give half to the oldest prompt, so that each is done some time, and the rest to those with the fewest tokens left.
+    """Give half to the oldest prompt, so that each ends some time, and the rest to those with the fewest tokens left.
 
     Interactive prompts come before batch prompts in both. Prompts of about the same length are computed one after
     another. A chunk has at least ``MIN_CHUNK_TOKENS``, or half of a smaller budget, unless its prompt ends with it.
     """
     oldest = min(prompts, key=lambda prompt: (prompt.priority, prompt.arrival))
     half = min(oldest.next_tokens, budget - budget // 2)
-    least = min(MIN_CHUNK_TOKENS, half)
+    least = min(MIN_CHUNK_TOKENS, max(1, budget // 2))
     wanted = [(prompt, prompt.next_tokens - (half if prompt is oldest else 0)) for prompt in prompts]
     wanted.sort(key=lambda want: (want[0].priority, want[1] // SIMILAR_TOKENS, want[0].arrival))
     chunks = {oldest: half}

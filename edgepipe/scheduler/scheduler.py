@@ -1,8 +1,9 @@
 """The scheduler: which tokens are computed in which step. See ARCHITECTURE, "Scheduler".
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
-that samples; earlier chunks of its prompt may precede it in flight. Its driver calls ``next_step`` until there is
-none, and again after every ``submit``, ``cancel`` and ``retire``.
+that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected
+sequence (``SequenceSpec.alone``) has steps of its own until one of them has sampled a token. The driver calls
+``next_step`` until there is none, and again after every ``submit``, ``cancel`` and ``retire``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from edgepipe.scheduler.types import (
 )
 
 _MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as interactive
+_SPARE_SHARE = 20  # a twentieth of the blocks, as much as the throttled policy keeps for decodes
 
 
 @dataclass(slots=True)
@@ -397,6 +399,7 @@ class Scheduler:
         self._unscheduled_prefill -= num_tokens
         if not sequence.unscheduled:
             self._prompts.remove(sequence)
+            self._nobody_fits = False
             sequence.phase = Phase.DECODE
             self._num_decodes += not sequence.alone
 
@@ -437,9 +440,13 @@ class Scheduler:
         """Admit the first in the queue with blocks for all its known tokens, so that its prefill cannot get stuck.
 
         One block per running sequence is left to those: admitting a sequence only to preempt it is work done twice.
+        Beside other prompts as many blocks more are left as it takes, up to a share of all: its turn comes later.
         """
         full = len(self._running) >= self._limits.max_running
-        if full or not self._tables.admit(sequence, kept_blocks=len(self._running)):
+        kept = len(self._running)
+        if self._prompts:
+            kept += min(self._tables.needs(sequence), self._tables.num_blocks // _SPARE_SHARE)
+        if full or not self._tables.admit(sequence, kept_blocks=kept):
             return False
         self._waiting.pop()
         self._unscheduled_prefill -= sequence.scheduled
