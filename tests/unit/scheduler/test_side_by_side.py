@@ -38,6 +38,26 @@ def test_a_short_prompt_behind_one_of_128k_tokens_is_answered_within_four_turns(
     assert ring.tokens[100] == 0, "the long one is still under way"
 
 
+@pytest.mark.parametrize("turns", [1, 10, 30, 60])
+def test_a_short_prompt_does_not_wait_when_a_long_one_fills_the_kv_cache(turns: int) -> None:
+    ring = wide(num_blocks=8_260, micro_batches=2)
+    ring.submit(*(spec(index, 8) for index in range(1, 5)))
+    ring.go(8)
+    ring.submit(spec(100, LONG, max_tokens=2))
+    ring.go(2 * turns)
+    ring.submit(spec(101, 200, max_tokens=2))
+    assert ring.tokens[100] == 0, "the long one is still under way"
+    assert ring.steps_until_token(101, most=40) <= 40
+
+
+def test_a_prompt_that_has_begun_ends_although_the_kv_cache_is_nearly_full() -> None:
+    ring = Ring(limits(num_blocks=300, context_length=1200, micro_batches=2))
+    ring.submit(spec(1, 8))
+    ring.go(4)
+    ring.submit(spec(2, 1150, max_tokens=2))
+    assert ring.steps_until_token(2, most=80) <= 80
+
+
 def test_a_short_prompt_passes_several_long_ones() -> None:
     ring = wide()
     ring.submit(*(spec(index, 20_000, max_tokens=2) for index in range(1, 6)), spec(6, 200, max_tokens=2))
