@@ -175,9 +175,9 @@ class KVPool:
             if self._coming.get(key) == sequence:
                 del self._coming[key]
 
-    def is_coming(self, key: Key) -> bool:
-        """Whether somebody is computing it."""
-        return key in self._coming
+    def coming_from(self, key: Key) -> SequenceId | None:
+        """The sequence that is computing the block with this key now, if there is one."""
+        return self._coming.get(key)
 
     def _settle(self, runs: Sequence[BlockRun]) -> None:
         """Blocks that only the cache refers to now are idle, the last of a table the first to go."""
