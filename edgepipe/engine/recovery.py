@@ -166,7 +166,14 @@ class Recovery:
 
     def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
         """What plans avoid now, and why."""
-        return self._quarantine.left_out(now_s)
+        return tuple(
+            replace(
+                one,
+                node_name=self.nodes.name(one.node_id),
+                other_name=self.nodes.name(one.other_id) if one.other_id is not None else "",
+            )
+            for one in self._quarantine.left_out(now_s)
+        )
 
     # An attempt, from the question where stages go to an epoch that serves
 

@@ -58,6 +58,8 @@ class LeftOut:
     other_id: NodeId | None = None  # set: the way from ``node_id`` to this node
     seconds: float  # that are left
     reason: str  # a clause for people
+    node_name: str = ""
+    other_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +240,14 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
 
 def left_out_to_wire(one: LeftOut) -> engine_pb2.LeftOut:
     """A node or link that is avoided, for the wire."""
-    return engine_pb2.LeftOut(node_id=one.node_id, other_id=one.other_id or "", seconds=one.seconds, reason=one.reason)
+    return engine_pb2.LeftOut(
+        node_id=one.node_id,
+        other_id=one.other_id or "",
+        seconds=one.seconds,
+        reason=one.reason,
+        node_name=one.node_name,
+        other_name=one.other_name,
+    )
 
 
 def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:

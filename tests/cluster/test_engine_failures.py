@@ -13,6 +13,7 @@ from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
+from edgepipe.engine.requests import GatewayStream
 from edgepipe.errors import (
     ClusterError,
     ConnectTimeout,
@@ -23,9 +24,11 @@ from edgepipe.errors import (
     PipelineBroken,
     StageError,
     StageLost,
+    StagesMove,
     StaleEpoch,
     StepFailed,
 )
+from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
 from edgepipe.wire.common import make_hello
@@ -422,3 +425,22 @@ async def test_a_second_failure_while_the_next_epoch_is_prepared_is_survived() -
         lab.nodes[1].refusal = None
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 40)
         assert (await gateway.ended("late")).ids == oracle_tokens(PROMPT[:3], 10)
+
+
+async def test_a_request_that_arrives_at_the_very_end_of_an_epoch_waits_for_the_next_one() -> None:
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("first", PROMPT, 3))
+        await gateway.ended("first")
+        run, table = lab.engine._run, lab.engine._table
+        assert run is not None
+        stream = GatewayStream(NodeId("another"))
+        run.pump.fail(StagesMove())
+        table.submit(stream, submission("late", PROMPT, 8))  # before anything else can happen
+        ids: list[int] = []
+        async for event in stream.events():
+            ids += [token for tokens in event.tokens for token in tokens.ids]
+            if event.ended:
+                assert event.ended[0].reason == "length"
+                break
+        assert ids == oracle_tokens(PROMPT, 8)

@@ -663,6 +663,8 @@ class LeftOut(_message.Message):
     OTHER_ID_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    OTHER_NAME_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     other_id: _builtins.str
     """empty: it is the node"""
@@ -670,6 +672,8 @@ class LeftOut(_message.Message):
     """that are left"""
     reason: _builtins.str
     """a clause for people"""
+    node_name: _builtins.str
+    other_name: _builtins.str
     def __init__(
         self,
         *,
@@ -677,10 +681,12 @@ class LeftOut(_message.Message):
         other_id: _builtins.str = ...,
         seconds: _builtins.float = ...,
         reason: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        other_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "other_id", b"other_id", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "node_name", b"node_name", "other_id", b"other_id", "other_name", b"other_name", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
