@@ -56,8 +56,8 @@ class ThrottledPolicy:
     The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
     prefill fades to nothing as the KV cache fills, or to the floor for prompts that have their blocks. Where nobody
     decodes, nobody is held up: then a prompt is spread over the micro-batches only. Beside decodes no more goes than
-    the slowest link uploads in a step, though never less than the floor: a link-bound ring would else prefill by
-    single tokens.
+    the slowest link uploads in a step, though never less than the floor: a link-bound ring would else prefill by single
+    tokens.
     """
 
     def __init__(
