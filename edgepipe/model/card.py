@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.fields import Fields
 from edgepipe.model.manifest import CARD_FILE
+from edgepipe.model.rope_config import extended_context
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
 
@@ -57,8 +58,10 @@ def _card(values: dict[str, Any]) -> ModelCard:
     if not isinstance(config, dict):
         raise fields.fail("config", "it is missing")
     sources, special = _texts(fields, "chat_templates"), _texts(fields, "special_tokens")
+    shape = config_from_json(cast("dict[str, Any]", config))
+    context = extended_context(shape.rope, shape.context_length)  # older cards name the context before stretching
     return ModelCard(
-        config=config_from_json(cast("dict[str, Any]", config)),
+        config=replace(shape, context_length=context),
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
     )
