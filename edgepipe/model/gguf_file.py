@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.config import MAX_HEAD_DIM
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from edgepipe.model.tensors import TensorInfo, TensorPlace
@@ -101,8 +102,11 @@ def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return ()
-    if tensor.block.name != "F32" or len(tensor.shape) != 1:
-        raise ModelInvalid(f"'{path.name}' has rope factors that cannot be used", fact=f"they are {tensor.block.name}")
+    if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
+        raise ModelInvalid(
+            f"'{path.name}' has rope factors that cannot be used",
+            fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
+        )
     values = read_at(path, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
     return tuple(float(value) for value in values)
 
@@ -130,7 +134,10 @@ def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:
     key = header.metadata.get("llama.attention.head_count_kv", query)
     counts = _HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
     if counts is None or counts.query < 1 or counts.key < 1:
-        raise ModelInvalid(f"'{file}' does not say how many heads it has", fact=f"{query=}, {key=}")
+        raise ModelInvalid(
+            f"'{file}' does not say how many heads it has",
+            fact=f"integers are needed, it has {type(query).__name__} and {type(key).__name__}",
+        )
     for tensor in header.tensors.values():
         match = _QUERY_KEY.fullmatch(tensor.name)
         heads = counts.query if match and match.group(1) == "q" else counts.key
