@@ -56,8 +56,9 @@ class ByteAssets:
     tool_format = ToolFormat.HERMES
     template_knows_tools = False
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token != END).decode(errors="replace")
+    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
+        detokenizer = ByteDetokenizer()
+        return "".join([*map(detokenizer.add, ids), detokenizer.finish() if finish else ""])
 
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == END else bytes([token])
@@ -65,8 +66,11 @@ class ByteAssets:
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else bytes([token]).decode(errors="replace")
 
-    def new_detokenizer(self, *, tool_calls: bool = False) -> ByteDetokenizer:
-        return ByteDetokenizer()
+    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> ByteDetokenizer:
+        detokenizer = ByteDetokenizer()
+        for token in before:
+            detokenizer.add(token)
+        return detokenizer
 
     def info(self) -> dict[str, Any]:
         return {"eos_token": "<end>", "chat_template": "lines"}
@@ -83,7 +87,7 @@ class ByteAssets:
 class FakeEngine(engine_pb2_grpc.EngineServicer):
     """Answers every request with ``answer``, ``group`` tokens a message."""
 
-    answer: bytes = b"The capital of France is Paris."
+    answer: Sequence[int] = b"The capital of France is Paris."
     group: int = 1
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once

@@ -251,7 +251,7 @@ def test_the_unchanged_headers_are_good(kind: str, tmp_path: Path) -> None:
 def test_a_header_changed_anywhere_is_read_or_refused_and_never_takes_memory(
     kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    _fuzz(kind, tmp_path_factory.mktemp("fuzzed") / "model", 120)
+    _fuzz(kind, tmp_path_factory.mktemp("fuzzed") / "model", 80)
 
 
 @pytest.mark.long
