@@ -120,11 +120,14 @@ def open_gguf(path: Path) -> tuple[GgufHeader, GgufFile]:
 def tensor_places(header: GgufHeader, *, file: str) -> dict[str, TensorPlace]:
     """Where the tensors stand, by Hugging Face's name; ``file`` is its name for people. Raises ModelInvalid."""
     heads = _head_counts(file, header)
-    return {
-        hugging_face_name(name): _place(tensor, heads)
-        for name, tensor in header.tensors.items()
-        if name != ROPE_FACTORS
-    }
+    places: dict[str, TensorPlace] = {}
+    for tensor in header.tensors.values():
+        place = _place(tensor, heads)
+        if place.info.name in places:
+            raise ModelInvalid(f"'{file}' contradicts itself", fact=f"it has '{place.info.name[:80]}' under two names")
+        if tensor.name != ROPE_FACTORS:
+            places[place.info.name] = place
+    return places
 
 
 def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:

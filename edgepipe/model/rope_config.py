@@ -12,6 +12,7 @@ from edgepipe.model.fields import Fields
 
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ALIASES = {"su": "longrope", "none": "default"}
+MIN_THETA = 2.0  # yarn divides by its logarithm; models have 10,000 or more
 MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 _MAX_CONTEXT = 1 << 25
@@ -20,8 +21,8 @@ _MAX_CONTEXT = 1 << 25
 def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
     """``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` to a Rope. Raises ModelInvalid."""
     scaling = _scaling_fields(fields)
-    theta = fields.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
-    theta = scaling.number("rope_theta", low=1.0, high=MAX_THETA, default=theta)
+    theta = fields.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=10_000.0)
+    theta = scaling.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=theta)
     for where in (fields, scaling):
         if where.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
             raise _unsupported("partial_rotary_factor")
@@ -132,7 +133,7 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
     """
     if fields.integer(f"{arch}.rope.dimension_count", low=1, high=1 << 16, default=head_dim) != head_dim:
         raise _unsupported(f"{arch}.rope.dimension_count unlike the head size")
-    theta = fields.number(f"{arch}.rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
+    theta = fields.number(f"{arch}.rope.freq_base", low=MIN_THETA, high=MAX_THETA, default=10_000.0)
     if factors:
         return _factored(theta, factors, head_dim, context_length)
     factor = _gguf_factor(fields, arch)
