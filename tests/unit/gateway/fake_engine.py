@@ -87,7 +87,7 @@ class ByteAssets:
 class FakeEngine(engine_pb2_grpc.EngineServicer):
     """Answers every request with ``answer``, ``group`` tokens a message."""
 
-    answer: Sequence[int] = b"The capital of France is Paris."
+    answer: bytes = b"The capital of France is Paris."
     group: int = 1
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once

@@ -38,7 +38,7 @@ def sentence_piece_assets(path: Path) -> ModelAssets:
 @pytest_asyncio.fixture
 async def served() -> AsyncIterator[Served]:
     """A gateway over an engine that always answers " Paris"."""
-    async with serving(FakeEngine(answer=[PA, RIS]), load=sentence_piece_assets) as value:
+    async with serving(FakeEngine(answer=bytes([PA, RIS])), load=sentence_piece_assets) as value:
         yield value
 
 
@@ -83,7 +83,7 @@ async def test_ollamas_raw_prompts_go_on_and_others_begin(served: Served) -> Non
 
 
 async def test_a_character_that_the_prompt_leaves_incomplete_comes_whole(served: Served) -> None:
-    served.engine.answer = [E_END, PA]
+    served.engine.answer = bytes([E_END, PA])
     assert text_of((await served.complete([IS, E_BEGIN], echo=True)).json()) == "isé Pa"
     assert text_of((await served.complete([IS, E_BEGIN])).json()) == "é Pa"
 
