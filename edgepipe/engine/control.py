@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from edgepipe.backend.cost import SliceCost
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import Epoch, NodeId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
@@ -38,6 +39,7 @@ class StageSite:
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
+    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by the device's data sheet, by slice
     crashed_in: tuple[int, StepId] | None = None  # the stage before it crashed in that step: epoch's counter, step
 
     @property
