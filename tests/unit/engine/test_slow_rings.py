@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from virtual_ring import LOOK_S, Killed, VirtualRing, in_virtual_time
+from virtual_ring import CONTEXT, LOOK_S, Killed, VirtualRing, in_virtual_time
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, named_device
@@ -89,7 +89,10 @@ def test_a_slow_cpu_node_serves_a_32k_prompt_without_a_false_alarm(devices: tupl
 
     ring = in_virtual_time(history())
     assert ring.tokens == {1: 5, 2: 60, 3: 2}
-    assert max(stage.longest_step_s for stage in ring.stages) < 30.0, "no chunk takes longer than a few decode steps"
+    longest_s = [stage.longest_step_s for stage in ring.stages]
+    assert max(longest_s) < 30.0, "no chunk takes longer than a few decode steps"
+    patience_s = 8 * ring.pump.micro_batches.longest_turn_s(context_length=CONTEXT, chunk_tokens=2048)
+    assert patience_s > sum(longest_s), "a stage waits for those before it"
 
 
 def test_a_ring_of_nine_stages_is_given_a_whole_turn() -> None:

@@ -27,6 +27,7 @@ from edgepipe.wire.v1 import node_pb2, stage_pb2
 LOOK_S = 0.5  # of daemons
 T = TypeVar("T")
 
+CONTEXT = 65_536
 EPOCH = Epoch(1, EngineId("engine"))
 
 
@@ -169,14 +170,13 @@ class VirtualRing:
         costs: Mapping[int, SliceCost] | None = None,
         upload_s: float = 0.0,
         micro_batches: int = 0,
-        num_blocks: int = 4096,
     ) -> None:
         """``costs``: what the engine and the stages know of the devices beforehand. ``upload_s``: of every hop."""
         self._upload_s = upload_s
         self.pump = Pump(
             scheduler=Scheduler(
                 SchedulerLimits(
-                    num_blocks=num_blocks, block_size=16, context_length=65_536, micro_batches=len(devices)
+                    num_blocks=4 * CONTEXT // 16, block_size=16, context_length=CONTEXT, micro_batches=len(devices)
                 ),
                 ThrottledPolicy(),
             ),
