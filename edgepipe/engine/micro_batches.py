@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class MicroBatches:
         known = costs or {}
         self._times = {index: SliceTimes(known.get(index)) for of_stage in slices for index in of_stage}
         self._interleaved = any(len(of_stage) > 1 for of_stage in slices)
+        holders = [stage for _, stage in sorted((index, stage) for stage, held in enumerate(slices) for index in held)]
+        self._hops = [stage for stage, following in pairwise(holders) if stage != following]  # whose links a step takes
         self._works: dict[StepId, StepWork] = {}  # of the newest steps, in the order of sending
         self._links = [LinkCurve() for _ in slices]  # of the last one nothing is heard
         self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]
@@ -165,7 +168,7 @@ class MicroBatches:
         if work is None:
             return 0.0
         num_bytes = work.tokens * self._row_bytes
-        links_s = [link.seconds(num_bytes) or num_bytes / _ASSUMED_BYTES_PER_S for link in self._links[:-1]]
+        links_s = [self._links[hop].seconds(num_bytes) or num_bytes / _ASSUMED_BYTES_PER_S for hop in self._hops]
         return sum(times.bound_s(work) for times in self._times.values()) + sum(links_s)
 
     def _uploads_s(self, num_tokens: int) -> float:
