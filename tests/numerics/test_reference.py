@@ -21,6 +21,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("one_thread")
 def test_the_kept_log_probabilities_are_those_of_transformers(demo_model: StoredModel) -> None:
     pytest.importorskip("transformers")
