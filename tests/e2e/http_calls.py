@@ -60,7 +60,7 @@ class Call:
 def drawn_calls(count: int, *, number: int) -> list[Call]:
     """Requests of a seed: Hypothesis makes the values of each field, chance puts them together."""
     rng = random.Random(number)
-    rows = {target.path: _drawn_rows(target, 30 + count // 40, number=number) for target in TARGETS}
+    rows = {target.path: _drawn_rows(target, 25 + count // 100, number=number) for target in TARGETS}
     targets = rng.choices(TARGETS, [len(target.fields) for target in TARGETS], k=count)
     return [_drawn_call(rng, target, rows[target.path]) for target in targets]
 
@@ -152,8 +152,8 @@ _COUNT = st.integers(1, 12)
 
 _IDS = st.lists(_TOKEN, max_size=6)
 _BAD_IDS = st.builds(lambda good, bad: [*good, bad], st.lists(_TOKEN, max_size=2), _BAD_TOKEN)
-_MANY_IDS = st.lists(_TOKEN, min_size=60, max_size=64)
-_PROMPT = _TEXT | st.lists(_TOKEN, min_size=1, max_size=40)
+_MANY_IDS = _one_of([*range(64)], [EOS_TOKEN_ID] * 64)
+_PROMPT = _TEXT | st.lists(_TOKEN, min_size=1, max_size=12) | _one_of([7] * 100)
 _SEED = st.integers(-(1 << 63), (1 << 63) - 1) | _one_of(0, -1, None)
 
 
