@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not (find_spec("torch") and find_spec("mlx")), reason="torch and MLX are not both installed"),
 ]
 TOLERANCE = {"float32": 1e-3, "bf16": 0.05}  # of a prompt token's log-probability, by what travels between stages
-JOIN_S = 60.0
+JOIN_S = 120.0  # two backends are imported and measured at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,10 @@ class Cluster:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[USUAL, *(pytest.param(case, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for case in LONG)],
+    params=[
+        pytest.param(USUAL, marks=pytest.mark.timeout(300)),
+        *(pytest.param(case, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for case in LONG),
+    ],
     ids=lambda case: f"{case}, some" if case is USUAL else str(case),
 )
 async def cluster(request: pytest.FixtureRequest, demo_model: StoredModel) -> AsyncIterator[Cluster]:
