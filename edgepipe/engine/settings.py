@@ -30,7 +30,6 @@ class EngineLimits:
     max_running: int = 256  # sequences in the KV cache at once
     max_waiting: int = 1024  # sequences in the queue
     max_prefill_tokens: int = 2048  # per step
-    max_choices: int = 128  # per request, as in OpenAI's API
     max_finished: int = 1024  # requests whose result is kept for a gateway that resumes
     default_contexts: int = 4  # full contexts that the KV pool shall hold where nobody says how large it is
     max_failed_epochs: int = 8  # in a row: with the pauses between them about half a minute

@@ -12,11 +12,13 @@ from typing import Protocol
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RequestInvalid
+from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull
 from edgepipe.ids import RequestId, SequenceId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
+from edgepipe.wire.intake import MAX_CHOICES, check_submission
 from edgepipe.wire.plans import Registration
 from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
@@ -47,6 +49,7 @@ class RequestTable:
     def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
         """No epoch stands at first: see ``go_on``."""
         self._config = config
+        self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
         self._queue: Queue | None = None  # while an epoch stands
         self._refusal: EdgepipeError | None = None  # why none can
         self._limits = limits
@@ -108,7 +111,7 @@ class RequestTable:
         if known is not None:
             self._drop(known)
         request = Request(key, submission, stream=stream)
-        count = min(submission.num_choices, self._limits.max_choices)  # more are refused below
+        count = min(submission.num_choices, MAX_CHOICES)  # more are refused below
         request.choices = [self._new_choice(request, index) for index in range(count)]
         self._requests[key] = request
         self._start(request)
@@ -140,7 +143,7 @@ class RequestTable:
             request_id=request_id, attempt=attempt, prompt=(), sampling=SamplingParams(temperature=0.0)
         )
         request = Request(RequestKey(stream.node_id, request_id), submission, stream=stream)
-        count = min(max(1, num_choices), self._limits.max_choices)
+        count = min(max(1, num_choices), MAX_CHOICES)
         request.choices = [self._new_choice(request, index) for index in range(count)]
         self._refuse(request, error)
 
@@ -219,7 +222,7 @@ class RequestTable:
 
     def _start(self, request: Request) -> None:
         try:
-            self._check(request.submission)
+            check_submission(request.submission, self._bounds)
             if self._refusal is not None:
                 raise _copy(self._refusal)
             specs = [self._spec(choice) for choice in request.choices]
@@ -253,30 +256,6 @@ class RequestTable:
         for choice in request.choices:
             choice.ending = Ending(reason="error", num_tokens=len(choice.log), error=error)
             self._mark(choice)
-
-    def _check(self, submission: Submission) -> None:
-        """Raises RequestInvalid."""
-        if not 1 <= submission.num_choices <= self._limits.max_choices:
-            raise RequestInvalid(
-                f"{submission.num_choices} choices cannot be asked for", fact=f"at most {self._limits.max_choices} can"
-            )
-        if len(submission.generated) > submission.num_choices:
-            raise RequestInvalid("the request continues more choices than it asks for")
-        for ids in (submission.prompt, *submission.generated):
-            highest = max(ids, default=0)
-            if highest >= self._config.vocab_size:
-                raise RequestInvalid(
-                    f"token id {highest} is not in the vocabulary",
-                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
-                    next_step="encode the prompt with this model's tokenizer",
-                )
-
-        for token, _ in submission.sampling.logit_bias:
-            if token >= self._config.vocab_size:
-                raise RequestInvalid(
-                    f"logit_bias names token {token}, which is not in the vocabulary",
-                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
-                )
 
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission

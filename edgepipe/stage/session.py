@@ -21,6 +21,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import OpenGrammars, SequenceSampler
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.reports import Reports
@@ -87,9 +88,10 @@ class _Over(Exception):
 class Session:
     """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
-    def __init__(self, spec: PipelineSpec, tools: Tools, *, kv_since: Epoch) -> None:
+    def __init__(self, spec: PipelineSpec, tools: Tools, *, model: ModelBounds, kv_since: Epoch) -> None:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
+        self._model = model
         self._kv_since = kv_since
         self.over = False
         self._tools = tools
@@ -97,6 +99,7 @@ class Session:
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
+            model=model,
             new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
         )
         self._retirement = Retirement(spec.epoch)
@@ -172,7 +175,7 @@ class Session:
         fault = _as_fault(error, f"step {work.step} could not be computed")
         self._loop.call_soon_threadsafe(partial(self.fault, fault, crashed_step=work.step))
 
-    def _new_sampler(self, registration: Registration) -> SequenceSampler:
+    def _new_sampler(self, registration: Registration, fault: EdgepipeError | None) -> SequenceSampler:
         sampler = SequenceSampler(
             registration.sampling,
             choice=registration.choice,
@@ -180,6 +183,7 @@ class Session:
             generated=registration.generated,
             end_ids=registration.end_ids,
             open_grammars=self._tools.open_grammars,
+            fault=fault,
         )
         if registration.sampling.grammar is not None:
             self._tools.samplers.warm(sampler)
@@ -291,6 +295,8 @@ class Session:
             wrong = f"it samples at slice {plan.last_slice}, which has no head"
         elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
             wrong = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
+        elif (highest := max(plan.token_ids, default=0)) >= self._model.vocab_size:
+            wrong = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
         elif plan.copies and not plan.rows:
             wrong = "it copies blocks and has no rows"
         if wrong:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.backend.types import BlockCopy, BlockRun
-from edgepipe.errors import RemoteProtocolError
+from edgepipe.errors import RemoteProtocolError, RequestInvalid
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
-from edgepipe.sampling import SamplingParams, SequenceSampler
+from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, sample
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.sequences import ScoredPart, SequenceTable
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan, plan_from_wire, plan_to_wire
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 4
+MODEL = ModelBounds(vocab_size=32, context_length=64)
 
 
 def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registration:
@@ -25,7 +28,12 @@ def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registr
 
 def new_table() -> SequenceTable:
     return SequenceTable(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=lambda told: SequenceSampler(told.sampling)
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        model=MODEL,
+        new_sampler=lambda told, fault: SequenceSampler(
+            told.sampling, prompt=told.prompt, generated=told.generated, end_ids=told.end_ids, fault=fault
+        ),
     )
 
 
@@ -157,6 +165,39 @@ def test_prompt_tokens_are_scored_by_those_before_them() -> None:
 
 
 def test_a_stage_without_the_head_samples_nothing() -> None:
-    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=None)
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, model=MODEL, new_sampler=None)
     got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=True), registers=(register(1, prompt_tokens=3),)))
     assert got.samples == ()
+
+
+OUTSIDE = 2_000_000_000
+STRANGE = {
+    "end_ids": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(min_tokens=1), prompt_tokens=3, end_ids=(OUTSIDE,)
+    ),
+    "logit_bias": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(logit_bias=((OUTSIDE, 1.0),)), prompt_tokens=3
+    ),
+    "prompt": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(repetition_penalty=2.0), prompt_tokens=3, prompt=(1, OUTSIDE, 2)
+    ),
+    "scored prompt": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(prompt_logprobs=True), prompt_tokens=3, prompt=(1, 2, OUTSIDE)
+    ),
+    "generated": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(presence_penalty=1.0), prompt_tokens=2, generated=(OUTSIDE,)
+    ),
+}
+
+
+@pytest.mark.parametrize("told", STRANGE.values(), ids=STRANGE.keys())
+def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(told: Registration) -> None:
+    table = new_table()
+    rows = (row(1, 0, 3, (0, 1), sample=True), row(2, 0, 3, (1, 1), sample=True))
+    got = table.apply(plan(1, *rows, registers=(told, register(2, prompt_tokens=3))))
+    assert got.score_rows is None, "a device would gather at those ids"
+    edits = logit_edits(got.samples)
+    assert max(edits.ids.tolist(), default=0) < MODEL.vocab_size
+    strange, plain = sample(np.zeros((2, MODEL.vocab_size), np.float32), got.samples)
+    assert isinstance(strange.error, RequestInvalid)
+    assert plain.error is None
