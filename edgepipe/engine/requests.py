@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from edgepipe.ids import NodeId, RequestId, SequenceId
-from edgepipe.sampling import PromptLogprobs, TokenLogprobs
+from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_scores_to_wire, tokens_to_wire
 from edgepipe.wire.v1 import engine_pb2
 
@@ -38,6 +38,14 @@ class Choice:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by output position, if asked
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # from prompt position 1 on
     prompt_sent: int = 0  # of those, over the stream in use
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's; choices share their prompt, so the first one's log-probabilities of it are enough."""
+        sampling = self.request.submission.sampling
+        if sampling.prompt_logprobs and self.index:
+            return replace(sampling, prompt_logprobs=False)
+        return sampling
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """The next part; what a recomputed prompt gives again is dropped."""

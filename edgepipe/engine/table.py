@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from edgepipe.engine.pump import StepNews
@@ -19,7 +18,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
 from edgepipe.wire.intake import MAX_CHOICES, check_submission
-from edgepipe.wire.plans import Registration
+from edgepipe.wire.plans import Registration, registration_bytes
 from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)
@@ -185,13 +184,14 @@ class RequestTable:
         the log here may lack the newest."""
         choice = self._choices[sequence]
         submission = choice.request.submission
-        sampling, prompt_tokens = submission.sampling, len(submission.prompt)
+        sampling, prompt_tokens = choice.sampling, len(submission.prompt)
         return Registration(
             sequence=sequence,
-            sampling=sampling if choice.index == 0 else replace(sampling, prompt_logprobs=False),
+            sampling=sampling,
             choice=choice.index,
             prompt_tokens=prompt_tokens,
-            prompt=submission.prompt if sampling.needs_prompt else (),
+            prompt=submission.prompt if sampling.prompt_logprobs else (),
+            seen=tuple(sorted(set(submission.prompt))) if sampling.penalises_prompt else (),
             generated=tuple(tokens[prompt_tokens:]) if sampling.needs_output else (),
             end_ids=tuple(sorted(self._stop_ids(submission))) if sampling.min_tokens else (),
         )
@@ -259,6 +259,9 @@ class RequestTable:
 
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
+        told_bytes, told_token_bytes = registration_bytes(
+            choice.sampling, prompt_tokens=len(submission.prompt), vocab_size=self._config.vocab_size
+        )
         return SequenceSpec(
             sequence=choice.sequence,
             prompt=submission.prompt,
@@ -266,8 +269,10 @@ class RequestTable:
             max_tokens=submission.max_tokens or None,
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
-            reuse_prefix=not (submission.sampling.prompt_logprobs and choice.index == 0),
+            reuse_prefix=not choice.sampling.prompt_logprobs,
             alone=choice.request.crashes >= _MOST_CRASHES - 1,
+            told_bytes=told_bytes,
+            told_token_bytes=told_token_bytes,
         )
 
     def _stop_ids(self, submission: Submission) -> frozenset[int]:

@@ -87,9 +87,9 @@ class SamplingParams:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @property
-    def needs_prompt(self) -> bool:
-        """Whether the sampler has to know the prompt's tokens."""
-        return self.repetition_penalty != 1 or self.prompt_logprobs
+    def penalises_prompt(self) -> bool:
+        """Whether logits depend on which tokens the prompt has."""
+        return self.repetition_penalty != 1
 
     @property
     def needs_output(self) -> bool:

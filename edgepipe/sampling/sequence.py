@@ -36,7 +36,7 @@ class SequenceSampler:
     ) -> None:
         """
         choice         0-based among the request's choices
-        prompt         its tokens, if ``params.needs_prompt``
+        prompt         its tokens in any order, if ``params.penalises_prompt``; each once is enough
         generated      output tokens so far, if ``params.needs_output``
         end_ids        barred before ``params.min_tokens``
         open_grammars  needed for a grammar

@@ -7,6 +7,13 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.sequence import Sequence
 from edgepipe.scheduler.types import ScheduledStep
 
+_MOST_REGISTRATION_BYTES = 1 << 20
+"""Of the sequences that one step begins: half a second on a link of 20 Mbit/s, a tenth of a step's least deadline."""
+
+
+_MOST_TABLE_ENTRIES = 16_384
+"""Runs of new blocks and copies in one step: a quarter of a mebibyte of its plan."""
+
 
 class Draft:
     """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
@@ -27,6 +34,7 @@ class Draft:
         self._block_starts: list[int] = []
         self._block_counts: list[int] = []
         self._registers: list[SequenceId] = []
+        self._registration_bytes = 0
 
     @property
     def replays(self) -> bool:
@@ -40,7 +48,7 @@ class Draft:
 
     def admits(self, sequence: Sequence) -> bool:
         """Whether it may be in one step with those that are in it."""
-        if sequence.replays != self.replays:
+        if sequence.replays != self.replays or not self._may_begin(sequence):
             return False
         return self.empty or not (sequence.alone or self._alone)
 
@@ -61,6 +69,7 @@ class Draft:
         if not sequence.registered:
             sequence.registered = True
             self._registers.append(sequence.sequence)
+            self._registration_bytes += sequence.registration_bytes
         self._tell(sequence)
         self.chunks.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)
@@ -89,6 +98,14 @@ class Draft:
             copies=tuple(self.copies),
             last_slice=self._last_slice,
         )
+
+    def _may_begin(self, sequence: Sequence) -> bool:
+        """Whether what stages are told when it begins may go with this step; a step's first may always."""
+        if sequence.registered or not self._registers:
+            return True
+        entries = len(self._block_rows) + len(sequence.new_runs) + len(self.copies) + len(sequence.new_copies)
+        told_bytes = self._registration_bytes + sequence.registration_bytes
+        return told_bytes <= _MOST_REGISTRATION_BYTES and entries <= _MOST_TABLE_ENTRIES
 
     def _tell(self, sequence: Sequence) -> None:
         """What is new of its table; it gets the next row."""

@@ -414,6 +414,8 @@ class Scheduler:
             priority=Priority(spec.priority),
             reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
+            told_bytes=spec.told_bytes,
+            told_token_bytes=spec.told_token_bytes,
         )
 
     def _check_length(self, prompt_tokens: int) -> None:

@@ -17,6 +17,8 @@ from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
 
+_MOST_TOLD = 4096  # sequences that are told and not begun: many times what an engine runs
+
 
 @dataclass(slots=True)
 class SequenceState:
@@ -51,7 +53,8 @@ class PlannedRows:
 
 
 class SequenceTable:
-    """Applies plans in order. A plan that cannot be is a RemoteProtocolError; the table is of no use afterwards."""
+    """Applies registrations and plans in order. One that cannot be is a RemoteProtocolError; the table is of no use
+    afterwards."""
 
     def __init__(
         self,
@@ -66,18 +69,35 @@ class SequenceTable:
         self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._told: dict[SequenceId, Registration] = {}  # not begun yet
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def tell(self, registration: Registration) -> None:
+        """A sequence that a later plan begins, or a part of one. Raises RemoteProtocolError."""
+        known = self._told.get(registration.sequence)
+        if not registration.continues:
+            self._told[registration.sequence] = registration
+        elif known is not None:
+            self._told[registration.sequence] = known.joined(registration)
+        else:
+            raise RemoteProtocolError(f"sequence {registration.sequence} is continued and was not begun")
+        if len(self._told) > _MOST_TOLD:
+            raise RemoteProtocolError(
+                f"sequence {registration.sequence} is one too many", fact=f"{_MOST_TOLD} others are not begun yet"
+            )
 
     def apply(self, plan: StepPlan) -> PlannedRows:
         """Forget, register, append blocks, and give the step's rows. Raises RemoteProtocolError."""
         for sequence in plan.frees:
             if self._sequences.pop(sequence, None) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
-        for registration in plan.registers:
-            self._sequences[registration.sequence] = self._register(registration)
+        for sequence in plan.registers:
+            if (registration := self._told.pop(sequence, None)) is None:
+                raise _bad(plan, f"it begins sequence {sequence}, of which nothing was told")
+            self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")

@@ -30,7 +30,14 @@ from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.step_work import StepWork
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import PipelineSpec, Registration, StepPlan, plan_from_wire
+from edgepipe.wire.plans import (
+    PipelineSpec,
+    Registration,
+    Registrations,
+    StepPlan,
+    plan_from_wire,
+    registrations_from_wire,
+)
 from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
@@ -179,7 +186,7 @@ class Session:
         sampler = SequenceSampler(
             registration.sampling,
             choice=registration.choice,
-            prompt=registration.prompt,
+            prompt=registration.seen,
             generated=registration.generated,
             end_ids=registration.end_ids,
             open_grammars=self._tools.open_grammars,
@@ -248,12 +255,22 @@ class Session:
         if self.over:
             return
         try:
-            if not message.HasField("plan"):
+            if message.HasField("register"):
+                self._register(registrations_from_wire(message.register))
+            elif message.HasField("plan"):
+                self._plan(plan_from_wire(message.plan))
+                self._pump()
+            else:
                 raise RemoteProtocolError("the engine sent something that is no plan")
-            self._plan(plan_from_wire(message.plan))
-            self._pump()
         except Exception as exc:
             self.fault(_as_fault(exc, "a plan could not be prepared"))
+
+    def _register(self, told: Registrations) -> None:
+        if told.epoch != self.spec.epoch:
+            self._tools.counters.strays += 1
+            return
+        for registration in told.sequences:
+            self._table.tell(registration)
 
     def _plan(self, plan: StepPlan) -> None:
         counters = self._tools.counters

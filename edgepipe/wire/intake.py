@@ -11,10 +11,10 @@ from edgepipe.sampling.bounds import Bound, Flag, ManyTokenIds, ModelBounds, Ref
 from edgepipe.sampling.params import MAX_COUNT, SAMPLING_BOUNDS
 from edgepipe.wire.plans import Registration
 from edgepipe.wire.requests import Submission
+from edgepipe.wire.sizes import MAX_END_IDS
 
 MAX_CHOICES = 128  # of a request, as in OpenAI's API
 MAX_STOP_IDS = 64
-MAX_END_IDS = 256  # of a sequence: stop ids, and the model's own
 MAX_ID_BYTES = 256  # of a request's id
 _WIRE_MAX = (1 << 32) - 1  # what the wire's integers hold
 
@@ -37,8 +37,10 @@ REGISTRATION_BOUNDS: Mapping[str, Bound] = {
     "choice": Within(0, MAX_CHOICES - 1),
     "prompt_tokens": Within(0, _WIRE_MAX),
     "prompt": TokenIds(None),
+    "seen": TokenIds(None),
     "generated": TokenIds(None),
     "end_ids": TokenIds(MAX_END_IDS),
+    "continues": Flag(),
 }
 """Of every field of Registration but ``sampling``, whose fields are in SAMPLING_BOUNDS."""
 
