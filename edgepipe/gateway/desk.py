@@ -24,7 +24,8 @@ from edgepipe.ids import IdSource, RequestId
 from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
-from edgepipe.wire.intake import submission_refusal
+from edgepipe.sampling.params import MAX_COUNT
+from edgepipe.wire.intake import MAX_REQUEST_IDS, MAX_SCORES, submission_refusal
 from edgepipe.wire.requests import Submission
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
@@ -114,6 +115,7 @@ class Desk:
             deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
             async with aclosing(deltas):
                 async for delta in deltas:
+                    order.ticket.grow(order.completion.token_bytes * len(delta.ids))
                     yield delta
         except EdgepipeError as exc:
             meter.failed(exc.code)
@@ -129,7 +131,7 @@ class Desk:
             completion=completion,
             entry=entry,
             assets=assets,
-            ticket=self.admission.enter(owner, num_prompts=len(completion.requests)),
+            ticket=self.admission.enter(owner, num_prompts=len(completion.requests), num_bytes=completion.held_bytes),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,
         )
@@ -173,7 +175,15 @@ class Desk:
         plan: OutputPlan,
     ) -> Completion:
         context_length = entry.served.context_length
-        limits = [check_length(len(prompt), context_length, wanted=wanted, param=param) for prompt in prompts]
+        most = _scored_limit(prompts, sampling, num_choices=body.n or 1)
+        limits = [
+            min(
+                most,
+                check_length(len(prompt), context_length, wanted=wanted, param=param),
+                max(1, (MAX_REQUEST_IDS - len(prompt)) // (body.n or 1)),
+            )
+            for prompt in prompts
+        ]
         if sampling.min_tokens > min(limits):
             raise bad_request(f"min_tokens is more than the {min(limits)} tokens that may come", param="min_tokens")
         requests = tuple(
@@ -252,6 +262,16 @@ def _tell_of_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, 
 
 def _echoed(assets: Assets, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else assets.decode(prompt)
+
+
+def _scored_limit(prompts: list[list[int]], sampling: SamplingParams, *, num_choices: int) -> int:
+    """Output tokens of each choice whose log-probabilities can be sent. Raises HttpProblem if the prompts' cannot."""
+    scored = sum(map(len, prompts)) if sampling.prompt_logprobs else 0
+    most = MAX_SCORES // (1 + sampling.top_logprobs)
+    if scored >= most:
+        message = f"logprobs: {scored} prompt tokens were given; with so many alternatives at most {most} can be used"
+        raise bad_request(message, param="logprobs")
+    return max(1, (most - scored) // (num_choices * len(prompts))) if sampling.logprobs else MAX_COUNT
 
 
 def _check(request: Submission, model: ModelBounds, *, prompt_param: str) -> None:

@@ -15,6 +15,8 @@ from edgepipe.wire.sizes import MAX_END_IDS
 
 MAX_CHOICES = 128  # of a request, as in OpenAI's API
 MAX_STOP_IDS = 64
+MAX_SCORES = 1 << 20  # log-probabilities of prompts and output in one request: 8 MB each there, as JSON 60 MB
+MAX_REQUEST_IDS = 1_250_000  # of a prompt and all its choices' output: another attempt carries them in one message
 MAX_ID_BYTES = 256  # of a request's id
 _WIRE_MAX = (1 << 32) - 1  # what the wire's integers hold
 
@@ -81,6 +83,13 @@ def _contradiction(submission: Submission, model: ModelBounds) -> Refusal | None
             "generated",
             f"it continues more choices than the request has: {len(submission.generated)} of {submission.num_choices}",
         )
+    num_ids = len(submission.prompt) + sum(map(len, submission.generated))
+    if num_ids > MAX_REQUEST_IDS:
+        return Refusal("prompt", f"prompt and output have {num_ids} token ids; at most {MAX_REQUEST_IDS} can be used")
+    if submission.sampling.prompt_logprobs:
+        scores = len(submission.prompt) * (1 + submission.sampling.top_logprobs)
+        if scores > MAX_SCORES:
+            return Refusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} can be asked for")
     longest = max((len(ids) for ids in submission.generated), default=0)
     if len(submission.prompt) + longest > model.context_length:
         return Refusal(

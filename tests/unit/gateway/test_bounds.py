@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from edgepipe.gateway.desk import _scored_limit  # pyright: ignore[reportPrivateUsage]
 from edgepipe.gateway.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
+from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import JSON_SIZE, ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody
+from edgepipe.sampling import SamplingParams
+from edgepipe.sampling.params import MAX_COUNT
+from edgepipe.wire.intake import MAX_SCORES
 from tests.unit.gateway.conftest import Served
 from tests.unit.gateway.fake_engine import ByteAssets
 
@@ -106,3 +111,18 @@ async def test_a_field_beyond_its_bound_is_a_400_that_names_it(
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].startswith(param)
     assert not served.engine.submits
+
+
+async def test_log_probabilities_of_an_answer_are_bounded_together(served: Served) -> None:
+    await served.complete(["ab"] * 8, logprobs=20, n=8, max_tokens=4000)
+    assert len(served.engine.submits) == 8
+    assert sum(each.num_choices * each.max_tokens for each in served.engine.submits) * 21 <= MAX_SCORES
+
+
+def test_prompts_whose_log_probabilities_are_too_many_are_refused() -> None:
+    sampling = SamplingParams(prompt_logprobs=True, logprobs=True, top_logprobs=20)
+    most = MAX_SCORES // 21
+    assert _scored_limit([[1] * (most - 100)], sampling, num_choices=2) == 50
+    with pytest.raises(HttpProblem, match="logprobs"):
+        _scored_limit([[1] * (most // 2)] * 3, sampling, num_choices=1)
+    assert _scored_limit([[1] * most], SamplingParams(), num_choices=1) == MAX_COUNT

@@ -292,7 +292,7 @@ def test_decode_keeps_runs_whole_while_there_is_room() -> None:
 def test_a_step_begins_no_more_than_stages_can_be_told_at_once() -> None:
     """Twelve sequences of 300 KB, and one that is larger than a step's bound by itself."""
     world = World(limits(micro_batches=1, num_blocks=400))
-    sizes = {number: 300_000 for number in range(1, 13)} | {5: 3_000_000}
+    sizes = dict.fromkeys(range(1, 13), 300000) | {5: 3_000_000}
     world.submit(*(spec(number, 6, max_tokens=4, told_bytes=size) for number, size in sizes.items()))
     world.run()
     world.check_outputs()

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgepipe.ids import EngineId, Epoch, SequenceId
+from edgepipe.engine.settings import EngineLimits
+from edgepipe.errors import StepFailed
+from edgepipe.ids import EngineId, Epoch, RequestId, SequenceId, StepId
 from edgepipe.link.channels import MAX_MESSAGE_BYTES
-from edgepipe.sampling import GrammarSpec, SamplingParams
+from edgepipe.sampling import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_GRAMMAR_BYTES
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import Registration, registration_bytes, registrations_from_wire, registrations_to_wire
+from edgepipe.wire.intake import MAX_ID_BYTES, MAX_REQUEST_IDS, check_submission, submission_refusal
+from edgepipe.wire.plans import (
+    Registration,
+    StepDone,
+    done_to_wire,
+    registration_bytes,
+    registrations_from_wire,
+    registrations_to_wire,
+)
+from edgepipe.wire.requests import Submission, command_to_wire
 from edgepipe.wire.sizes import MAX_END_IDS, PACKED_BYTES
 from edgepipe.wire.v1 import stage_pb2
 
@@ -104,6 +117,48 @@ def test_what_comes_out_of_the_messages_is_what_went_in(data: st.DataObject) -> 
         size = sum(message.ByteSize() for message in pack(registrations[-1:]))
         assert size <= fixed + per_token * output, "the scheduler is told too little"
     assert unpack(pack(registrations)) == registrations
+
+
+def test_a_step_that_scores_and_fails_as_much_as_it_can_is_told_in_one_message() -> None:
+    rows, tokens = EngineLimits().max_running, EngineLimits().max_prefill_tokens
+    entry = TokenLogprobs(-12.5, tuple((VOCABULARY - 1 - rank, -float(rank)) for rank in range(20)))
+    long = "☃" * 100_000
+    error = StepFailed(long, fact=long, next_step=long, node=long, stage=long, request_id=long)
+    done = StepDone(
+        epoch=Epoch(1, EngineId("engine-0123456789abcdef")),
+        step=StepId(1 << 40),
+        ids=(VOCABULARY - 1,) * rows,
+        logprobs=tuple((row, entry) for row in range(rows)),
+        prompt_logprobs=tuple(
+            (SequenceId((1 << 32) - 1), PromptLogprobs(position=100_000, tokens=(entry,) * (tokens // rows)))
+            for _ in range(rows)
+        ),
+        failures=tuple((row, error) for row in range(rows)),
+    )
+    assert done_to_wire(done).ByteSize() <= 2 * PACKED_BYTES
+
+
+@pytest.mark.parametrize("num_choices", [1, 8, 128])
+def test_the_largest_request_and_its_next_attempt_fit_into_one_message(num_choices: int) -> None:
+    model = ModelBounds(vocab_size=1 << 21, context_length=MAX_REQUEST_IDS)
+    ids = (model.vocab_size - 1,)
+    each = (MAX_REQUEST_IDS - 1000) // num_choices
+    sampling = SamplingParams(
+        grammar=GrammarSpec("ß" * (MAX_GRAMMAR_BYTES // 2)), logit_bias=tuple((n, -1.5) for n in range(300))
+    )
+    request = Submission(
+        request_id=RequestId("r" * MAX_ID_BYTES),
+        attempt=1 << 31,
+        prompt=ids * 1000,
+        num_choices=num_choices,
+        generated=(ids * each,) * num_choices,
+        stop_token_ids=frozenset(range(64)),
+        sampling=sampling,
+    )
+    check_submission(request, model)
+    assert command_to_wire(request).ByteSize() <= MAX_MESSAGE_BYTES
+    refused = submission_refusal(replace(request, prompt=ids * 2000), model)
+    assert refused is not None
 
 
 def test_what_is_packed_is_well_within_what_grpc_takes() -> None:
