@@ -63,9 +63,19 @@ def test_a_long_prompt_into_a_full_pool_gets_one_run() -> None:
 def test_a_long_prompt_that_fits_nowhere_gets_few_runs_and_evicts_what_it_takes() -> None:
     pool = pool_of_pieces(2048, 16, release=0.5)
     cached = pool.cached_blocks
-    table = pool.allocate(500, room=500)
-    assert sorted(run.count for run in table) == [4] + [16] * 31
-    assert cached - pool.cached_blocks == 500
+    first, second = (pool.allocate(500, room=500) for _ in range(2))
+    assert [sorted(run.count for run in table) for table in (first, second)] == [[4] + [16] * 31] * 2
+    assert cached - pool.cached_blocks == 1000
+
+
+def test_of_places_of_one_length_those_of_old_chats_are_taken() -> None:
+    pool = KVPool(64, contiguous=True)
+    tables = [pool.allocate(4, room=4) for _ in range(16)]
+    for block in range(64):
+        pool.enter(key(block), block)
+    for index in (9, 1, 15, 5, 11, 7, 13, 3):
+        pool.release(tables[index])
+    assert {*listed(pool.allocate(14, room=14))} == {*range(36, 40), *range(4, 8), *range(60, 64), 22, 23}
 
 
 def test_an_old_chat_makes_room_before_the_one_that_just_ended() -> None:
@@ -80,12 +90,18 @@ def test_an_old_chat_makes_room_before_the_one_that_just_ended() -> None:
 
 
 def test_a_new_chat_does_not_hinder_one_that_goes_on() -> None:
-    pool = pool_of_pieces(1000, 100)
-    going = list(pool.allocate(10, room=200))
-    pool.allocate(10, room=200)
-    for room in range(190, 100, -1):
+    pool = KVPool(1000, contiguous=True)
+    going = list(pool.allocate(10, room=110))
+    old = pool.allocate(990, room=990)
+    for block in listed(old):
+        pool.enter(key(block), block)
+    for run in (BlockRun(start, 10) for start in range(10, 1000, 10)):
+        pool.release((run,))
+    new = pool.allocate(10, room=60)
+    for room in range(100, 0, -1):
         going += pool.extend(going, room=room)
-    assert len(as_runs(listed(going))) == 1
+    assert as_runs(listed(going)) == (BlockRun(0, 110),)
+    assert new == (BlockRun(110, 10),), "the oldest behind it"
 
 
 def test_a_chat_that_reaches_another_goes_on_where_it_has_room() -> None:
@@ -125,6 +141,22 @@ def test_blocks_that_two_copies_hold_are_idle_when_both_are_done() -> None:
     assert listed(pool.allocate(6, room=6)) == [2, 3, 4, 5, 6, 7], "the end of what was held goes first"
 
 
+def test_in_the_next_epoch_what_was_computed_last_goes_first() -> None:
+    pool = KVPool(3, contiguous=False)
+    first, second = pool.allocate(1, room=1), pool.allocate(1, room=1)
+    pool.enter(key(0), 0)
+    pool.enter(key(1), 1)
+    pool.release(first)
+    table = pool.allocate(2, room=2)
+    assert not pool.find([key(0)])
+    assert {*listed(table)} == {0, 2}
+    pool.enter(key(0), 2)
+    pool = pool.carry_over()
+    assert pool.free_blocks == 3
+    pool.allocate(2, room=2)
+    assert (pool.find([key(0)]), pool.find([key(1)])) == ([], listed(second))
+
+
 def least_loss(pool: KVPool, ages: list[int], available: set[int], count: int) -> int:
     """What the cheapest window loses, tried one by one."""
     value = {block: place for place, block in enumerate(ages, start=1)}
@@ -155,10 +187,14 @@ def test_of_all_windows_the_one_that_loses_least_goes(data: st.DataObject) -> No
     assert sum(place for place, block in enumerate(ages, start=1) if not pool.find([key(block)])) == expected
 
 
+NUM_TEXTS = 6
+TEXTS = st.integers(0, NUM_TEXTS - 1)
+
+
 class AnyUse(RuleBasedStateMachine):
     """Tables, copies and epochs in any order, against dictionaries and lists."""
 
-    @initialize(contiguous=st.booleans(), num_blocks=st.integers(1, 40))
+    @initialize(contiguous=st.booleans(), num_blocks=st.integers(1, 30))
     def begin(self, contiguous: bool, num_blocks: int) -> None:
         self.contiguous = contiguous
         self.pool = KVPool(num_blocks, contiguous=contiguous)
@@ -223,7 +259,7 @@ class AnyUse(RuleBasedStateMachine):
         totals = itertools.accumulate(lengths, initial=0)
         assert len(runs) == next(num for num, total in enumerate(totals) if total >= count)
 
-    @rule(count=st.integers(1, 12), growth=st.integers(0, 12), text=st.integers(0, 3))
+    @rule(count=st.integers(1, 12), growth=st.integers(0, 12), text=TEXTS)
     def allocate(self, count: int, growth: int, text: int) -> None:
         if count > len(self.free()) + len(self.idle):
             with pytest.raises(KVCacheFull):
@@ -232,6 +268,14 @@ class AnyUse(RuleBasedStateMachine):
         runs = self.pool.allocate(count, room=count + growth)
         self.got(runs, count, None)
         self.tables.append(([*runs], text))
+
+    @rule(count=st.integers(1, 12), text=TEXTS)
+    def chat(self, count: int, text: int) -> None:
+        before = len(self.tables)
+        self.allocate(count, 0, text)
+        if len(self.tables) > before:
+            self.enter(-1, count)
+            self.release(-1)
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0), count=st.sampled_from([1, 1, 1, 2, 9]), growth=st.integers(0, 12))
@@ -245,7 +289,7 @@ class AnyUse(RuleBasedStateMachine):
         self.got(runs, count, table[-1].start + table[-1].count)
         table += runs
 
-    @rule(text=st.integers(0, 3), more=st.integers(1, 4))
+    @rule(text=TEXTS, more=st.integers(1, 4))
     def adopt(self, text: int, more: int) -> None:
         known = self.known(text)
         if not known or more > len(self.free()) + len({*self.idle} - {*known}):
@@ -281,7 +325,7 @@ class AnyUse(RuleBasedStateMachine):
         self.pool.release(table)
         self.let_go(listed(table))
 
-    @rule(text=st.integers(0, 3), times=st.integers(1, 2))
+    @rule(text=TEXTS, times=st.integers(1, 2))
     def hold(self, text: int, times: int) -> None:
         known = self.known(text)
         for _ in range(times if known else 0):
@@ -309,7 +353,7 @@ class AnyUse(RuleBasedStateMachine):
     def counts_and_contents_are_right(self) -> None:
         assert self.pool.free_blocks == len(self.free()) + len(self.idle)
         assert self.pool.cached_blocks == len(self.cached)
-        for text in range(4):
+        for text in range(NUM_TEXTS):
             known = self.known(text)
             assert self.pool.find([self.key(text, index) for index in range(self.pool.num_blocks)]) == known
             assert self.pool.num_idle(known) == len({*known} & {*self.idle})
