@@ -15,7 +15,7 @@
     │  ├─ NodeUnreachable · LinkNotMeasured · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
     │  └─ PairingRejected · CertificateInvalid · AccessDenied · TrustInvalid  exit 5
     └─ StageError       a stage failed                                  exit 1, HTTP 503
-       └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed
+       └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed · PipelineBroken
 
 A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence
 a person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three
@@ -354,6 +354,13 @@ class StepFailed(StageError):
     """A step could not be computed."""
 
     code = "step_failed"
+
+
+class PipelineBroken(StageError):
+    """The pipeline fails again and again."""
+
+    code = "pipeline_broken"
+    retry = Retry.SAFE
 
 
 def all_errors(root: type[EdgepipeError] = EdgepipeError) -> Iterator[type[EdgepipeError]]:

@@ -24,6 +24,14 @@ class Epoch:
         return f"{self.counter}@{self.engine_id}"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """Names a request within an engine. All attempts of one request share it."""
+
+    node_id: NodeId  # of the gateway
+    request_id: RequestId
+
+
 class IdSource(Protocol):
     """Makes identities that nobody else has."""
 

@@ -32,6 +32,7 @@ from edgepipe_mlx.attention import LayerCache, StepArrays
 from edgepipe_mlx.definitions import check_architecture, models_folder
 from edgepipe_mlx.device import (
     BLOCK_SIZES,
+    check_device,
     choose_device,
     choose_dtype,
     configure,
@@ -152,6 +153,10 @@ class MlxBackend:
         if not ticket.is_logits:
             return StepOutput(activations=copied)
         return StepOutput(logits=copied, scores=_copied_scores(ticket.scores) if ticket.scores else None)
+
+    def check(self) -> None:
+        """Multiply two small matrices and look at the result. Raises StageError."""
+        check_device(self._device, self._dtype)
 
     def close(self) -> None:
         """Drop weights and pools and give MLX's kept buffers back."""

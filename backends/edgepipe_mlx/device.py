@@ -10,11 +10,12 @@ import mlx.core as mx
 import psutil
 
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.errors import BackendUnavailable, ConfigInvalid
+from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 BLOCK_SIZES = (16, 256)  # any would do; these are what other devices ask for
 _MIB = 1024 * 1024
+_CHECK_SIZE = 64  # exact in bf16
 
 
 def choose_device(name: str) -> mx.Device:
@@ -79,6 +80,20 @@ def free_bytes(device: mx.Device) -> int:
     if not isinstance(recommended, int):
         return available
     return max(0, min(available, recommended - mx.get_active_memory()))
+
+
+def check_device(device: mx.Device, dtype: mx.Dtype) -> None:
+    """Multiply two small matrices of ones on the device. Raises StageError if it cannot, or if the product is wrong."""
+    try:
+        ones = mx.ones((_CHECK_SIZE, _CHECK_SIZE), dtype=dtype)
+        product = mx.matmul(ones, ones, stream=device)
+        lowest, highest = mx.min(product).item(), mx.max(product).item()
+    except RuntimeError as exc:
+        raise StageError("MLX's device does not compute", fact=str(exc).splitlines()[0]) from exc
+    if lowest != _CHECK_SIZE or highest != _CHECK_SIZE:
+        raise StageError(
+            "MLX's device computes wrong numbers", fact=f"{lowest} to {highest} instead of {_CHECK_SIZE} everywhere"
+        )
 
 
 def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfile:

@@ -30,7 +30,15 @@ from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
 from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
-from edgepipe_torch.device import block_sizes, choose_device, choose_dtype, free_bytes, measure, set_threads
+from edgepipe_torch.device import (
+    block_sizes,
+    check_device,
+    choose_device,
+    choose_dtype,
+    free_bytes,
+    measure,
+    set_threads,
+)
 from edgepipe_torch.graphs import DecodeGraphs, can_replay
 from edgepipe_torch.kv import KvPool
 from edgepipe_torch.linear import Workspace
@@ -142,6 +150,10 @@ class TorchBackend:
         if ticket.is_logits:
             return StepOutput(logits=array, scores=scores)
         return StepOutput(activations=array.view(self._activation_type.numpy))
+
+    def check(self) -> None:
+        """Multiply two small matrices and look at the result. Raises StageError."""
+        check_device(self._device, self._dtype)
 
     def close(self) -> None:
         """Give all memory back. May be called twice."""

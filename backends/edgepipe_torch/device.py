@@ -11,11 +11,12 @@ import psutil
 import torch
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
-from edgepipe.errors import BackendUnavailable, ConfigInvalid
+from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 from edgepipe_torch.paged import PAGE_TOKENS, can_page
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEASURE_S = 0.4  # per figure
+_CHECK_SIZE = 64  # exact in bf16
 
 
 def choose_device(name: str) -> torch.device:
@@ -74,6 +75,19 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply two small matrices of ones on the device. Raises StageError if it cannot, or if the product is wrong."""
+    try:
+        ones = torch.ones(_CHECK_SIZE, _CHECK_SIZE, device=device, dtype=dtype)
+        lowest, highest = (float(one) for one in torch.aminmax(torch.mm(ones, ones)))
+    except RuntimeError as exc:  # after a fault on a GPU every call of the process fails so
+        raise StageError(f"{device} does not compute", fact=str(exc).splitlines()[0]) from exc
+    if lowest != _CHECK_SIZE or highest != _CHECK_SIZE:
+        raise StageError(
+            f"{device} computes wrong numbers", fact=f"{lowest} to {highest} instead of {_CHECK_SIZE} everywhere"
+        )
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:

@@ -70,6 +70,11 @@ class Backend(Protocol):
         edits were given, and the scores that the step asks for."""
         ...
 
+    def check(self) -> None:
+        """Run a small test step on the device, touching neither weights nor KV. Raises StageError if the device cannot
+        compute it, or computes it wrong."""
+        ...
+
     def close(self) -> None:
         """Give all memory back. May be called twice."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe import __version__
 from edgepipe.cli.findings import Finding, Level, clock_finding
+from edgepipe.cli.left_out import left_out_text
 
 if TYPE_CHECKING:
     from edgepipe.config import Config
@@ -31,6 +32,27 @@ def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
     for device in member.node.devices:
         if device.state == "failed":
             yield _device_finding(name, device)
+    yield from engine_findings(member.node)
+
+
+def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
+    """What the engines of a node avoid, and why a model waits."""
+    for engine in node.engines:
+        for one in engine.left_out:
+            yield Finding(
+                id=f"engine.{engine.model}.left_out",
+                level=Level.PROBLEM,
+                what=f"{engine.model}: {left_out_text(one)}",
+                remedy=f"see 'edgepipe logs' on {one.node_name}; if this comes back, restart that machine",
+            )
+        if engine.state == "waiting":
+            yield Finding(
+                id=f"engine.{engine.model}.waiting",
+                level=Level.PROBLEM,
+                what=f"{engine.model} is not served now: {engine.error.what}",
+                fact=engine.error.fact,
+                remedy=engine.error.next_step,
+            )
 
 
 def _device_finding(name: str, device: pb.DeviceState) -> Finding:
@@ -63,6 +85,7 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
     for device in own.devices:
         if device.state == "failed":
             yield _device_finding(own.name, device)
+    yield from engine_findings(own)
     if status.discovery_problem:
         yield Finding(
             id="node.discovery",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from edgepipe.cli.copies_view import ModelCopies, copies_of
+from edgepipe.cli.left_out import left_out_text
 from edgepipe.cli.output import bar, make_table, printable
 from edgepipe.cli.serve import layers_of
 from edgepipe.cluster.absence import absence_text, continuing_text, joined
@@ -135,10 +136,12 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
     elif engine.message:
         line.append(f" · {printable(engine.message)} {engine.progress:.0%}", style="not bold")
     yield line
-    if engine.HasField("error") and engine.state == "failed":
+    if engine.HasField("error") and engine.state in ("failed", "waiting"):
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
                 yield Text(f"  {printable(text)}", style="red")
+    for one in engine.left_out:
+        yield Text(f"  {printable(left_out_text(one))}", style="yellow")
     yield from render_plan(engine)
 
 

@@ -70,7 +70,7 @@ async def _serve(
 
 async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> None:
     async for command in link.commands():
-        if command.HasField("plan") and (plan := planner.answer(command.plan)) is not None:
+        if command.HasField("plan") and (plan := planner.take(command.plan)) is not None:
             engine.move_to(plan)
         if command.HasField("reachable"):
             told = command.reachable

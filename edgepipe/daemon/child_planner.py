@@ -17,22 +17,27 @@ _PLAN_S = 20.0  # the daemon may have to fetch a model's shape from a peer first
 
 
 class DaemonPlanner:
-    """One question at a time; see ``edgepipe.engine.Planner``."""
+    """Numbers its questions, so that a move that the daemon proposes is not taken for an answer.
+
+    See ``edgepipe.engine.Planner``.
+    """
 
     def __init__(self, link: DaemonLink) -> None:
         self._link = link
-        self._answer: asyncio.Future[pb.PlanMade] | None = None
+        self._question = 0  # the newest
+        self._answer: asyncio.Future[pb.PlanMade] | None = None  # to it, while it is awaited
 
     async def plan(
         self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
     ) -> Plan:
         """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
         answer = self._answer = asyncio.get_running_loop().create_future()
-        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec))
+        self._question += 1
+        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec), question=self._question)
         for node_id, seconds in barred.items():
-            wanted.bars.add(node_id=node_id, seconds=seconds)
+            wanted.left_out.add(node_id=node_id, seconds=seconds)
         for (one, other), seconds in barred_links.items():
-            wanted.bars.add(node_id=one, other_id=other, seconds=seconds)
+            wanted.left_out.add(node_id=one, other_id=other, seconds=seconds)
         self._link.report(pb.ChildReport(plan_wanted=wanted))
         try:
             async with asyncio.timeout(_PLAN_S):
@@ -43,12 +48,13 @@ class DaemonPlanner:
             raise error_from_wire(made.error)
         return _plan(made)
 
-    def answer(self, made: pb.PlanMade) -> Plan | None:
-        """A plan came: the answer to a question, or, returned, one that nobody asked for."""
-        if self._answer is not None and not self._answer.done():
+    def take(self, made: pb.PlanMade) -> Plan | None:
+        """Take in what the daemon sent: an answer, or a move that it proposes, which is returned."""
+        if made.question == 0:
+            return None if made.HasField("error") else _plan(made)
+        if made.question == self._question and self._answer is not None and not self._answer.done():
             self._answer.set_result(made)
-            return None
-        return None if made.HasField("error") else _plan(made)
+        return None
 
 
 def _plan(made: pb.PlanMade) -> Plan:

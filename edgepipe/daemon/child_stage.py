@@ -28,7 +28,13 @@ from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.step_mark import StepMark
-from edgepipe.wire.common import activation_type_from_wire, make_hello, profile_to_wire, slices_from_wire
+from edgepipe.wire.common import (
+    activation_type_from_wire,
+    epoch_from_wire,
+    make_hello,
+    profile_to_wire,
+    slices_from_wire,
+)
 from edgepipe.wire.profiles import layer_profile_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -55,7 +61,10 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     try:
         async for command in link.commands():
             if command.HasField("pause") and stage is not None:
-                stage.pause(paused=command.pause.paused)
+                if command.pause.paused:
+                    stage.pause()
+                else:
+                    stage.go_on(epoch_from_wire(command.pause.epoch))
             if command.HasField("profile") and stage is None:
                 await _profile(compute, backend, link, command.profile, profile, clock)
             if not command.HasField("load") or stage is not None:

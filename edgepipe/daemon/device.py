@@ -20,11 +20,13 @@ from edgepipe.errors import BackendUnavailable, SendTimeout, StaleEpoch
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
-from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire
+from edgepipe.wire.common import epoch_from_wire, epoch_to_wire, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0  # between questions to an engine after sleep, doubling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,22 +174,33 @@ class DeviceHost:
         await self._children.stop_all("stage")
 
     def pause(self) -> None:
-        """Let no stage start another step."""
+        """Let no stage start another step of its present epoch."""
         for hold in self._holds.values():
             if hold.child is not None:
                 hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=True)))
 
-    async def resume_unchanged(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
-        """Let stages go on whose engine still works at their epoch; the others wait for their release or a new epoch.
+    def resume(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
+        """Let stages go on whose engine still works at their epoch. A stage that was left behind stays paused until its
+        engine opens another epoch on it, or releases it.
 
-        ``engine_epoch(node_id, pipeline_id)`` asks; None if nobody can say.
+        ``engine_epoch(node_id, pipeline_id)`` asks an engine; None if it cannot be reached: then it is asked again.
         """
-        for pipeline_id, hold in list(self._holds.items()):
+        for pipeline_id, hold in self._holds.items():
+            self._tasks.create_task(self._resume(pipeline_id, hold, engine_epoch), name=f"resume:{pipeline_id}")
+
+    async def _resume(
+        self, pipeline_id: str, hold: _Hold, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]
+    ) -> None:
+        pause_s = _ASK_AGAIN_MIN_S
+        while self._holds.get(pipeline_id) is hold and hold.child is not None and not hold.child.exited.is_set():
             epoch = await engine_epoch(hold.engine_node, pipeline_id)
-            if epoch == hold.epoch and hold.child is not None and self._holds.get(pipeline_id) is hold:
-                hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=False)))
-            else:
-                logger.warning("stage waits pipeline=%s epoch=%s: its engine is at %s", pipeline_id, hold.epoch, epoch)
+            if epoch is not None:
+                told = pb.PauseStage(paused=False, epoch=epoch_to_wire(epoch))
+                hold.child.send(pb.ChildCommand(pause=told))
+                return
+            logger.info("stage waits pipeline=%s epoch=%s: its engine does not answer", pipeline_id, hold.epoch)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_MAX_S)
 
     def orphaned_by(self, node_id: str) -> None:
         """The node is gone, and so are its engines. Another may take their stages over as they are; what nobody claims
@@ -220,7 +233,13 @@ class DeviceHost:
     async def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
         """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""
         hold = self._known(request)
-        if hold is None or hold.child is None or hold.loaded != _shard_key(load) or not await hold.child.lives():
+        if (
+            request.fresh
+            or hold is None
+            or hold.child is None
+            or hold.loaded != _shard_key(load)
+            or not await hold.child.lives()
+        ):
             return None
         if self._known(request) is not hold:  # meanwhile another request came, or the stage was released
             return None

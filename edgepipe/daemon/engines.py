@@ -35,7 +35,7 @@ class _Run:
     spec: pb.ServeSpec
     state: engine_pb2.EngineState
     advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
-    bars: tuple[tuple[float, pb.Bar], ...] = ()  # told by the engine, each with the loop's time until which it holds
+    avoided: tuple[tuple[float, engine_pb2.LeftOut], ...] = ()  # by the engine, until a time on the loop's clock
     child: Child | None = None
     restartable: bool = False  # it served, or goes on with what another one served
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
@@ -91,10 +91,10 @@ class EngineHost:
         return run.state if run is not None else None
 
     def avoided(self, pipeline_id: str) -> Avoided:
-        """What an engine leaves alone now."""
+        """What an engine avoids now."""
         run = self._runs.get(pipeline_id)
         now_s = asyncio.get_running_loop().time()
-        return Avoided.of(bar for until_s, bar in (run.bars if run is not None else ()) if now_s < until_s)
+        return Avoided.of(one for until_s, one in (run.avoided if run is not None else ()) if now_s < until_s)
 
     def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
         """Tell everybody of a better placement, or that there is none."""
@@ -229,8 +229,22 @@ class EngineHost:
         if not run.state.address and child.port:
             run.state.address = f"{child.settings.host}:{child.port}"
         run.state.certificate = child.certificate
+        self._note_placement(run)
         self._show_advice(run)
         self._on_change(before != (run.state.state, run.state.message))
+
+    @staticmethod
+    def _note_placement(run: _Run) -> None:
+        """Keep where stages are, and what is avoided, as the engine tells it: it alone knows."""
+        now_s = asyncio.get_running_loop().time()
+        run.avoided = tuple((now_s + one.seconds, one) for one in run.state.left_out)
+        stages = [pb.StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages]
+        if run.state.state == "ready" and stages != list(run.spec.stages):
+            spec = pb.ServeSpec()
+            spec.CopyFrom(run.spec)
+            del spec.stages[:]
+            spec.stages.extend(stages)
+            run.spec = spec  # a new message: others may hold the old one
 
     @staticmethod
     def _show_advice(run: _Run) -> None:
@@ -260,7 +274,7 @@ class EngineHost:
         if run is None or run.child is None:
             return False
         elsewhere = list(made.spec.stages) != list(run.spec.stages)
-        run.spec, run.advice = made.spec, None
+        run.spec.num_nodes, run.advice = made.spec.num_nodes, None
         if elsewhere:
             run.child.send(pb.ChildCommand(plan=made))
         self._show_advice(run)
@@ -269,14 +283,12 @@ class EngineHost:
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
         """Answer an engine that asks where its stages go."""
-        now_s = asyncio.get_running_loop().time()
-        run.bars = tuple((now_s + bar.seconds, bar) for bar in wanted.bars)
         wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # it is not told of new wishes
         try:
             made = await self._replanner.plan(run.state.pipeline_id, wanted)
-            run.spec = made.spec
         except EdgepipeError as error:
             made = pb.PlanMade(error=error_to_wire(error))
+        made.question = wanted.question
         child.send(pb.ChildCommand(plan=made))
 
     async def _tell_reachable(self, child: Child) -> None:

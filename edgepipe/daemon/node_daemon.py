@@ -224,7 +224,7 @@ class NodeDaemon:
         if self._leaving is not None:
             self._leaving.stays()
         self._hosting.device.pause()
-        await self._hosting.device.resume_unchanged(self._presence.peers.engine_epoch)
+        self._hosting.device.resume(self._presence.peers.engine_epoch)
 
     def _tell_sleep(self, sleeping: bool) -> None:
         self._presence.heartbeats.sleeps(sleeping=sleeping)

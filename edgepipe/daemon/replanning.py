@@ -22,6 +22,7 @@ from edgepipe.planner.replacement import replace_lost
 from edgepipe.units import LinkShape
 from edgepipe.wire.common import slices_from_wire
 from edgepipe.wire.profiles import cluster_from_wire
+from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 DEFAULT_SEQUENCES = 16
@@ -64,9 +65,9 @@ class Avoided:
     links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # whose ends are no neighbours in that order
 
     @classmethod
-    def of(cls, bars: Iterable[pb.Bar]) -> Avoided:
+    def of(cls, left_out: Iterable[engine_pb2.LeftOut]) -> Avoided:
         """What an engine told."""
-        told = list(bars)
+        told = list(left_out)
         return cls(
             nodes=frozenset(one.node_id for one in told if not one.other_id),
             links=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in told if one.other_id),
@@ -117,12 +118,12 @@ class Replanner:
     async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
         """Survivors keep their stages where lost ones fit on others; else everything is placed anew.
 
-        Where there is none without the nodes that the engine barred, it is with them; likewise links, if need be.
+        Where there is none without the nodes that the engine avoids, it is with them; likewise links, if need be.
         Raises NoFeasiblePlacement, ModelUnknown.
         """
         spec = wanted.spec
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        told = Avoided.of(wanted.bars)
+        told = Avoided.of(wanted.left_out)
         tries = list(dict.fromkeys([told, Avoided(links=told.links), Avoided()]))
         known: Known | None = None
         while True:

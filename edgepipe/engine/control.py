@@ -5,45 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
-from edgepipe.ids import Epoch, NodeId, StepId
+from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network, ShapedLine
-from edgepipe.model.facts import Slice
 from edgepipe.wire.common import epoch_from_wire, error_from_wire
 from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSite:
-    """A prepared stage: where it is and what it holds."""
-
-    index: int
-    node_id: NodeId
-    node_name: str  # for people; the id where the name is not known
-    address: str
-    slices: tuple[Slice, ...]
-    backend: str
-    device: str
-    weight_bytes: int
-    kv_block_bytes: int
-    max_blocks: int
-    contiguous_kv: bool = False  # attends over runs of blocks as views
-    certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
-    crashed_in: tuple[int, StepId] | None = None  # the stage before it crashed in that step: epoch's counter, step
-
-    @property
-    def label(self) -> str:
-        """How errors name it."""
-        return f"stage {self.index}"
 
 
 class StageControl:
@@ -64,6 +39,7 @@ class StageControl:
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
+        self.device_failed = False  # told with it: the device failed a test step, too
         self.met = False  # a connection stood once
         self.next_unreached = False  # told with a fault: the way to the next stage failed
         self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
@@ -187,6 +163,7 @@ class StageControl:
 
     def _fault(self, report: stage_pb2.StageReport) -> EdgepipeError:
         self.crashed_step = StepId(report.crashed_step) if report.crashed_step else None
+        self.device_failed = report.device_failed
         self.next_unreached = report.next_unreached
         return self._named(error_from_wire(report.fault))
 

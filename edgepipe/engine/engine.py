@@ -3,32 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from edgepipe.clock import Clock
-from edgepipe.engine.bars import Bars, Missed, in_order
-from edgepipe.engine.control import StageSite
+from edgepipe.engine.blame import Crash
 from edgepipe.engine.epoch import EpochRun, Surroundings
 from edgepipe.engine.kept import KeptKV
-from edgepipe.engine.planning import Plan, Planner, Reachable, SamePlan
-from edgepipe.engine.preparation import Nodes, Preparation
+from edgepipe.engine.planning import Nodes, Plan, Planner, Reachable, SamePlan
+from edgepipe.engine.preparation import Preparation
 from edgepipe.engine.pump import StepNews
+from edgepipe.engine.quarantine import Missed
+from edgepipe.engine.recovery import Recovery
+from edgepipe.engine.recovery_types import (
+    Abandon,
+    Accuse,
+    Acquit,
+    AskPlan,
+    ClusterChanged,
+    Command,
+    EndEpoch,
+    EpochEnded,
+    Event,
+    Fail,
+    MoveProposed,
+    NotReleased,
+    Open,
+    Opened,
+    OpeningFailed,
+    Placement,
+    Planned,
+    PlanningFailed,
+    PreparationFailed,
+    Prepare,
+    Prepared,
+    Refuse,
+    Release,
+    Serve,
+    State,
+    Stopped,
+    Tick,
+)
 from edgepipe.engine.service import Door, EngineService
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.sites import StageSite
 from edgepipe.engine.table import RequestTable
 from edgepipe.engine.told import Told, stage_state
 from edgepipe.errors import (
     ClusterError,
     EdgepipeError,
     LinkError,
-    NodeUnreachable,
-    NoFeasiblePlacement,
     PlanInvalid,
     StageLost,
     StagesMove,
@@ -45,6 +74,21 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_WORDS = {
+    State.STARTING: "loading",
+    State.SERVING: "ready",
+    State.PREPARING_BESIDE: "ready",
+    State.RECOVERING: "recovering",
+    State.WAITING: "waiting",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bug:
+    """A task ended with what is no error of ours."""
+
+    error: BaseException
+
 
 class Engine:
     """``start``, then ``run`` until it returns (stopped) or raises (it cannot go on). Then nodes have all back.
@@ -52,7 +96,8 @@ class Engine:
     An engine that goes on with what another one served is not started, only run: it takes that one's requests at once.
 
     When a stage is lost, requests wait while the next epoch is prepared, and go on where they were: what a request was
-    given is never computed differently, since its tokens are the prompt of what follows.
+    given is never computed differently, since its tokens are the prompt of what follows. ``Recovery`` decides which
+    epoch comes next; this class carries its commands out and tells it what came of them.
     """
 
     def __init__(
@@ -81,7 +126,7 @@ class Engine:
         nodes          HOST:PORT of every node that the spec names
         hello          this process, as it introduces itself to nodes, stages and gateways
         security       whom it reaches, and who may call it
-        on_state       told at every change that people see, and a few times a second while numbers move
+        on_state       called at every change that people see, and a few times a second while numbers move
         address        HOST:PORT where gateways reach the server that ``add_to`` was given
         epoch_counter  1 + the highest that anybody has seen of this pipeline
         network        emulates one to the stages of other nodes
@@ -89,8 +134,7 @@ class Engine:
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
-        self._spec: ServeSpec = spec
-        self._nodes: Nodes = Nodes(addresses=nodes, names=node_names or {})
+        known = Nodes(addresses=nodes, names=node_names or {})
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
         self._around = Surroundings(
@@ -104,38 +148,37 @@ class Engine:
             timeouts=self._timeouts,
             network=network,
         )
-        self._planner = planner or SamePlan(self._nodes)
-        self._bars = Bars(clock)
-        self._missed = Missed()  # what kept the last epoch from being opened
-        self._epoch = Epoch(epoch_counter, EngineId(ids.new("engine")))
+        self._planner = planner or SamePlan(known)
+        self._core = Recovery(
+            Plan(spec=spec, nodes=known),
+            epoch=Epoch(epoch_counter, EngineId(ids.new("engine"))),
+            engine_node=hello.node_name or known.name(NodeId(hello.node_id)),
+            limits=self._limits,
+            timeouts=self._timeouts,
+        )
+        self._events: deque[Event | _Bug] = deque()  # at most one of each kind that others send, and one per task
+        self._arrived = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None  # of the attempt: asks, prepares or opens
+        self._driving: asyncio.Task[None] | None = None
+        self._candidate: EpochRun | None = None  # open, and not in use yet
         self._run: EpochRun | None = None
-        self._kept: KeptKV | None = None  # by the last epoch that stood
-        self._lost_steps: tuple[int, dict[StepId, tuple[SequenceId, ...]]] = (
-            0,
-            {},
-        )  # its counter, what did not come back
+        self._kept: KeptKV | None = None  # by the last epoch that served
+        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})  # counter of its epoch
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
-        self._recoveries = 0
+        self._epochs = 0  # that served
         self._stalled_since_s: float | None = None  # requests wait since an epoch failed
         self._stopping = asyncio.Event()
         self._running = False
         self._over = asyncio.Event()
         self._given_back = False
-        self._reachable: Reachable | None = None  # None: nobody tells
-        self._news = asyncio.Event()  # of the cluster
-        self._lost: asyncio.Future[None] | None = None  # fails when a node is lost that is being prepared
-        self._move_wanted = asyncio.Event()
-        self._proposed: Plan | None = None  # where stages shall move
-        self._moved: list[StageSite] | None = None  # prepared for the next epoch
-        self._reloading: frozenset[str] = frozenset()  # names of nodes whose stages end because others are prepared
-        self._held = {stage.node_id for stage in spec.stages}  # nodes that may hold a stage, of an engine before, too
-        self._releasing: set[asyncio.Future[None]] = set()
-        self._preparation = self._new_preparation()
+        self._failure: EdgepipeError | None = None
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._preparation = self._new_preparation(Placement(epoch=self._core.epoch, spec=spec))
         base = EngineState(
             model=spec.model,
             pipeline_id=pipeline_id,
-            epoch=self._epoch,
+            epoch=self._core.epoch,
             state="starting",
             micro_batches=spec.micro_batches or len(spec.stages),
             block_size=spec.block_size,
@@ -159,12 +202,6 @@ class Engine:
     def _trace(self, after_step: int) -> EngineTrace | None:
         return self._run.pump.trace(after_step=after_step) if self._run is not None else None
 
-    @property
-    def _own_name(self) -> str:
-        """Of its node, for people."""
-        hello = self._around.hello
-        return hello.node_name or self._nodes.name(NodeId(hello.node_id))
-
     def state(self) -> EngineState:
         """What it is and does at this moment."""
         return self._told.state(self._run)
@@ -175,8 +212,9 @@ class Engine:
         Raises what the nodes and stages raise; then nodes have got everything back and the state is ``failed``.
         """
         try:
-            self._tell(state="loading", message="asking nodes for memory")
-            await self._first_epoch()
+            await self._advance(self._core.begin(self._now_s()), going=lambda: self._core.state is State.STARTING)
+            if self._failure is not None:
+                raise self._failure
         except BaseException as exc:
             if isinstance(exc, EdgepipeError):
                 self._tell(state="failed", error=exc, message="")
@@ -186,29 +224,31 @@ class Engine:
     async def run(self) -> None:
         """Serve until ``stop`` (returns) or until it cannot go on (raises why, when all requests have been told)."""
         self._running = True
-        error: EdgepipeError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._door = Door(self._table, tasks, pipeline_id=self._around.pipeline_id, epoch=lambda: self._epoch)
+                self._door = Door(
+                    self._table, tasks, pipeline_id=self._around.pipeline_id, epoch=lambda: self._core.epoch
+                )
                 reporter = tasks.create_task(self._report(), name="state")
                 try:
-                    error = await self._serve(self._table)
+                    await self._serve()
                 except asyncio.CancelledError:  # the process ends, the model is still wanted: another engine goes on
                     await self._door.close(flush_s=self._timeouts.flush_s)
                     raise
-                await self._wind_up(self._table, self._door, error)
+                await self._wind_up(self._door)
                 reporter.cancel()
         finally:
             self._door = None
             await self._give_back()
             self._running = False
             self._over.set()
-        if error is not None:
-            raise error
+        if self._failure is not None:
+            raise self._failure
 
     async def stop(self) -> None:
         """End all requests, give memory back to the nodes, and let ``run`` return. May be called twice."""
         self._stopping.set()
+        self._post(Stopped())
         if self._running:
             await self._over.wait()
         else:
@@ -216,74 +256,235 @@ class Engine:
 
     def note_reachable(self, reachable: Reachable) -> None:
         """The cluster changed. A node of the pipeline that is gone ends the epoch, or its preparation."""
-        self._reachable = reachable
-        self._news.set()
-        if reachable.leaving.intersection(stage.node_id for stage in self._spec.stages):
-            self._move_wanted.set()
-        try:
-            self._check_there()
-        except NodeUnreachable as error:
-            if self._run is not None:
-                self._run.pump.fail(error)
-            elif self._lost is not None and not self._lost.done():
-                self._lost.set_exception(error)
+        self._post(ClusterChanged(reachable=reachable))
 
-    def _check_there(self) -> None:
-        """Raises NodeUnreachable if a node of the plan is not there."""
-        if (gone := self._gone()) is not None:
-            name = self._nodes.name(gone)
-            raise NodeUnreachable(f"node {name} is gone", fact="it has left, or does not answer heartbeats", node=name)
+    def move_to(self, plan: Plan) -> None:
+        """Propose that the stages go there."""
+        self._post(MoveProposed(plan=plan))
 
-    def _gone(self) -> NodeId | None:
-        """A node of the plan that is not there, or not where it was."""
-        if self._reachable is None:
-            return None
-        for stage in self._spec.stages:
-            if self._reachable.addresses.get(stage.node_id) != self._nodes.addresses.get(stage.node_id):
-                return stage.node_id
-        return None
+    # Events in, commands out
 
-    async def _serve(self, table: RequestTable) -> EdgepipeError | None:
-        """Epoch after epoch, until stopped (None) or until there cannot be another (why)."""
-        while not self._stopping.is_set():
-            if self._run is None:
-                if (error := await self._recover(table, None)) is not None:
-                    return error
-                continue
-            run = self._run
-            table.go_on(run.pump)
-            self._tell(state="ready", message="", progress=1.0, error=None, recoveries=self._recoveries)
-            self._recoveries += 1
-            mover = asyncio.ensure_future(self._move(run))
+    async def _serve(self) -> None:
+        """Epoch after epoch, until stopped or until there cannot be another."""
+        if self._run is None:
+            commands = self._core.resume(self._now_s())
+            self._show()
+        else:
+            commands = []
+            self._drive(self._run)
+        await self._advance(commands, going=lambda: self._core.state is not State.STOPPED)
+
+    async def _advance(self, commands: Sequence[Command], *, going: Callable[[], bool]) -> None:
+        """Carry out commands, and those that follow from what happens, while ``going``. Raises bugs only."""
+        self._show()
+        await self._carry_out_all(commands)
+        while going():
+            event = await self._next_event()
+            if isinstance(event, _Bug):
+                raise event.error
+            if isinstance(event, EpochEnded):
+                await self._leave_epoch(event)
+            self._log_failure(event)
+            commands = self._core.handle(event, self._now_s())
+            self._show()
+            await self._carry_out_all(commands)
+
+    async def _next_event(self) -> Event | _Bug:
+        while not self._events:
+            self._arrived.clear()
+            wake_at_s = self._core.wake_at_s
             try:
-                error = await run.drive(self._stopping)
-            finally:
-                mover.cancel()
-                await asyncio.wait((mover,))
-            if error is None:
-                return None
-            self._bars.note(run.missed())
-            if isinstance(error, (StageLost, LinkError)) and error.node in self._reloading:
-                error = StagesMove()
-            self._reloading = frozenset()
-            stats = run.pump.stats()
-            if self._stalled_since_s is None and (stats.running or stats.waiting):
-                self._stalled_since_s = self._around.clock.monotonic_s()
-            table.pause()
-            table.note_crash(run.crashed(), error)
-            run.pump.fail(error)
-            moves = isinstance(error, StagesMove)
-            self._log("pipeline=%s epoch=%s ended: %s", self._around.pipeline_id, run.epoch, error, asked=moves)
-            if isinstance(error, StaleEpoch):
-                return error  # another engine has taken over; whoever outbids it does harm
-            if (error := await self._recover(table, error)) is not None:
-                return error
-        return None
+                async with asyncio.timeout(None if wake_at_s is None else max(0.0, wake_at_s - self._now_s())):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return Tick()
+        return self._events.popleft()
+
+    def _post(self, event: Event | _Bug) -> None:
+        """Queue an event; of the cluster's and the daemon's words only the newest counts."""
+        if isinstance(event, ClusterChanged | MoveProposed | Stopped):
+            for older in [one for one in self._events if type(one) is type(event)]:
+                self._events.remove(older)
+        self._events.append(event)
+        self._arrived.set()
+
+    async def _carry_out_all(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            await self._carry_out(command)
+
+    async def _carry_out(self, command: Command) -> None:
+        match command:
+            case AskPlan():
+                self._begin(self._ask(command))
+            case Prepare():
+                self._begin(self._prepare(command))
+            case Open():
+                self._begin(self._open(command))
+            case Abandon():
+                await self._abandon()
+            case Serve():
+                self._go_on(command.placement)
+            case EndEpoch():
+                if self._run is not None:
+                    self._run.pump.fail(command.error)
+            case Release():
+                self._let_go(command.node_ids)
+            case Accuse():
+                self._table.accuse(command.sequences, command.error)
+            case Acquit():
+                self._table.acquit(command.requests)
+            case Refuse():
+                self._table.refuse_all(command.error)
+            case Fail():
+                self._failure = command.error
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = asyncio.create_task(self._guarded(work), name="attempt")
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; a bug in it ends the engine."""
+        try:
+            await work
+        except Exception as exc:
+            self._post(_Bug(exc))
+
+    async def _abandon(self) -> None:
+        """Give up what the attempt does; the epoch that it may have opened is closed."""
+        await _end(self._work)
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            await candidate.close()
+
+    # What an attempt does
+
+    async def _ask(self, command: AskPlan) -> None:
+        try:
+            plan = await self._planner.plan(command.spec, barred=command.barred, barred_links=command.barred_links)
+        except EdgepipeError as error:
+            self._post(PlanningFailed(attempt=command.attempt, error=error))
+        else:
+            self._post(Planned(attempt=command.attempt, plan=plan))
+
+    async def _prepare(self, command: Prepare) -> None:
+        preparation = self._preparation = self._new_preparation(command.placement, fresh=command.fresh)
+        try:
+            sites = await preparation.prepare()
+        except EdgepipeError as error:
+            self._post(PreparationFailed(attempt=command.attempt, error=error, node_id=preparation.failed))
+        else:
+            self._post(Prepared(attempt=command.attempt, sites=tuple(sites), crashes=tuple(self._crashes(sites))))
+
+    async def _open(self, command: Open) -> None:
+        epoch, sites = command.placement.epoch, list(command.sites)
+        self._tell(epoch=epoch, stages=tuple(stage_state(site) for site in sites))
+        missed = Missed()
+        try:
+            run = EpochRun(self._around, spec=command.placement.spec, epoch=epoch, sites=sites, kept=self._kept)
+            try:
+                await run.open(registration=self._table.registration, on_news=self._note, on_over=self._table.pause)
+            except BaseException as exc:
+                missed = run.missed() if isinstance(exc, LinkError | StageLost) else missed
+                await run.close()
+                raise
+        except EdgepipeError as error:
+            self._post(OpeningFailed(attempt=command.attempt, error=error, missed=missed))
+        else:
+            self._candidate = run
+            self._post(Opened(attempt=command.attempt))
+
+    def _go_on(self, placement: Placement) -> None:
+        """Let requests go on in the epoch that has opened."""
+        run, self._candidate = self._candidate, None
+        assert run is not None, "it has opened"
+        assert run.epoch == placement.epoch, "no other can have opened"
+        self._run = run
+        self._told.opened(run)
+        self._tell(recoveries=self._epochs)
+        self._epochs += 1
+        self._table.go_on(run.pump)
+        if self._running:
+            self._drive(run)
+
+    def _drive(self, run: EpochRun) -> None:
+        self._driving = asyncio.create_task(self._guarded(self._drive_to_its_end(run)), name="epoch")
+
+    async def _drive_to_its_end(self, run: EpochRun) -> None:
+        error = await run.drive(self._stopping)
+        self._table.pause()
+        if error is not None:
+            self._post(self._ended(run, error))
+
+    def _ended(self, run: EpochRun, error: EdgepipeError) -> EpochEnded:
+        broken = run.broken_step()
+        crash = None
+        if broken is not None:
+            crash = self._crash(broken.site, broken.sequences, error, device_failed=broken.device_failed)
+        return EpochEnded(
+            epoch=run.epoch,
+            error=error,
+            crash=crash,
+            missed=run.missed(),
+            sent=run.pump.num_sent > 0,
+            retired=run.pump.num_retired > 0,
+        )
+
+    def _crashes(self, sites: Sequence[StageSite]) -> list[Crash]:
+        """Steps of the last epoch in which processes of these stages ended."""
+        counter, steps = self._lost_steps
+        crashes: list[Crash] = []
+        for site in sites:
+            if site.crashed_in is not None and site.crashed_in[0] == counter:
+                error = StepFailed(
+                    f"{site.label} on {site.node_name} crashed",
+                    fact=f"computing step {site.crashed_in[1]} ended its process",
+                    next_step=f"see 'edgepipe logs' on {site.node_name}",
+                    node=site.node_name,
+                    stage=site.label,
+                )
+                crashes.append(self._crash(site, steps.get(site.crashed_in[1], ()), error, new_process=True))
+        return crashes
+
+    def _crash(
+        self,
+        site: StageSite,
+        sequences: tuple[SequenceId, ...],
+        error: EdgepipeError,
+        *,
+        device_failed: bool = False,
+        new_process: bool = False,
+    ) -> Crash:
+        return Crash(
+            node_id=site.node_id,
+            sequences=sequences,
+            requests=self._table.requests_of(sequences),
+            error=error,
+            device_failed=device_failed,
+            new_process=new_process,
+            guilty=self._table.is_guilty(sequences),
+        )
+
+    async def _leave_epoch(self, event: EpochEnded) -> None:
+        """Close the epoch that has ended; what its stages hold in KV is kept."""
+        run = self._run
+        assert run is not None, "it has ended just now"
+        stats = run.pump.stats()
+        if self._stalled_since_s is None and (stats.running or stats.waiting):
+            self._stalled_since_s = self._now_s()
+        self._log(
+            "pipeline=%s epoch=%s ended: %s",
+            self._around.pipeline_id,
+            run.epoch,
+            event.error,
+            asked=isinstance(event.error, StagesMove),
+        )
+        await self._close_run()
+
+    # What people are told
 
     def _note(self, news: StepNews) -> None:
         self._table.note_step(news)
         if self._stalled_since_s is not None and news.events:
-            stall_ms = round(1e3 * (self._around.clock.monotonic_s() - self._stalled_since_s))
+            stall_ms = round(1e3 * (self._now_s() - self._stalled_since_s))
             self._stalled_since_s = None
             self._told.note(stall_ms=self._told.base.stall_ms + stall_ms)
             self._log_going_on(stall_ms)
@@ -294,215 +495,72 @@ class Engine:
         logger.info(
             "pipeline=%s epoch=%s goes on after %.1f s: %d tokens kept, %d replayed so far",
             self._around.pipeline_id,
-            self._epoch,
+            self._run.epoch,
             stall_ms / 1e3,
             stats.kept_tokens,
             stats.replayed_tokens,
         )
 
-    async def _recover(self, table: RequestTable, cause: EdgepipeError | None) -> EdgepipeError | None:
-        """Prepare and open another epoch. None when it stands or the engine is to stop, else why there is none."""
-        if (gone := self._gone()) is not None:
-            self._bars.lost(gone)
-        failures = 0
-        while not self._stopping.is_set():
-            self._tell(state="recovering", message="continuing without what was lost", error=cause)
-            try:
-                await self._close_run()
-                if (moved := self._moved) is not None:
-                    self._moved = None
-                    await self._unless_stopped(self._open_epoch(moved), watch=True)
-                else:
-                    await self._unless_stopped(self._plan_again())
-                    await self._unless_stopped(self._begin_epoch(), watch=True)
-                return None
-            except NoFeasiblePlacement as error:
-                await self._wait_for_room(table, error)
-            except EdgepipeError as error:
-                failures += 1
-                self._log("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
-                if isinstance(error, StaleEpoch) or failures >= self._limits.max_failed_epochs:
-                    return error
-                if self._preparation.failed is not None:
-                    self._bars.failed(self._preparation.failed)
-                await self._unless_stopped(asyncio.sleep(self._pause_s(failures)))
-        return None
+    def _log_failure(self, event: Event) -> None:
+        if isinstance(event, PlanningFailed | PreparationFailed | OpeningFailed):
+            self._log("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._core.epoch, event.error)
 
-    def _pause_s(self, failures: int) -> float:
-        """After so many epochs in a row that could not begin."""
-        return min(self._timeouts.again_min_s * 2 ** (failures - 1), self._timeouts.again_max_s)
+    def _log(self, text: str, *values: object, asked: bool = False) -> None:
+        """Log what went wrong, as no fault if somebody ``asked`` for it; if every node is about to go, somebody did."""
+        told = self._core.reachable
+        asked = asked or (told is not None and told.leaving.issuperset(told.addresses))
+        logger.log(logging.INFO if asked else logging.WARNING, text, *values)
 
-    async def _plan_again(self) -> None:
-        """Where the stages of the next epoch go. Raises NoFeasiblePlacement."""
-        self._news.clear()  # what is told from now on may change the answer
-        plan = await self._plan()
-        self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
-        self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
-        self._told.note(epoch=self._epoch)
+    def _show(self) -> None:
+        """Tell what the recovery core decided."""
+        core = self._core
+        if core.state is State.STOPPED:
+            return  # the end is told by who brings it about
+        serves = core.running is not None
+        self._tell(
+            state=_WORDS[core.state],
+            message=core.message,
+            error=None if serves or core.state is State.STARTING else core.error,
+            epoch=core.running.epoch if core.running is not None else core.epoch,
+            progress=1.0 if serves else self._told.base.progress,
+        )
 
-    async def _plan(self) -> Plan:
-        return await self._planner.plan(self._spec, barred=self._bars.nodes(), barred_links=self._bars.links())
-
-    async def _wait_for_room(self, table: RequestTable, error: EdgepipeError) -> None:
-        """The model does not fit: tell everybody what is missing, until the cluster changes."""
-        self._log("pipeline=%s waits: %s", self._around.pipeline_id, error)
-        self._tell(state="waiting", message="waiting for memory", error=error)
-        table.refuse_all(error)
-        await self._unless_stopped(self._news_or(self._timeouts.room_s))
-
-    async def _news_or(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None], *, watch: bool = False) -> None:
-        """Do the work, or as much of it as there is time for until the engine is to stop. Raises what it raises.
-
-        ``watch``: give up with NodeUnreachable when a node of the plan is lost meanwhile.
-        """
-        working = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lost = lost if watch else None
-        try:
-            await asyncio.wait((working, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
-            for ended in (lost, working):
-                if ended.done():
-                    ended.result()
-        finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.wait((working, stopping))
-            self._lost = None
-
-    async def _move(self, run: EpochRun) -> None:
-        """Stages shall be elsewhere: prepare them while steps go on, then end the epoch. Stages that stay go on too."""
+    async def _report(self) -> None:
         while True:
-            await self._move_wanted.wait()
-            self._move_wanted.clear()
-            try:
-                proposed: Plan | None = self._proposed
-                self._proposed = None
-                plan: Plan = proposed or await self._plan()
-                if plan.spec.stages == self._spec.stages:
-                    continue
-                self._reloading = self._other_layers(plan.spec)
-                self._spec, self._nodes = plan.spec, self._nodes.updated(plan.nodes)
-                self._epoch = replace(self._epoch, counter=self._epoch.counter + 1)
-                self._moved = await self._prepare_epoch()
-            except EdgepipeError as error:
-                self._reloading = frozenset()
-                self._log("pipeline=%s: stages do not move: %s", self._around.pipeline_id, error)
-                continue
-            run.pump.fail(StagesMove())
-            return
+            await asyncio.sleep(self._timeouts.report_interval_s)
+            self._tell()
 
-    def _other_layers(self, spec: ServeSpec) -> frozenset[str]:
-        """Names of nodes whose stage ends when it is prepared, since it gets other layers than it has."""
-        had = {stage.node_id: stage.slices for stage in self._spec.stages}
-        others = (stage.node_id for stage in spec.stages if had.get(stage.node_id, stage.slices) != stage.slices)
-        return frozenset(self._nodes.name(node_id) for node_id in others)
+    def _note_progress(self, message: str, progress: float) -> None:
+        if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
+            self._tell(message=message, progress=progress)
 
-    def move_to(self, plan: Plan) -> None:
-        """The stages shall be there from now on."""
-        self._proposed = plan
-        self._move_wanted.set()
+    def _tell(self, **changes: Any) -> None:
+        self._told.tell(self._run, left_out=self._core.left_out(self._now_s()), **changes)
 
-    async def _begin_epoch(self) -> None:
-        """From nodes' memory to an open pipeline. Raises what nodes and stages raise."""
-        await self._open_epoch(await self._prepare_epoch())
+    def _now_s(self) -> float:
+        return self._around.clock.monotonic_s()
 
-    async def _first_epoch(self) -> None:
-        """Where the spec says; where machines do not reach each other, another way that was not excluded by a wish.
+    # Giving back
 
-        Raises what nodes and stages raise.
-        """
-        failures = 0
-        while True:
-            try:
-                return await self._begin_epoch()
-            except EdgepipeError as error:
-                failures += 1
-                if not self._missed or failures >= self._limits.max_failed_epochs:
-                    raise
-                logger.warning("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
-                self._tell(message=f"{error.what}: looking for another way")
-                await asyncio.sleep(self._pause_s(failures))
-                if not await self._another_way():
-                    raise
+    def _let_go(self, left: frozenset[NodeId]) -> None:
+        """Let nodes that the placement has left give back what they hold, while steps go on."""
+        releasing = asyncio.create_task(self._guarded(self._release(self._preparation, left)), name="release")
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
 
-    async def _another_way(self) -> bool:
-        """Whether there is a placement as it was wished that does without what is barred; the spec is that one then."""
-        wished = self._spec
-        with contextlib.suppress(NoFeasiblePlacement):
-            await self._plan_again()
-            order = in_order(self._spec.stages)
-            if wished.fixed:
-                return self._bars.allow(self._spec) and self._spec.stages == wished.stages
-            first = wished.first in ("", order[0], self._nodes.name(order[0]))
-            return self._bars.allow(self._spec) and first and len(set(order)) >= wished.num_nodes
-        return False
+    async def _release(self, preparation: Preparation, left: frozenset[NodeId]) -> None:
+        """``preparation`` names the newest epoch that is released: stages that are prepared meanwhile stay."""
+        if silent := await preparation.release(sorted(left)):
+            self._post(NotReleased(node_ids=silent))
 
-    async def _prepare_epoch(self) -> list[StageSite]:
-        self._missed = Missed()
-        self._preparation = self._new_preparation()
-        self._check_there()
-        self._held |= {stage.node_id for stage in self._spec.stages}
-        sites = await self._preparation.prepare()
-        self._note_crashes(sites)
-        return sites
-
-    def _note_crashes(self, sites: list[StageSite]) -> None:
-        """A stage's process died inside a step: that counts against whoever was in it, as a fault told would."""
-        counter, steps = self._lost_steps
-        for site in sites:
-            if site.crashed_in is not None and site.crashed_in[0] == counter:
-                error = StepFailed(
-                    f"{site.label} on {site.node_name} crashed",
-                    fact=f"computing step {site.crashed_in[1]} ended its process",
-                    next_step=f"see 'edgepipe logs' on {site.node_name}",
-                    node=site.node_name,
-                    stage=site.label,
-                )
-                self._table.note_crash(steps.get(site.crashed_in[1], ()), error)
-
-    async def _open_epoch(self, sites: list[StageSite]) -> None:
-        placed = {stage.node_id for stage in self._spec.stages}
-        self._tell(epoch=self._epoch, message="opening the pipeline", stages=tuple(stage_state(site) for site in sites))
-        run = EpochRun(self._around, spec=self._spec, epoch=self._epoch, sites=sites, kept=self._kept)
-        try:
-            await run.open(registration=self._table.registration, on_news=self._note)
-            self._check_there()
-        except BaseException as exc:
-            missed = run.missed()
-            await run.close()
-            if isinstance(exc, (LinkError, StageLost)) and missed:
-                self._missed = missed
-                if self._bars.note(missed):
-                    raise missed.error(self._nodes, engine=self._own_name) from exc
-            raise
-        self._bars.note(Missed())
-        self._run = run
-        self._let_go(self._held - placed)
-        self._held = placed
-        self._told.opened(run)
-
-    def _let_go(self, left: set[NodeId]) -> None:
-        """Give back what nodes hold that the plan has left, while steps go on; one that is gone needs no telling."""
-        if self._reachable is not None:
-            left = left & set(self._reachable.addresses)
-        if left:
-            releasing = asyncio.ensure_future(self._preparation.release(sorted(left)))
-            self._releasing.add(releasing)
-            releasing.add_done_callback(self._releasing.discard)
-
-    def _new_preparation(self) -> Preparation:
+    def _new_preparation(self, placement: Placement, *, fresh: frozenset[NodeId] = frozenset()) -> Preparation:
         return Preparation(
             config=self._around.config,
-            spec=self._spec,
-            nodes=self._nodes,
+            spec=placement.spec,
+            nodes=self._core.nodes,
             pipeline_id=self._around.pipeline_id,
-            epoch=self._epoch,
+            epoch=placement.epoch,
+            fresh=fresh,
             hello=self._around.hello,
             security=self._around.security,
             limits=self._limits,
@@ -510,23 +568,23 @@ class Engine:
             on_progress=self._note_progress,
         )
 
-    async def _wind_up(self, table: RequestTable, door: Door, error: EdgepipeError | None) -> None:
-        """Every request ends, and every gateway is told."""
+    async def _wind_up(self, door: Door) -> None:
+        """End every request, and tell every gateway."""
+        error, model = self._failure, self._told.base.model
         if error is None:
             self._tell(state="stopping", message="ending requests")
         else:
-            logger.error("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._epoch, error)
+            logger.error("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._core.epoch, error)
             self._tell(state="failed", error=error, message="")
-        reason = error or ClusterError(
-            f"'{self._spec.model}' was stopped", next_step="serve it again with: edgepipe serve MODEL"
-        )
+        reason = error or ClusterError(f"'{model}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
         if self._run is not None:
             self._run.pump.fail(reason)
         if not isinstance(error, StaleEpoch):  # the engine that took over has the requests, or gets them
-            table.fail_all(reason)
+            self._table.fail_all(reason)
         await door.close(flush_s=self._timeouts.flush_s)
 
     async def _close_run(self) -> None:
+        await _end(self._driving)
         if self._run is not None:
             self._told.closed(self._run)
             run, self._run = self._run, None
@@ -540,28 +598,18 @@ class Engine:
             return
         self._given_back = True
         self._table.close()
+        await self._abandon()
         await self._close_run()
-        await self._preparation.release(sorted(self._held))
+        await self._preparation.release(sorted(self._core.held))
         if self._releasing:
             await asyncio.wait(self._releasing)
 
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(self._timeouts.report_interval_s)
-            self._tell()
 
-    def _note_progress(self, message: str, progress: float) -> None:
-        if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
-            self._tell(message=message, progress=progress)
-
-    def _log(self, text: str, *values: object, asked: bool = False) -> None:
-        """What went wrong, unless somebody ``asked`` for it; where every node is about to go, somebody did."""
-        told = self._reachable
-        asked = asked or (told is not None and told.leaving.issuperset(told.addresses))
-        logger.log(logging.INFO if asked else logging.WARNING, text, *values)
-
-    def _tell(self, **changes: Any) -> None:
-        self._told.tell(self._run, **changes)
+async def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task, unless it has ended or is this one, and wait for its end."""
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 def _policy(name: str, limits: EngineLimits) -> Policy:

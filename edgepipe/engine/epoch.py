@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
-from edgepipe.engine.bars import Missed
-from edgepipe.engine.control import StageControl, StageSite
+from edgepipe.engine.control import StageControl
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.kept import KeptKV, KVSince
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
+from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.security import Security
@@ -38,6 +39,15 @@ class Surroundings:
     limits: EngineLimits
     timeouts: EngineTimeouts
     network: Network | None  # emulated to the stages of other nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenStep:
+    """A step that a stage could not compute."""
+
+    site: StageSite
+    sequences: tuple[SequenceId, ...]
+    device_failed: bool  # a test step of the stage's own failed, too
 
 
 class EpochRun:
@@ -85,8 +95,13 @@ class EpochRun:
             for site in sites
         ]
 
-    async def open(self, *, registration: Registrar, on_news: Callable[[StepNews], None]) -> None:
-        """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost."""
+    async def open(
+        self, *, registration: Registrar, on_news: Callable[[StepNews], None], on_over: Callable[[], None]
+    ) -> None:
+        """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost.
+
+        See ``Pump.connect`` for the arguments.
+        """
         timeout_s = self._around.timeouts.open_s
         try:
             # All are connected before any is opened: a stage that is told of its predecessor in time takes its
@@ -100,7 +115,7 @@ class EpochRun:
                     tasks.create_task(self._open_stage(control, all_open), name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        self.pump.connect(self._controls, registration=registration, on_news=on_news)
+        self.pump.connect(self._controls, registration=registration, on_news=on_news, on_over=on_over)
         self._take_over()
 
     async def _open_stage(self, control: StageControl, all_open: asyncio.Barrier) -> None:
@@ -127,10 +142,16 @@ class EpochRun:
             raise
         return None
 
-    def crashed(self) -> tuple[SequenceId, ...]:
-        """Whose step could not be computed, if that ended the epoch."""
-        steps = [control.crashed_step for control in self._controls if control.crashed_step is not None]
-        return self.pump.sequences_of(steps[0]) if steps else ()
+    def broken_step(self) -> BrokenStep | None:
+        """The step that could not be computed, if that ended the epoch."""
+        for control in self._controls:
+            if control.crashed_step is not None:
+                return BrokenStep(
+                    site=control.site,
+                    sequences=self.pump.sequences_of(control.crashed_step),
+                    device_failed=control.device_failed,
+                )
+        return None
 
     def missed(self) -> Missed:
         """Connections that could not be made, or, from stage to stage, did not last."""
@@ -176,8 +197,8 @@ class EpochRun:
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
             num_blocks = min(num_blocks, -(-spec.kv_tokens // spec.block_size))
-        if self._kept is not None and self._kept.pool.cached_blocks:
-            num_blocks = min(num_blocks, self._kept.pool.num_blocks)  # another number would empty all stages' KV
+        if self._kept is not None and self._kept.is_worth(num_blocks):
+            num_blocks = min(num_blocks, self._kept.pool.num_blocks)
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",

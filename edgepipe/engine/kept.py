@@ -9,6 +9,8 @@ from edgepipe.ids import Epoch
 from edgepipe.model.facts import Slice
 from edgepipe.scheduler import KVPool, SchedulerLimits
 
+_WORTH = 1.25  # times the kept number of blocks: more room than that is worth computing everything again
+
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
 """By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not told."""
 
@@ -20,6 +22,14 @@ class KeptKV:
     pool: KVPool
     contiguous: bool
     since: KVSince
+
+    def is_worth(self, num_blocks: int) -> bool:
+        """Whether to stay at the number of blocks that is kept where stages have room for ``num_blocks`` now.
+
+        Another number empties the KV of all stages. A little more room is not worth that; much more is, since a pool
+        that once shrank would refuse long prompts for ever.
+        """
+        return bool(self.pool.cached_blocks) and num_blocks <= _WORTH * self.pool.num_blocks
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
         """The stages of the next epoch that do not have what the last one wrote: other processes, other layers."""

@@ -6,9 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgepipe.engine.preparation import Nodes
+from edgepipe.errors import PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Where the nodes of a pipeline are."""
+
+    addresses: Mapping[NodeId, str]  # HOST:PORT
+    names: Mapping[NodeId, str]
+
+    def updated(self, newer: Nodes) -> Nodes:
+        """With what is newer; nodes that a plan leaves are still to be told."""
+        return Nodes(addresses={**self.addresses, **newer.addresses}, names={**self.names, **newer.names})
+
+    def name(self, node_id: NodeId) -> str:
+        """For people."""
+        return self.names.get(node_id) or node_id
+
+    def address(self, node_id: NodeId) -> str:
+        """Raises PlanInvalid if the plan names a node that nobody told of."""
+        try:
+            return self.addresses[node_id]
+        except KeyError:
+            raise PlanInvalid(f"the plan names node {node_id}, whose address is not known") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 
 import grpc.aio
 
-from edgepipe.engine.control import StageSite
 from edgepipe.engine.groups import first_error
+from edgepipe.engine.planning import Nodes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, PlanInvalid, RemoteProtocolError
+from edgepipe.engine.sites import StageSite
+from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.security import Security
@@ -28,29 +28,6 @@ OnProgress = Callable[[str, float], None]
 """What is going on, for people, and how far all stages together are (0..1)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """Where the nodes of a pipeline are."""
-
-    addresses: Mapping[NodeId, str]  # HOST:PORT
-    names: Mapping[NodeId, str]
-
-    def updated(self, newer: Nodes) -> Nodes:
-        """With what is newer; nodes that a plan leaves are still to be told."""
-        return Nodes(addresses={**self.addresses, **newer.addresses}, names={**self.names, **newer.names})
-
-    def name(self, node_id: NodeId) -> str:
-        """For people."""
-        return self.names.get(node_id) or node_id
-
-    def address(self, node_id: NodeId) -> str:
-        """Raises PlanInvalid if the plan names a node that nobody told of."""
-        try:
-            return self.addresses[node_id]
-        except KeyError:
-            raise PlanInvalid(f"the plan names node {node_id}, whose address is not known") from None
-
-
 class Preparation:
     """Prepares and releases the stages of one epoch."""
 
@@ -62,17 +39,20 @@ class Preparation:
         nodes: Nodes,
         pipeline_id: PipelineId,
         epoch: Epoch,
+        fresh: Collection[NodeId],
         hello: common_pb2.Hello,
         security: Security,
         limits: EngineLimits,
         timeouts: EngineTimeouts,
         on_progress: OnProgress,
     ) -> None:
+        """``fresh``: nodes whose stage is to run in a new process."""
         self._config = config
         self._spec = spec
         self._nodes = nodes
         self._pipeline_id = pipeline_id
         self._epoch = epoch
+        self._fresh = fresh
         self._hello = hello
         self._security = security
         self._limits = limits
@@ -93,11 +73,14 @@ class Preparation:
             raise first_error(group) from None
         return [site.result() for site in sites]
 
-    async def release(self, node_ids: Iterable[NodeId]) -> None:
-        """Give the stages on these nodes back; a node that cannot be reached notices by itself."""
+    async def release(self, node_ids: Iterable[NodeId]) -> frozenset[NodeId]:
+        """Give the stages on these nodes back. Return the nodes that did not answer."""
         async with asyncio.TaskGroup() as tasks:
-            for node_id in node_ids:
-                tasks.create_task(self._release_node(node_id), name=f"release:{node_id}")
+            releasing = {
+                node_id: tasks.create_task(self._release_node(node_id), name=f"release:{node_id}")
+                for node_id in node_ids
+            }
+        return frozenset(node_id for node_id, answered in releasing.items() if not answered.result())
 
     async def _prepare_stage(self, index: int, placement: StagePlacement) -> StageSite:
         name = self._nodes.name(placement.node_id)
@@ -136,6 +119,7 @@ class Preparation:
             weights_node=self._hello.node_id,
             dtype=self._spec.dtype,
             activation_type=activation_type_to_wire(self._spec.activation_type),
+            fresh=placement.node_id in self._fresh,
         )
 
     def _weight_bytes(self, placement: StagePlacement) -> int:
@@ -173,7 +157,8 @@ class Preparation:
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 
-    async def _release_node(self, node_id: NodeId) -> None:
+    async def _release_node(self, node_id: NodeId) -> bool:
+        """Whether it answered."""
         request = node_pb2.ReleaseRequest(
             hello=self._hello, pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
         )
@@ -182,6 +167,8 @@ class Preparation:
                 await node_pb2_grpc.NodeStub(channel).Release(request, timeout=self._timeouts.release_s)
         except (grpc.aio.AioRpcError, EdgepipeError) as exc:
             logger.warning("release failed node=%s pipeline=%s: %s", node_id, self._pipeline_id, exc)
+            return False
+        return True
 
 
 def _named(exc: grpc.aio.AioRpcError, name: str) -> EdgepipeError:

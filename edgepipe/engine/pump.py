@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
-from edgepipe.engine.control import StageControl, StageSite
+from edgepipe.engine.control import StageControl
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
 from edgepipe.engine.settings import EngineTimeouts
+from edgepipe.engine.sites import StageSite
 from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
@@ -73,6 +74,8 @@ class Pump:
         self._watch = StepWatch(timeouts=timeouts, on_late=self._on_late)
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
+        self._on_over: Callable[[], None] = _nobody
+        self.num_sent = self.num_retired = 0  # steps
         self._stages: Sequence[StageControl] = ()
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
@@ -90,8 +93,11 @@ class Pump:
         *,
         registration: Registrar,
         on_news: Callable[[StepNews], None],
+        on_over: Callable[[], None],
     ) -> None:
-        """Where steps go, in the order of a token's way, how a sequence is registered, and who hears of tokens."""
+        """Say where steps go, in the order of a token's way, how a sequence is registered, who hears of tokens, and who
+        hears at once that the epoch takes no more sequences."""
+        self._on_over = on_over
         self._stages = stages
         self._registration = registration
         self._on_news = on_news
@@ -111,9 +117,7 @@ class Pump:
             self._watch.close()
 
     def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
-        """Queue sequences. Raises PromptTooLong, QueueFull (not for those accepted before), or what ended the epoch."""
-        if self._error is not None:
-            raise self._error
+        """Queue sequences. Raises PromptTooLong, and QueueFull unless they were accepted before."""
         events = self._scheduler.submit(specs, accepted=accepted)
         self._prompts_wait = True
         self._wake.set()
@@ -126,8 +130,9 @@ class Pump:
         return events
 
     def fail(self, error: EdgepipeError) -> None:
-        """Nothing is computed any more; whoever submits from now on gets ``error``."""
+        """End the epoch: nothing is computed any more, and sequences go to the next one."""
         self._error = self._error or error
+        self._on_over()
         self._wake.set()
 
     def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
@@ -192,6 +197,7 @@ class Pump:
     def _retire(self, site: StageSite, done: StepDone) -> None:
         self._check(site, done)
         step = self._in_flight.popleft()
+        self.num_retired += 1
         self._watch.retired()
         sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
         failed = {sampled[index]: error for index, error in done.failures}
@@ -252,6 +258,7 @@ class Pump:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
             self._send(step)
+            self.num_sent += 1
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
             self._prompts_wait = len(step.token_ids) > step.num_rows
@@ -294,6 +301,10 @@ class Pump:
 
 def _unknown(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
     raise RuntimeError(f"sequence {sequence} was scheduled before the pump was connected")
+
+
+def _nobody() -> None:
+    """Nothing is connected yet."""
 
 
 def _ignored(news: StepNews) -> None:

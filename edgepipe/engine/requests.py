@@ -7,20 +7,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from edgepipe.ids import NodeId, RequestId, SequenceId
+from edgepipe.ids import NodeId, RequestKey, SequenceId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_scores_to_wire, tokens_to_wire
 from edgepipe.wire.v1 import engine_pb2
 
 _MAX_CHOICES = 256  # told of in one message; what a resumed gateway lacks may be its whole context each
-
-
-@dataclass(frozen=True, slots=True)
-class RequestKey:
-    """Who a request belongs to. Attempts of one request share it."""
-
-    node_id: NodeId  # of the gateway
-    request_id: RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +30,7 @@ class Choice:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by output position, if asked
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # from prompt position 1 on
     prompt_sent: int = 0  # of those, over the stream in use
+    crashes: int = 0  # steps with it that could not be computed
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """The next part; what a recomputed prompt gives again is dropped."""
@@ -53,7 +46,6 @@ class Request:
     key: RequestKey
     submission: Submission
     choices: list[Choice] = field(default_factory=list[Choice])
-    crashes: int = 0  # steps with it that could not be computed
     stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
     expiry: asyncio.TimerHandle | None = None  # while there is no stream
 

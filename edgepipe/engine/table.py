@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from edgepipe.engine.pump import StepNews
-from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
+from edgepipe.engine.requests import Choice, GatewayStream, Request
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RequestInvalid
-from edgepipe.ids import RequestId, SequenceId
+from edgepipe.ids import RequestId, RequestKey, SequenceId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
@@ -22,7 +22,7 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)
 
-_MOST_CRASHES = 3  # steps of a request that could not be computed
+_SUSPECTED, _MOST_CRASHES = 2, 3  # steps of a sequence that could not be computed: it runs alone, it is refused
 
 
 class Queue(Protocol):
@@ -82,19 +82,40 @@ class RequestTable:
         self._refusal = error
         self.fail_all(error)
 
-    def note_crash(self, sequences: Iterable[SequenceId], error: EdgepipeError) -> None:
-        """Their step could not be computed. After the second time a request is computed alone, so that the third time
-        hits the guilty one only: it is refused."""
-        requests = {
-            choice.request.key: choice.request for sequence in sequences if (choice := self._choices.get(sequence))
-        }
-        for request in requests.values():
-            request.crashes += 1
-            if request.crashes >= _MOST_CRASHES:
-                logger.error("request=%s refused: %d of its steps failed", request.key.request_id, request.crashes)
+    def requests_of(self, sequences: Iterable[SequenceId]) -> frozenset[RequestKey]:
+        """The requests that these belong to, as far as they have not ended."""
+        return frozenset(choice.request.key for choice in self._running(sequences))
+
+    def is_guilty(self, sequences: Sequence[SequenceId]) -> bool:
+        """Whether a step with these that cannot be computed proves its sequence guilty: it was alone in it, and it is
+        the third one."""
+        return len(sequences) == 1 and any(one.crashes + 1 >= _MOST_CRASHES for one in self._running(sequences))
+
+    def accuse(self, sequences: Sequence[SequenceId], error: EdgepipeError) -> None:
+        """Count a step that could not be computed against its sequences. After the second such step a sequence is
+        computed alone; if that fails too, its request is refused with ``error``."""
+        guilty = self.is_guilty(sequences)
+        for choice in self._running(sequences):
+            choice.crashes += 1
+            if guilty:
+                key = choice.request.key
+                logger.error("request=%s refused: %d of its steps failed", key.request_id, choice.crashes)
+                self._end_all(choice.request, error)
+
+    def acquit(self, requests: Iterable[RequestKey]) -> None:
+        """Forget the broken steps of these: a stage was at fault."""
+        for key in requests:
+            if (request := self._requests.get(key)) is not None:
                 for choice in request.choices:
-                    if choice.ending is None:
-                        self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+                    choice.crashes = 0
+
+    def _running(self, sequences: Iterable[SequenceId]) -> list[Choice]:
+        return [choice for sequence in sequences if (choice := self._choices.get(sequence)) is not None]
+
+    def _end_all(self, request: Request, error: EdgepipeError) -> None:
+        for choice in request.choices:
+            if choice.ending is None:
+                self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
 
     def submit(self, stream: GatewayStream, submission: Submission) -> None:
         """A new request, or a new attempt at one. What cannot be is told as an ending with its error."""
@@ -168,6 +189,8 @@ class RequestTable:
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
                 choice.log.append(event.token_id)
+                if choice.crashes >= _SUSPECTED:
+                    choice.crashes = 0  # it was alone in this step, and the step came back
                 self._mark(choice)
             else:
                 ending = Ending(
@@ -288,7 +311,7 @@ class RequestTable:
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
             reuse_prefix=not (submission.sampling.prompt_logprobs and choice.index == 0),
-            alone=choice.request.crashes >= _MOST_CRASHES - 1,
+            alone=choice.crashes >= _SUSPECTED,
         )
 
     def _stop_ids(self, submission: Submission) -> frozenset[int]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edgepipe.engine.control import StageSite
 from edgepipe.engine.epoch import EpochRun
+from edgepipe.engine.sites import StageSite
 from edgepipe.wire.engines import EngineState, StageState
 
 

@@ -4,15 +4,102 @@ A sequence's table grows at its end. So each sequence has a *claim* on the free 
 are placed beyond the claims as long as there is room, and split what is left fairly where there is not::
 
     |AAAA|-- A's claim --|BB|-- B's claim --|          free          |
+
+The state is one array per fact, so a call costs a few passes over the arrays, however fragmented the pool is. Calls for
+one block read and write single elements: a pass of numpy would cost more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from array import array
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import KVCacheFull
+
+Ids = npt.NDArray[np.int64]
+"""``[n]``: block ids, or numbers of blocks."""
+
+Mask = npt.NDArray[np.bool_]
+"""``[num_blocks]``: one flag per block."""
+
+NEAR_BLOCKS = 128
+"""Growth of a table that is worth evictions: longer than most answers, at 16 tokens a block."""
+
+
+class Extents(NamedTuple):
+    """Maximal stretches of consecutive blocks."""
+
+    starts: Ids
+    lengths: Ids
+
+    def pick(self, indices: Ids | Mask) -> Extents:
+        """Return only these, in this order."""
+        return Extents(self.starts[indices], self.lengths[indices])
+
+
+def extents_of(mask: Mask) -> Extents:
+    """Find the stretches of set flags, ascending."""
+    padded = np.zeros(len(mask) + 2, np.bool_)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1])
+    return Extents(edges[::2], edges[1::2] - edges[::2])
+
+
+def ids_of(starts: Ids, lengths: Ids) -> Ids:
+    """List the blocks of several runs, one run after the other."""
+    befores: Ids = np.cumsum(lengths) - lengths
+    ids: Ids = np.repeat(starts - befores, lengths)
+    return ids + np.arange(len(ids))
+
+
+def blocks_of(table: Sequence[BlockRun]) -> Ids:
+    """List the blocks of a table in its order."""
+    if len(table) == 1:
+        return np.arange(table[0].start, table[0].start + table[0].count)
+    starts = np.fromiter([run.start for run in table], np.int64, len(table))
+    return ids_of(starts, np.fromiter([run.count for run in table], np.int64, len(table)))
+
+
+def _runs_of(extents: Extents) -> tuple[BlockRun, ...]:
+    """Make a run of each extent. Fills the slots past ``__init__``: half the time for 8,192 runs."""
+    runs = tuple(map(object.__new__, repeat(BlockRun, len(extents.starts))))
+    for slot, values in (("start", extents.starts), ("count", extents.lengths)):
+        deque(map(BlockRun.__dict__[slot].__set__, runs, values.tolist()), maxlen=0)
+    return runs
+
+
+def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> tuple[Extents, Extents, int]:
+    """Split extents into the longest, which are needed whole, and the others; return how many blocks are still needed.
+
+    ``losses`` decides between extents of one length. The longest of the others holds what is still needed.
+    """
+    lengths = np.sort(extents.lengths)[::-1]
+    totals = np.cumsum(lengths)
+    num_whole = int(np.searchsorted(totals, count))
+    shortest = lengths[num_whole - 1]
+    whole = extents.lengths > shortest
+    alike = np.flatnonzero(extents.lengths == shortest)
+    num_alike = num_whole - int(np.count_nonzero(whole))
+    if losses is not None:
+        alike = alike[np.argpartition(losses[alike], num_alike - 1)]
+    whole[alike[:num_alike]] = True
+    return extents.pick(whole), extents.pick(~whole), count - int(totals[num_whole - 1])
+
+
+def _kept_clear(claims: Ids, growth: int, slack: Ids) -> Ids:
+    """Blocks between tables with these claims and a new run behind each, ``slack`` blocks being there besides the run.
+
+    The whole claim where the run's own ``growth`` fits behind it, else the claim's share.
+    """
+    wanted = np.maximum(claims + growth, 1)
+    return np.where(wanted > slack, slack * claims // wanted, claims)
 
 
 class BlockAllocator:
@@ -22,10 +109,12 @@ class BlockAllocator:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
-        self._starts = [0]  # of the free extents: maximal, ascending
-        self._lengths = {0: num_blocks}  # of the free extents, by start
-        self._claims: dict[int, int] = {}  # block behind a table's end -> blocks that the table may still need
+        self._references = array("q", bytes(8 * num_blocks))
+        self._claims = array("q", bytes(8 * (num_blocks + 1)))  # by block behind a table's end: what it may still need
+        self._free = bytearray(b"\1" * num_blocks)  # 1 where the block has no reference
+        self._all_references = np.frombuffer(self._references, np.int64)  # the same memory, for many blocks at once
+        self._all_claims = np.frombuffer(self._claims, np.int64)
+        self._all_free = np.frombuffer(self._free, np.bool_)
         self._free_blocks = num_blocks
 
     @property
@@ -36,11 +125,15 @@ class BlockAllocator:
     @property
     def longest_run(self) -> int:
         """The most blocks that one run could have."""
-        return max(self._lengths.values(), default=0)
+        return int(extents_of(self._all_free).lengths.max(initial=0))
 
-    def references(self, block: int) -> int:
-        """How many refer to the block."""
-        return self._references[block]
+    def is_free(self, block: int) -> bool:
+        """Whether nobody refers to the block."""
+        return self._free[block] == 1
+
+    def free_behind(self, block: int) -> int:
+        """How many free blocks come right behind this one."""
+        return self._num_free(block + 1, most=self.num_blocks)
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
         """``count`` blocks for a new table, in one run where a free extent is long enough.
@@ -59,55 +152,125 @@ class BlockAllocator:
         ``room`` is how many more the table may need, these included.
         """
         self._check(count)
-        end = table[-1].start + table[-1].count
-        self._claims.pop(end, None)
-        adjoining = min(self._lengths.get(end, 0), count)
-        runs: list[BlockRun] = []
+        end = self.end_claim(table)
+        adjoining = self._num_free(end, most=count)
+        runs = tuple[BlockRun, ...]()
         if adjoining:
-            self._take(end, adjoining)
-            runs.append(BlockRun(end, adjoining))
+            self._take_run(end, adjoining)
+            runs = (BlockRun(end, adjoining),)
         if adjoining < count:
             runs += self._gather(count - adjoining, max(room, count) - adjoining)
         self._claim(runs[-1], max(room - count, 0))
-        return tuple(runs)
+        return runs
 
-    def take(self, run: BlockRun) -> None:
+    def take(self, blocks: Ids) -> None:
         """Refer to blocks that are free now."""
-        self._take(run.start, run.count)
+        self._all_references[blocks] = 1
+        self._all_free[blocks] = False
+        self._free_blocks -= len(blocks)
 
-    def free_behind(self, block: int) -> int:
-        """How many free blocks come right behind this one."""
-        return self._lengths.get(block + 1, 0)
+    def retain(self, blocks: Ids) -> None:
+        """Add a reference to blocks that have one already. Raises RuntimeError if a block is free."""
+        if self._all_free[blocks].any():
+            raise RuntimeError(f"a free block cannot be shared: {blocks}")
+        self._all_references[blocks] += 1
 
-    def retain(self, runs: Sequence[BlockRun]) -> None:
-        """One more reference to blocks that somebody holds already."""
-        for run in runs:
-            end = run.start + run.count
-            references = self._references[run.start : end]
-            if 0 in references:
-                raise RuntimeError(f"a free block cannot be shared: {run}")
-            self._references[run.start : end] = [count + 1 for count in references]
+    def retain_one(self, block: int) -> None:
+        """As ``retain``, for one block."""
+        if self._free[block]:
+            raise RuntimeError(f"a free block cannot be shared: {block}")
+        self._references[block] += 1
 
-    def release(self, table: Sequence[BlockRun]) -> None:
-        """One reference less to each block of a table, and the end of the table's claim."""
+    def release(self, table: Sequence[BlockRun]) -> tuple[Ids, Ids]:
+        """Remove a reference from each block of a table, and the table's claim.
+
+        Returns the blocks and how many references each has left.
+        """
         if table:
-            self._claims.pop(table[-1].start + table[-1].count, None)
-        self.drop(table)
+            self.end_claim(table)
+        blocks = blocks_of(table)
+        return blocks, self.drop(blocks)
 
-    def drop(self, runs: Sequence[BlockRun]) -> None:
-        """One reference less to each block; no table ends with them."""
-        for run in runs:
-            end = run.start + run.count
-            references = self._references[run.start : end]
-            if 0 in references:
-                raise RuntimeError(f"a block was given back twice: {run}")
-            self._references[run.start : end] = left = [count - 1 for count in references]
-            if not any(left):
-                self._give(run.start, run.count)
-            else:
-                for offset, count in enumerate(left):
-                    if not count:
-                        self._give(run.start + offset, 1)
+    def drop(self, blocks: Ids, times: Ids | int = 1) -> Ids:
+        """Remove ``times`` references from each block and return how many each has left; no table ends with them.
+
+        Raises RuntimeError, before anything is dropped, if a block has fewer.
+        """
+        left = self._all_references[blocks] - times
+        freed = left <= 0
+        num_freed = int(np.count_nonzero(freed))
+        if num_freed and left.min() < 0:
+            raise RuntimeError(f"a block was given back twice: {blocks}")
+        self._all_references[blocks] = left
+        self._all_free[blocks] = freed
+        self._free_blocks += num_freed
+        return left
+
+    def drop_one(self, block: int) -> None:
+        """As ``drop``, for one block."""
+        if self._free[block]:
+            raise RuntimeError(f"a block was given back twice: {block}")
+        self._references[block] -= 1
+        if not self._references[block]:
+            self._free[block] = 1
+            self._free_blocks += 1
+
+    def end_claim(self, table: Sequence[BlockRun]) -> int:
+        """Forget a table's claim, and return the block behind the table."""
+        end = table[-1].start + table[-1].count
+        self._claims[end] = 0
+        return end
+
+    def has_roomy_run(self, count: int, *, room: int) -> bool:
+        """Whether ``allocate`` finds one run now that hinders no table's growth, nor its own."""
+        start = self._place(extents_of(self._all_free), count, room)
+        if start is None:
+            return False
+        extent = self._free.rfind(0, 0, start) + 1
+        behind = min(max(room - count, 0), NEAR_BLOCKS)
+        kept = min(self._claims[extent], NEAR_BLOCKS)
+        return start - extent >= kept and self._num_free(start + count, most=behind) == behind
+
+    def choose_available(self, values: Ids, count: int, *, room: int) -> Extents:
+        """Choose free and idle blocks for a new table of ``count`` blocks, in one run if there is one.
+
+        ``values`` ``[num_blocks]``: what evicting an idle block loses, above 0; 0 for every other block. Of all runs
+        the one that loses least is chosen, of those that leave tables and itself room to grow while there are such.
+        Without a run, the longest extents make few of them.
+        """
+        extents = extents_of(self._all_free | (values > 0))
+        lost = np.zeros(self.num_blocks + 1, np.int64)  # by all blocks before each
+        np.cumsum(values, out=lost[1:])
+        whole = Extents(extents.starts[:0], extents.lengths[:0])
+        growth = max(room - count, 0)
+        if extents.lengths.max(initial=0) < count:
+            losses = lost[extents.starts + extents.lengths] - lost[extents.starts]
+            whole, extents, count = _split_longest(extents, count, losses)
+        start = self._cheapest_window(extents, lost[count:] - lost[:-count], count, growth)
+        return Extents(np.append(whole.starts, start), np.append(whole.lengths, count))
+
+    def take_extents(self, extents: Extents, *, growth: int) -> tuple[BlockRun, ...]:
+        """Refer to free blocks for a new table, which may need ``growth`` more behind the last of them."""
+        self.take(ids_of(*extents))
+        runs = _runs_of(extents)
+        self._claim(runs[-1], growth)
+        return runs
+
+    def _cheapest_window(self, extents: Extents, losses: Ids, count: int, growth: int) -> int:
+        """Where those ``count`` blocks of an extent begin that lose least; one of the extents is long enough.
+
+        ``losses``: of the ``count`` blocks from each block on.
+        """
+        growth = min(growth, NEAR_BLOCKS)
+        extents = extents.pick(extents.lengths >= count)
+        claims = np.minimum(self._all_claims[extents.starts], NEAR_BLOCKS)
+        clear = _kept_clear(claims, growth, extents.lengths - count)
+        starts, lengths = extents.starts + clear, extents.lengths - clear
+        while growth > lengths.max() - count:
+            growth //= 2
+        fits = lengths >= count + growth
+        windows = ids_of(starts[fits], lengths[fits] - (count + growth - 1))
+        return int(windows[losses[windows].argmin()])
 
     def _check(self, count: int) -> None:
         if count < 1:
@@ -115,65 +278,49 @@ class BlockAllocator:
         if count > self._free_blocks:
             raise KVCacheFull(fact=f"{count} blocks are needed, {self._free_blocks} of {self.num_blocks} are free")
 
+    def _num_free(self, start: int, *, most: int) -> int:
+        """How many blocks from ``start`` on are free, at most ``most``."""
+        end = self._free.find(0, start, start + most)
+        return (min(start + most, self.num_blocks) if end < 0 else end) - start
+
     def _claim(self, last: BlockRun, count: int) -> None:
-        if count:
-            self._claims[last.start + last.count] = count
+        self._claims[last.start + last.count] = count
 
     def _gather(self, count: int, room: int) -> tuple[BlockRun, ...]:
         """Take one run, or the longest free extents until there are enough blocks."""
-        start = self._place(count, room)
+        if count == self._free_blocks == 1:  # as always in a full pool
+            start = self._free.find(1)
+            self._take_run(start, 1)
+            return (BlockRun(start, 1),)
+        extents = extents_of(self._all_free)
+        start = self._place(extents, count, room)
         if start is not None:
-            self._take(start, count)
+            self._take_run(start, count)
             return (BlockRun(start, count),)
-        runs: list[BlockRun] = []
-        for extent in sorted(self._starts, key=lambda start: (-self._lengths[start], start)):
-            length = min(self._lengths[extent], count)
-            runs.append(BlockRun(extent, length))
-            count -= length
-            if not count:
-                break
-        for run in runs:
-            self._take(run.start, run.count)
-        return tuple(runs)
+        whole, extents, rest = _split_longest(extents, count)
+        self.take(ids_of(*whole))
+        start = self._place(extents, rest, room - count + rest)
+        assert start is not None, "the longest of the others holds the rest"
+        self._take_run(start, rest)
+        return (*_runs_of(whole), BlockRun(start, rest))
 
-    def _place(self, count: int, room: int) -> int | None:
+    def _place(self, extents: Extents, count: int, room: int) -> int | None:
         """Where a run of ``count`` blocks that may become ``room`` long begins; None if no free extent holds it."""
-        best: tuple[int, int, int] | None = None
-        for start in self._starts:
-            length = self._lengths[start]
-            if length >= count:
-                shortage = max(0, self._claims.get(start, 0) + room - length)
-                best = min(best, (shortage, length, start)) if best else (shortage, length, start)
-        if best is None:
+        extents = extents.pick(extents.lengths >= count)
+        if not len(extents.starts):
             return None
-        _, length, start = best
-        claim, growth, slack = self._claims.get(start, 0), room - count, length - count
-        if claim + growth > slack:
-            claim = slack * claim // (claim + growth)
-        return start + claim
+        claims = self._all_claims[extents.starts]
+        shortages = np.maximum(claims + room - extents.lengths, 0)
+        least = np.flatnonzero(shortages == shortages.min())
+        best = least[extents.lengths[least].argmin()]
+        clear = _kept_clear(claims[best], room - count, extents.lengths[best] - count)
+        return int(extents.starts[best] + clear)
 
-    def _take(self, start: int, count: int) -> None:
-        """Cut ``count`` blocks out of the free extent that holds ``start``."""
-        index = bisect_left(self._starts, start + 1) - 1
-        extent = self._starts[index]
-        length = self._lengths.pop(extent)
-        pieces = [(extent, start - extent), (start + count, extent + length - start - count)]
-        kept = [(piece, size) for piece, size in pieces if size]
-        self._starts[index : index + 1] = [piece for piece, _ in kept]
-        self._lengths.update(kept)
-        self._references[start : start + count] = [1] * count
-        self._free_blocks -= count
-
-    def _give(self, start: int, count: int) -> None:
-        """Put blocks back, joined with the free extents on both sides."""
-        self._free_blocks += count
-        index = bisect_left(self._starts, start)
-        end = start + count
-        if index < len(self._starts) and self._starts[index] == end:
-            count += self._lengths.pop(end)
-            del self._starts[index]
-        if index and self._starts[index - 1] + self._lengths[self._starts[index - 1]] == start:
-            self._lengths[self._starts[index - 1]] += count
+    def _take_run(self, start: int, count: int) -> None:
+        """Refer to ``count`` free blocks from ``start``."""
+        if count == 1:
+            self._references[start], self._free[start] = 1, 0
         else:
-            self._starts.insert(index, start)
-            self._lengths[start] = count
+            self._all_references[start : start + count] = 1
+            self._all_free[start : start + count] = False
+        self._free_blocks -= count

@@ -11,15 +11,16 @@ from edgepipe.scheduler.types import ScheduledStep
 class Draft:
     """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
 
-    With a ``last_slice`` it is for replayed tokens alone, and ends there.
+    With a ``last_slice`` it is for replayed tokens only, and ends there. An ``isolated`` one has one row, of a
+    suspected sequence.
     """
 
-    def __init__(self, *, last_slice: int | None = None) -> None:
+    def __init__(self, *, last_slice: int | None = None, isolated: bool = False) -> None:
         self._last_slice = last_slice
+        self.isolated = isolated
         self.decodes: list[Sequence] = []  # a token each, and each samples
         self.chunks: list[tuple[Sequence, int, bool]] = []  # with the tokens then computed, and if it samples
         self.copies: list[BlockCopy] = []
-        self._alone = False
         self._positions: list[int] = []
         self._num_tokens: list[int] = []  # of the chunks
         self._token_ids: list[int] = []
@@ -38,12 +39,6 @@ class Draft:
         """Whether it has no rows."""
         return not self.decodes and not self.chunks
 
-    def admits(self, sequence: Sequence) -> bool:
-        """Whether it may be in one step with those that are in it."""
-        if sequence.replays != self.replays:
-            return False
-        return self.empty or not (sequence.alone or self._alone)
-
     def add_decode(self, sequence: Sequence) -> None:
         """Schedule the newest token; no chunk has been added yet. This runs for every token that is ever sampled."""
         tokens = sequence.tokens
@@ -51,7 +46,7 @@ class Draft:
         sequence.in_flight += 1
         self._positions.append(count - 1)
         self._token_ids.append(tokens[-1])
-        if sequence.new_runs or sequence.alone:
+        if sequence.new_runs:
             self._tell(sequence)
         self.decodes.append(sequence)
 
@@ -92,7 +87,6 @@ class Draft:
 
     def _tell(self, sequence: Sequence) -> None:
         """What is new of its table; it gets the next row."""
-        self._alone |= sequence.alone
         for run in sequence.new_runs:
             self._block_rows.append(len(self.decodes) + len(self.chunks))
             self._block_starts.append(run.start)

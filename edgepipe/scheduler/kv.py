@@ -11,14 +11,17 @@ block is *stale*: whoever wants it computes its tokens again, though only up to 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
+
+import numpy as np
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.blocks import BlockAllocator
+from edgepipe.scheduler.blocks import BlockAllocator, Ids, ids_of
 
 Key = bytes
 """Stands for all tokens from a sequence's first to a block's last. Two texts never share one: it is a hash that nobody
@@ -30,27 +33,51 @@ def next_key(before: Key, token_ids: Sequence[int]) -> Key:
     return blake2b(before + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
+NOT_CACHED = -1
+"""Instead of when a block became idle."""
+
+QUEUED_BLOCKS = 1024
+"""The longest idle blocks that one sort serves: more than are evicted for most tables."""
+
+
 def as_runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
     """Blocks in their order, neighbours joined."""
     runs: list[BlockRun] = []
+    start = end = 0
     for block in blocks:
-        if runs and runs[-1].start + runs[-1].count == block:
-            runs[-1] = BlockRun(runs[-1].start, runs[-1].count + 1)
-        else:
-            runs.append(BlockRun(block, 1))
+        if block != end or end == start:
+            if end > start:
+                runs.append(BlockRun(start, end - start))
+            start = block
+        end = block + 1
+    if end > start:
+        runs.append(BlockRun(start, end - start))
     return tuple(runs)
 
 
 class KVPool:
-    """Blocks of a pipeline. ``contiguous``: tables shall be runs, even if the cache loses a block for it."""
+    """Blocks of a pipeline. ``contiguous``: tables are runs where that is possible, even if the cache loses blocks.
+
+    A contiguous pool evicts by window: of all runs of free and idle blocks that are long enough, a new table gets the
+    one that loses least. An idle block's value is its place in the order of idleness, 1 for the longest idle; a window
+    loses the sum. So old chats go before new ones, and of two windows of one age the one with fewer idle blocks goes.
+    The number of idle blocks does not come first: each chat ends with a free block, so windows over short chats would
+    win over windows over old ones. And the free blocks that an old window leaves save the next table an eviction.
+
+    Another pool evicts the blocks that have been idle longest, wherever they are.
+    """
 
     def __init__(self, num_blocks: int, *, contiguous: bool) -> None:
         self.num_blocks = num_blocks
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
-        self._by_key: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}  # of the blocks in the cache
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the cache only; the longest idle first
+        self._by_key: dict[Key, int] = {}  # in the order in which blocks were entered; evicted ones, too
+        self._keys = [b""] * num_blocks  # the last key of each block
+        self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache, and somebody holds it
+        self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
+        self._now = 0  # counts what became idle
+        self._num_idle = self._num_cached = 0
+        self._queue: Iterator[tuple[int, int]] = iter(())  # the longest idle blocks, and since when; may have changed
         self._coming: dict[Key, SequenceId] = {}  # who is computing what is not known yet, or stale
         self._stale: set[int] = set()  # in the cache, missing on stages up to the one with ``stale_to``
         self.stale_to: int | None = None  # slice; None while nothing has been lost
@@ -58,23 +85,23 @@ class KVPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that tables can get: free ones and idle ones."""
-        return self._blocks.free_blocks + len(self._idle)
+        return self._blocks.free_blocks + self._num_idle
 
     @property
     def cached_blocks(self) -> int:
         """Blocks whose contents are known by key."""
-        return len(self._keys)
+        return self._num_cached
 
     def carry_over(self) -> KVPool:
         """The same cache in a pool where nobody holds anything, for the next epoch."""
         pool = KVPool(self.num_blocks, contiguous=self._contiguous)
-        held = [block for block in self._keys if block not in self._idle]
-        for run in as_runs(sorted(self._keys)):
-            pool._blocks.take(run)
-        for block in (*self._idle, *reversed(held)):  # of what was held last, a table's end goes first
-            pool._idle[block] = None
-            pool._keys[block] = self._keys[block]
-            pool._by_key[self._keys[block]] = block
+        pool._by_key, pool._keys = dict(self._by_key), list(self._keys)
+        pool._all_idle_since[:] = self._all_idle_since
+        pool._now, pool._num_idle, pool._num_cached = self._now, self._num_idle, self._num_cached
+        entered = np.fromiter(self._by_key.values(), np.int64, len(self._by_key))
+        entered = entered[self._all_idle_since[entered] != NOT_CACHED]
+        pool._blocks.take(entered)
+        pool._make_idle(entered[self._all_idle_since[entered] == 0])
         pool._stale, pool.stale_to = set(self._stale), self.stale_to
         return pool
 
@@ -82,29 +109,35 @@ class KVPool:
         """Stages up to the one with this slice have lost what they held of all blocks."""
         before = self.stale_to if self._stale and self.stale_to is not None else last_slice
         self.stale_to = max(before, last_slice)
-        self._stale = set(self._keys)
+        self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
 
     # Tables
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
         """As ``BlockAllocator.allocate``, idle blocks making room. Raises KVCacheFull."""
-        self._make_room(count)
-        if self._contiguous:
-            self._make_run(count)
+        self._check(count)
+        if not self._contiguous:
+            self._make_room(count)
+        elif self._num_idle and not self._blocks.has_roomy_run(count, room=room):
+            return self._evict_window(count, room=max(room, count))
         return self._blocks.allocate(count, room=room)
 
     def extend(self, table: Sequence[BlockRun], count: int = 1, *, room: int) -> tuple[BlockRun, ...]:
         """As ``BlockAllocator.extend``, idle blocks making room. Raises KVCacheFull."""
-        behind = table[-1].start + table[-1].count
-        if self._contiguous and behind in self._idle:
-            self._evict(behind)
-        self._make_room(count)
-        return self._blocks.extend(table, count, room=room)
+        self._check(count)
+        if not self._contiguous:
+            self._make_room(count)
+            return self._blocks.extend(table, count, room=room)
+        adjoining = self._clear_behind(table, count)
+        runs = self._blocks.extend(table, adjoining, room=room) if adjoining else ()
+        if adjoining < count:
+            self._blocks.end_claim(runs or table)
+            runs += self.allocate(count - adjoining, room=room - adjoining)
+        return runs
 
     def release(self, table: Sequence[BlockRun]) -> None:
         """One reference less to each block of a table; those in the cache that nobody else holds become idle."""
-        self._blocks.release(table)
-        self._settle(table)
+        self._settle(*self._blocks.release(table))
 
     # Contents
 
@@ -113,7 +146,7 @@ class KVPool:
         found: list[int] = []
         for key in keys:
             block = self._by_key.get(key)
-            if block is None:
+            if block is None or self._idle_since[block] == NOT_CACHED:
                 break
             found.append(block)
         return found
@@ -134,35 +167,36 @@ class KVPool:
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of them would be free if they were not wanted."""
-        return sum(1 for block in blocks if block in self._idle)
+        return sum(1 for block in blocks if self._idle_since[block] > 0)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Refer to blocks in the cache, so that they stay."""
-        self._blocks.retain(as_runs(blocks))
-        for block in blocks:
-            self._idle.pop(block, None)
+        ids = np.array(blocks, np.int64)
+        self._blocks.retain(ids)
+        self._num_idle -= int(np.count_nonzero(self._all_idle_since[ids] > 0))
+        self._all_idle_since[ids] = 0
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """Undo ``hold``."""
-        runs = as_runs(blocks)
-        self._blocks.drop(runs)
-        self._settle(runs)
+        """Undo ``hold``, as often as a block is named."""
+        times = Counter(blocks)
+        ids = np.array([*times], np.int64)
+        self._settle(ids, self._blocks.drop(ids, np.array([*times.values()])))
 
     def enter(self, key: Key, block: int) -> None:
         """The block, which somebody holds, is full and computed. If the cache has such a block, it keeps that one."""
         self._coming.pop(key, None)
-        known = self._by_key.get(key)
+        known = next(iter(self.find((key,))), None)
         if known == block:
             self._stale.discard(block)
             return
         if known is not None and known in self._stale:
-            self._idle.pop(known, None)
             self._forget(known)
             known = None
         if known is None:
-            self._by_key[key] = block
-            self._keys[block] = key
-            self._blocks.retain((BlockRun(block, 1),))
+            self._name(block, key)
+            self._idle_since[block] = 0
+            self._num_cached += 1
+            self._blocks.retain_one(block)
 
     def expect(self, keys: Iterable[Key], sequence: SequenceId) -> None:
         """The sequence is about to compute these."""
@@ -175,35 +209,98 @@ class KVPool:
             if self._coming.get(key) == sequence:
                 del self._coming[key]
 
-    def is_coming(self, key: Key) -> bool:
-        """Whether somebody is computing it."""
-        return key in self._coming
+    def coming_from(self, key: Key) -> SequenceId | None:
+        """The sequence that is computing the block with this key now, if there is one."""
+        return self._coming.get(key)
 
-    def _settle(self, runs: Sequence[BlockRun]) -> None:
-        """Blocks that only the cache refers to now are idle, the last of a table the first to go."""
-        for run in reversed(runs):
-            for block in range(run.start + run.count - 1, run.start - 1, -1):
-                if block in self._keys and self._blocks.references(block) == 1:
-                    self._idle[block] = None
+    def _settle(self, blocks: Ids, references: Ids) -> None:
+        """Note which of the blocks only the cache refers to now, given the references that each has left."""
+        self._make_idle(blocks[(references == 1) & (self._all_idle_since[blocks] == 0)])
 
-    def _make_room(self, count: int) -> None:
+    def _make_idle(self, blocks: Ids) -> None:
+        """Add blocks to the idle ones, the last of them the first to go."""
+        count = len(blocks)
+        self._all_idle_since[blocks] = np.arange(self._now + count, self._now, -1)
+        self._now += count
+        self._num_idle += count
+
+    def _check(self, count: int) -> None:
         if count > self.free_blocks:
             raise KVCacheFull(fact=f"{count} blocks are needed, {self.free_blocks} of {self.num_blocks} are free")
-        while self._blocks.free_blocks < count:
-            self._evict(next(iter(self._idle)))
 
-    def _make_run(self, count: int) -> None:
-        """Give up idle blocks, no more than the table takes, to get it into one piece."""
-        for _ in range(min(count, len(self._idle))):
-            if self._blocks.longest_run >= count:
-                return
-            self._evict(next(iter(self._idle)))
+    def _make_room(self, count: int) -> None:
+        """Evict the longest idle blocks until ``count`` are free."""
+        if (missing := count - self._blocks.free_blocks) > QUEUED_BLOCKS:
+            self._evict(self._idle_in_order()[0][:missing])
+        while (missing := count - self._blocks.free_blocks) > 0:
+            queued = list(islice(self._queue, missing))
+            if queued:
+                self._evict([block for block, since in queued if self._idle_since[block] == since])
+            else:
+                blocks, since = self._idle_in_order()
+                self._queue = zip(blocks[:QUEUED_BLOCKS].tolist(), since[:QUEUED_BLOCKS].tolist(), strict=True)
 
-    def _evict(self, block: int) -> None:
-        del self._idle[block]
-        self._forget(block)
+    def _evict_window(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
+        """Take the blocks whose eviction loses least, in one run where that is possible."""
+        extents = self._blocks.choose_available(self._values(), count, room=room)
+        blocks = ids_of(*extents)
+        self._evict(blocks[self._all_idle_since[blocks] > 0])
+        return self._blocks.take_extents(extents, growth=room - count)
+
+    def _clear_behind(self, table: Sequence[BlockRun], count: int) -> int:
+        """Evict what is idle right behind a table; return how many blocks are free there, at most ``count``."""
+        end = table[-1].start + table[-1].count
+        idle: list[int] = []
+        stop = min(end + count, self.num_blocks)
+        for block in range(end, stop):
+            if self._idle_since[block] > 0:
+                idle.append(block)
+            elif not self._blocks.is_free(block):
+                stop = block
+                break
+        self._evict(idle)
+        return stop - end
+
+    def _idle_in_order(self) -> tuple[Ids, Ids]:
+        """List the idle blocks, the longest idle first, and since when each is."""
+        idle = np.flatnonzero(self._all_idle_since > 0)
+        bits = self.num_blocks.bit_length()
+        order = np.sort(self._all_idle_since[idle] << bits | idle)  # in half the time of argsort
+        return order & ((1 << bits) - 1), order >> bits
+
+    def _values(self) -> Ids:
+        """By block: the place of an idle one among the idle ones, from 1 for the longest idle; 0 for the others."""
+        blocks, _ = self._idle_in_order()
+        values = np.zeros(self.num_blocks, np.int64)
+        values[blocks] = np.arange(1, len(blocks) + 1)
+        return values
+
+    def _evict(self, blocks: Ids | list[int]) -> None:
+        """Remove idle blocks from the cache: they are free."""
+        if len(blocks) == 1:  # as for most new blocks in a full pool
+            self._forget(int(blocks[0]))
+            return
+        ids = np.asarray(blocks, np.int64)
+        if self._stale:
+            self._stale.difference_update(ids.tolist())
+        self._all_idle_since[ids] = NOT_CACHED
+        self._num_idle -= len(ids)
+        self._num_cached -= len(ids)
+        self._blocks.drop(ids)
 
     def _forget(self, block: int) -> None:
+        """Remove one block from the cache, whether somebody holds it or not."""
         self._stale.discard(block)
-        del self._by_key[self._keys.pop(block)]
-        self._blocks.drop((BlockRun(block, 1),))
+        self._num_idle -= self._idle_since[block] > 0
+        self._num_cached -= 1
+        self._idle_since[block] = NOT_CACHED
+        self._blocks.drop_one(block)
+
+    def _name(self, block: int, key: Key) -> None:
+        """Let ``key`` lead to the block, and no key that the block had before."""
+        before = self._keys[block]
+        if self._by_key.get(before) == block:
+            del self._by_key[before]
+        self._by_key.pop(key, None)
+        self._by_key[key] = block
+        self._keys[block] = key

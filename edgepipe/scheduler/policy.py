@@ -32,7 +32,7 @@ class StepBudget(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides budgets; which sequences fill them is FIFO always."""
+    """Decides budgets; the scheduler decides which sequences fill them."""
 
     def budget(self, load: Load) -> StepBudget:
         """The next step's budget. While something waits, it must not be zero once all steps have retired."""
@@ -54,9 +54,10 @@ class ThrottledPolicy:
     """Token throttling (gLLM, section 3): decodes even over the micro-batches, prefill spread over the next steps.
 
     The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
-    prefill fades to nothing as the KV cache fills. Where nobody decodes, nobody is held up: then a prompt is spread
-    over the micro-batches only. Beside decodes no more goes than the slowest link uploads in a step, though never less
-    than the floor: a link-bound ring would else prefill by single tokens.
+    prefill fades to nothing as the KV cache fills, or to the floor for prompts that have their blocks. Where nobody
+    decodes, nobody is held up: then a prompt is spread over the micro-batches only. Beside decodes no more goes than
+    the slowest link uploads in a step, though never less than the floor: a link-bound ring would else prefill by
+    single tokens.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class ThrottledPolicy:
         free = free_tokens / (load.num_blocks * load.block_size)
         ramp = (free - self._kv_threshold) / (1 - self._kv_threshold)
         fading = int(self._max * max(ramp, 0.0))
-        if not load.running_decodes:
-            fading = max(fading, self._min)  # nobody would free a block before this prefill is done
+        if not load.running_decodes or load.reserved_tokens:
+            fading = max(fading, self._min)  # blocks come free sooner if admitted prompts, which have theirs, go on
         steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
         tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
         if load.link_cap_tokens is not None and load.running_decodes:

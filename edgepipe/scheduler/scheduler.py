@@ -1,8 +1,9 @@
 """The scheduler: which tokens are computed in which step. See ARCHITECTURE, "Scheduler".
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
-that samples; earlier chunks of its prompt may precede it in flight. Its driver calls ``next_step`` until there is
-none, and again after every ``submit``, ``cancel`` and ``retire``.
+that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected
+sequence (``SequenceSpec.alone``) has steps of its own until one of them has sampled a token. The driver calls
+``next_step`` until there is none, and again after every ``submit``, ``cancel`` and ``retire``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
-from edgepipe.scheduler.kv import KVPool
+from edgepipe.scheduler.kv import Key, KVPool
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
+from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
 from edgepipe.scheduler.tables import BlockTables
@@ -33,6 +35,7 @@ from edgepipe.scheduler.types import (
 )
 
 _MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as interactive
+_SPARE_SHARE = 20  # a twentieth of the blocks, as much as the throttled policy keeps for decodes
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class _InFlight:
     copies: list[BlockCopy]
     num_tokens: int
     num_samples: int
+    isolated: bool
 
 
 class Scheduler:
@@ -55,9 +59,9 @@ class Scheduler:
         self._sequences: dict[SequenceId, Sequence] = {}  # those that have not ended
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
-        self._prefilling: deque[Sequence] = deque()  # admitted with unscheduled tokens, by admission
+        self._prompts = Prompts()  # admitted with unscheduled tokens
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
-        self._num_decodes = 0
+        self._num_decodes = 0  # suspected sequences are not counted
         self._nobody_fits = False  # who is first in the queue was not admitted, and since then nobody left
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
@@ -67,7 +71,8 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._computed_tokens = 0
-        self._replayed_last = False  # the newest step holds replayed tokens
+        self._replayed_last = False  # the newest shared step holds replayed tokens
+        self._isolated_last = False  # the newest step is one suspected sequence's own
 
     # From epoch to epoch
 
@@ -149,7 +154,10 @@ class Scheduler:
         if draft.empty:
             return None
         self._last_step += 1
-        self._replayed_last = draft.replays
+        self._isolated_last = draft.isolated
+        if not draft.isolated:
+            self._replayed_last = draft.replays
+        self._tables.note_sent(draft.copies)
         scheduled = draft.finish(StepId(self._last_step), self._tables.pop_frees())
         self._in_flight.append(
             _InFlight(
@@ -159,6 +167,7 @@ class Scheduler:
                 draft.copies,
                 len(scheduled.token_ids),
                 len(draft.decodes) + sum([samples for _, _, samples in draft.chunks]),
+                draft.isolated,
             )
         )
         return scheduled
@@ -170,7 +179,9 @@ class Scheduler:
             raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
         self._in_flight.popleft()
         self._computed_tokens += record.num_tokens
-        self._tables.note_copied(record.copies)
+        if record.copies:
+            self._tables.note_copied(record.copies)
+            self._nobody_fits = False
         events: list[Event] = []
         for sequence, token_id in zip(record.decodes, ids, strict=False):  # the chunks' come after
             self._computed(sequence, len(sequence.tokens))
@@ -181,6 +192,7 @@ class Scheduler:
         for sequence, end, samples in record.chunks:
             self._computed(sequence, end)
             if samples:
+                self._clear(sequence)
                 self._append(sequence, next(tokens), events)
             self._let_go(sequence)
         return events
@@ -198,8 +210,8 @@ class Scheduler:
         Whoever only wants to know when things happen need not go step by step: see ``repeat``.
         """
         records = self._in_flight
-        admits = len(self._waiting) and not self._nobody_fits
-        if self._ready or self._prefilling or admits or self._tables.has_frees:
+        admits = self._waiting.any_parked or (len(self._waiting) and not self._nobody_fits)
+        if self._ready or self._prompts or admits or self._tables.has_frees:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
             return 0
@@ -295,6 +307,28 @@ class Scheduler:
     # Filling a step
 
     def _fill(self) -> Draft:
+        """Suspected sequences and the others take turns while there is work for both: a step each."""
+        if self._prompts.any_suspected and not self._isolated_last:
+            return self._fill_isolated()
+        draft = self._fill_shared()
+        return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
+
+    def _fill_isolated(self) -> Draft:
+        """A step with one suspected sequence only. Of k of them each has one of the next 2k steps."""
+        sequence = self._prompts.next_suspected()
+        draft = Draft(last_slice=self._tables.stale_to if sequence.replays else None, isolated=True)
+        self._add_chunk(draft, sequence, min(sequence.next_tokens, self._isolated_tokens()))
+        return draft
+
+    def _isolated_tokens(self) -> int:
+        """As many as of any prompt beside decodes; where that is none, as many as if there were no decodes."""
+        load = self._load()
+        if tokens := self._policy.budget(load).prefill_tokens:
+            return tokens
+        nothing_else = load._replace(sampling_rows_in_flight=(), running_decodes=0, ready_decodes=0)
+        return self._policy.budget(nothing_else).prefill_tokens
+
+    def _fill_shared(self) -> Draft:
         budget = self._policy.budget(self._load())
         if (last_slice := self._tables.stale_to) is not None:
             return self._fill_either(budget, last_slice)
@@ -308,7 +342,7 @@ class Scheduler:
 
     def _fill_either(self, budget: StepBudget, last_slice: int) -> Draft:
         """A step of replayed tokens, or one through all slices; in turn while there is work for both."""
-        draft = self._fill_whole(budget) if self._replayed_last and self._ready else Draft()
+        draft = self._fill_whole(budget) if self._replayed_last else Draft()
         if draft.empty:
             draft = Draft(last_slice=last_slice)
             self._add_prefills(draft, budget.prefill_tokens)
@@ -317,14 +351,14 @@ class Scheduler:
     def _load(self) -> Load:
         return Load(
             micro_batches=self._limits.micro_batches,
-            sampling_rows_in_flight=tuple([record.num_samples for record in self._in_flight]),
+            sampling_rows_in_flight=tuple([0 if step.isolated else step.num_samples for step in self._in_flight]),
             running_decodes=self._num_decodes,
             ready_decodes=len(self._ready),
             waiting_prefill_tokens=self._unscheduled_prefill,
             num_blocks=self._tables.num_blocks,
             free_blocks=self._tables.free_blocks,
             block_size=self._limits.block_size,
-            reserved_tokens=sum([sequence.unscheduled for sequence in self._prefilling]),
+            reserved_tokens=self._prompts.unscheduled_tokens,
             link_cap_tokens=self._link_cap_tokens,
             tile_edges=self._tile_edges,
         )
@@ -332,7 +366,7 @@ class Scheduler:
     def _add_decodes(self, draft: Draft, budget: int) -> None:
         deferred: list[Sequence] = []  # their blocks come when steps in flight retire
         ready = self._ready
-        while ready and budget > 0 and draft.admits(ready[0]):
+        while ready and budget > 0:
             sequence = ready.popleft()
             if len(sequence.tokens) <= sequence.room or self._grow(sequence, promised=len(deferred)):
                 draft.add_decode(sequence)
@@ -355,47 +389,71 @@ class Scheduler:
         return self._tables.grow(sequence)
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
-        replayed: list[Sequence] = []  # up to where nothing was lost; they go on in a step through all slices
-        while budget > 0 and (sequence := self._next_prefill()) is not None and draft.admits(sequence):
-            count = min(sequence.next_tokens, budget)
-            draft.add_chunk(sequence, count)
-            budget -= count
-            self._unscheduled_prefill -= count
-            if not sequence.unscheduled:
-                self._prefilling.popleft()
-                sequence.phase = Phase.DECODE
-                self._num_decodes += 1
-            elif draft.replays and not sequence.replays:
-                replayed.append(self._prefilling.popleft())
-        self._prefilling.extendleft(reversed(replayed))
+        if budget > 0 and len(self._waiting):
+            self._admit_waiting()
+        for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
+            self._add_chunk(draft, sequence, num_tokens)
 
-    def _next_prefill(self) -> Sequence | None:
-        """Whose prompt goes on: the first in admission, but an interactive one passes batch prompts."""
-        first = self._waiting.first()
-        if first is not None and (not self._prefilling or first.priority < self._prefilling[0].priority):
-            self._admit(first)
-        return self._prefilling[0] if self._prefilling else None
+    def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+        draft.add_chunk(sequence, num_tokens)
+        self._unscheduled_prefill -= num_tokens
+        if not sequence.unscheduled:
+            self._prompts.remove(sequence)
+            self._nobody_fits = False
+            sequence.phase = Phase.DECODE
+            self._num_decodes += not sequence.alone
 
     def _wait(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
         self._nobody_fits = False
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit_waiting(self) -> None:
+        """Admit those at the head of the queue that can be computed side by side, until one does not fit.
+
+        Nobody passes one that does not fit. One whose first tokens another sequence is computing waits for those, and
+        others pass it until they are computed.
+        """
+        if self._waiting.any_parked and self._waiting.wake(self._is_coming):
+            self._nobody_fits = False
+        if self._nobody_fits and self._tables.stale_to is None:
+            return
+        while (first := self._waiting.first()) is not None and self._prompts.accepts(first):
+            if first.in_flight:
+                return  # preempted: its last token is not known yet
+            if (key := self._tables.awaited(first)) is not None:
+                self._wait_for(first, key)
+            elif not self._admit(first):
+                self._nobody_fits = True
+                return
+
+    def _wait_for(self, sequence: Sequence, key: Key) -> None:
+        """Let others pass until the block is computed. An interactive sequence does not wait for a batch prompt."""
+        self._waiting.park(key)
+        owner = self._tables.coming_from(key)
+        if owner is not None:
+            self._running[owner].priority = min(self._running[owner].priority, sequence.priority)
+
+    def _is_coming(self, key: Key) -> bool:
+        return self._tables.coming_from(key) is not None
+
+    def _admit(self, sequence: Sequence) -> bool:
         """Admit the first in the queue with blocks for all its known tokens, so that its prefill cannot get stuck.
 
-        One block per running sequence is left to those: admitting somebody only to preempt him is work done twice.
+        One block per running sequence is left to those: admitting a sequence only to preempt it is work done twice.
+        Beside other prompts as many blocks more are left as it takes, up to a share of all: its turn comes later.
         """
-        if sequence.in_flight:
-            return  # preempted: its last token is not known yet
         full = len(self._running) >= self._limits.max_running
-        if full or not self._tables.admit(sequence, kept_blocks=len(self._running)):
-            self._nobody_fits = True
-            return
+        kept = len(self._running)
+        if self._prompts:
+            kept += min(self._tables.needs(sequence), self._tables.num_blocks // _SPARE_SHARE)
+        if full or not self._tables.admit(sequence, kept_blocks=kept):
+            return False
         self._waiting.pop()
         self._unscheduled_prefill -= sequence.scheduled
         sequence.phase = Phase.PREFILL
         self._running[sequence.sequence] = sequence
-        self._prefilling.appendleft(sequence)
+        self._prompts.add(sequence)
+        return True
 
     # A sequence's life
 
@@ -431,6 +489,12 @@ class Scheduler:
         sequence.in_flight -= 1
         if end >= sequence.next_full:
             self._tables.note_computed(sequence, end)
+
+    def _clear(self, sequence: Sequence) -> None:
+        """A step of its own has sampled a token: a suspected sequence is like any other from now on."""
+        if sequence.alone:
+            sequence.alone = False
+            self._num_decodes += sequence.phase is Phase.DECODE
 
     def _let_go(self, sequence: Sequence) -> None:
         """Its blocks are free now if it has left and no step touches them any more."""
@@ -491,9 +555,9 @@ class Scheduler:
         del self._running[sequence.sequence]
         self._tables.leave(sequence)
         if sequence.phase is Phase.PREFILL:
-            self._prefilling.remove(sequence)
+            self._prompts.remove(sequence)
             self._unscheduled_prefill -= sequence.unscheduled
-        else:
+        elif not sequence.alone:
             self._num_decodes -= 1
             if sequence in self._ready:
                 self._ready.remove(sequence)

@@ -13,6 +13,9 @@ from edgepipe.scheduler.types import EndReason, Priority
 NEVER = 1 << 60
 """More tokens than there will be."""
 
+MAX_OVERTAKEN = 8
+"""Interactive sequences that may pass a batch sequence, waiting or admitted. Then it counts as interactive."""
+
 
 class Phase(Enum):
     """Where a sequence stands."""
@@ -34,7 +37,8 @@ class Sequence:
     stop_ids: frozenset[int]
     limit: int  # tokens, prompt and output, at which it ends
     priority: Priority  # changes with age
-    alone: bool = False  # shares no step
+    alone: bool = False  # suspected: shares no step until a token was sampled in a step of its own
+    overtaken: int = 0  # interactive sequences that passed it, while it was of the batch
     reuse_prefix: bool = True
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
@@ -79,6 +83,12 @@ class Sequence:
     def next_tokens(self) -> int:
         """Tokens that can go into one step."""
         return (self.replay_end if self.replays else len(self.tokens)) - self.scheduled
+
+    def note_overtaken(self) -> None:
+        """An interactive sequence passes this batch sequence: after so many it counts as interactive."""
+        self.overtaken += 1
+        if self.overtaken >= MAX_OVERTAKEN:
+            self.priority = Priority.INTERACTIVE
 
     def grow(self, runs: tuple[BlockRun, ...], *, block_size: int) -> None:
         """Append blocks to the table; adjoining runs become one."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.kv import KVPool, as_runs
+from edgepipe.scheduler.kv import Key, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
 from edgepipe.scheduler.sequence import Sequence
 
@@ -19,7 +19,7 @@ class BlockTables:
         self._limits = limits
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
         self._frees: list[SequenceId] = []
-        self.draining_blocks = 0  # of sequences that left, and copied from: free once steps in flight have retired
+        self.draining_blocks = 0  # that steps in flight use, of sequences that left or as sources of their copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # of those, found in the prefix cache
         self.kept_tokens = 0  # of sequences of an epoch before: computed then, and still there
@@ -55,11 +55,26 @@ class BlockTables:
             raise ValueError(f"a pool of {pool.num_blocks} blocks cannot be one of {self._kv.num_blocks}")
         self._kv = pool
 
+    def awaited(self, sequence: Sequence) -> Key | None:
+        """The last of the next blocks of its prompt that other sequences are computing now; None if they compute none.
+
+        Waiting for it is quicker than computing it twice.
+        """
+        keys = self._reusable_keys(sequence)
+        end = begin = self._kv.num_current(self._kv.find(keys))
+        while end < len(keys) and self._kv.coming_from(keys[end]) is not None:
+            end += 1
+        return keys[end - 1] if end > begin else None
+
+    def coming_from(self, key: Key) -> SequenceId | None:
+        """The sequence that is computing the block with this key now, if there is one."""
+        return self._kv.coming_from(key)
+
     def admit(self, sequence: Sequence, *, kept_blocks: int) -> bool:
         """A table for all known tokens, what is computed already shared or copied, the rest new.
 
-        False, and nothing is taken, if fewer than ``kept_blocks`` would be left to others, or while somebody else
-        computes the next block of the prompt: waiting for it is quicker than computing it twice.
+        False, and nothing is taken, if fewer than ``kept_blocks`` would be left to others, or while another sequence
+        holds blocks of the prompt that are to be written again.
         """
         count = self.needs(sequence)
         left = self._kv.free_blocks - kept_blocks
@@ -105,16 +120,20 @@ class BlockTables:
         sequence.known_blocks = full
         sequence.next_full = (full + 1) * self._limits.block_size
 
+    def note_sent(self, copies: Seq[BlockCopy]) -> None:
+        """A step with these copies is in flight."""
+        self.draining_blocks += len(copies)
+
     def note_copied(self, copies: Seq[BlockCopy]) -> None:
         """The step with these copies has retired."""
-        if not copies:
-            return
         self.draining_blocks -= len(copies)
         self._kv.let_go([copy.source for copy in copies])
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence does not run any more."""
+        """The sequence does not run any more: nothing waits for what it was to compute or to copy."""
         self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
+        self._kv.let_go([copy.source for copy in sequence.new_copies])
+        sequence.new_copies = ()
 
     def release(self, sequence: Sequence) -> None:
         """Free the blocks; while steps in flight touch them only count them. To be called again when none does."""
@@ -146,18 +165,18 @@ class BlockTables:
         """Blocks that the sequence takes if it uses up its limit."""
         return -(-sequence.limit // self._limits.block_size)
 
-    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
-        """Blocks that hold its first tokens already, never the last token, whose logits are wanted; None: wait."""
+    def _reusable_keys(self, sequence: Sequence) -> list[Key]:
+        """Of the blocks that it may find computed: never the one with the last token, whose logits are wanted."""
         if not self._limits.prefix_cache or not sequence.reuse_prefix:
             return []
         size = self._limits.block_size
-        keys = sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
-        known = self._kv.find(keys)
-        current = self._kv.num_current(known)
-        stale = known[current:]  # to be written again, and nobody else may be in the middle of that
-        if self._kv.num_idle(stale) < len(stale) or (current < len(keys) and self._kv.is_coming(keys[current])):
-            return None
-        return known
+        return sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
+
+    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
+        """Blocks that hold its first tokens already; None while others are in the middle of writing some again."""
+        known = self._kv.find(self._reusable_keys(sequence))
+        stale = known[self._kv.num_current(known) :]
+        return known if self._kv.num_idle(stale) == len(stale) else None
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
         """As many of them as can stay while they are copied."""
@@ -171,7 +190,6 @@ class BlockTables:
         self._kv.hold(known)
         if copied:
             sequence.grow(self._kv.allocate(count, room=room), block_size=size)
-            self.draining_blocks += len(known)
             sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
         else:
             sequence.grow(as_runs(known), block_size=size)

@@ -37,7 +37,7 @@ class SequenceSpec:
     stop_ids: frozenset[int] = frozenset()  # EOS ids among them, unless they are to be ignored
     priority: int = Priority.INTERACTIVE
     reuse_prefix: bool = True  # False: every prompt token is computed, because something is wanted of each
-    alone: bool = False  # shares no step: it is suspected of breaking those it is in
+    alone: bool = False  # suspected of breaking steps: has steps of its own until one of them sampled a token
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -49,10 +49,21 @@ class Reports:
         self._links.append(sample)
         self._arm()
 
-    def fault(self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False) -> None:
+    def fault(
+        self,
+        error: EdgepipeError,
+        *,
+        crashed_step: int = 0,
+        device_failed: bool = False,
+        next_unreached: bool = False,
+    ) -> None:
         """The last report: the epoch has ended, perhaps because computing a step or reaching the next stage failed."""
         fault = error_to_wire(error)
-        self._put(stage_pb2.StageReport(fault=fault, crashed_step=crashed_step, next_unreached=next_unreached))
+        self._put(
+            stage_pb2.StageReport(
+                fault=fault, crashed_step=crashed_step, device_failed=device_failed, next_unreached=next_unreached
+            )
+        )
         self.finish()
 
     def finish(self) -> None:

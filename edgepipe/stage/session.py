@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they are told of each other: one that is barred fails both
 _LEAST_WINDOW = 8  # steps
+_CHECK_S = 5.0  # for a test step behind those that are submitted; a device that hangs is ended by the daemon
 
 
 class Dial(Protocol):
@@ -56,13 +57,6 @@ class Counters:
     strays: int = 0  # plans and frames of other epochs, dropped
 
 
-@dataclass(slots=True)
-class Gate:
-    """Shut while the stage must not start steps."""
-
-    is_open: bool = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """What outlives an epoch."""
@@ -73,11 +67,18 @@ class Tools:
     clock: Clock
     trace: Trace
     counters: Counters
-    gate: Gate
     dial: Dial
     connect_s: float  # for the next stage to open its end of the link
     node: str  # names for errors
     stage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crash:
+    """A step that could not be computed."""
+
+    step: StepId
+    error: EdgepipeError
 
 
 class _Over(Exception):
@@ -92,6 +93,8 @@ class Session:
         self.spec = spec
         self._kv_since = kv_since
         self.over = False
+        self._paused = False
+        self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
         self._tools = tools
         self._loop = asyncio.get_running_loop()
         self._table = SequenceTable(
@@ -120,6 +123,7 @@ class Session:
                 for sender in senders:
                     tasks.create_task(self._keep(sender), name="stage-ring")
                 tasks.create_task(self._announce(senders), name="stage-opened")
+                tasks.create_task(self._tell_crash(), name="stage-crash")
                 async for message in messages:
                     self._obey(message)
                 self._reports.finish()  # its writer ends the rest; cancelling a write would keep gRPC from ending well
@@ -128,17 +132,30 @@ class Session:
         finally:
             self.end()
 
+    def pause(self) -> None:
+        """Start no further step until ``go_on``. The epoch after this one starts unpaused."""
+        self._paused = True
+
     def go_on(self) -> None:
-        """The gate is open again."""
+        """Start steps again."""
+        self._paused = False
         if not self.over:
             self._pump()
 
     def fault(
-        self, error: EdgepipeError, *, crashed_step: int = 0, next_unreached: bool = False, asked: bool = False
+        self,
+        error: EdgepipeError,
+        *,
+        crashed_step: int = 0,
+        device_failed: bool = False,
+        next_unreached: bool = False,
+        asked: bool = False,
     ) -> None:
         """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts.
 
-        ``next_unreached``: it is the way to the next stage that failed. ``asked``: it is none, the stage is to end.
+        device_failed   the device failed a test step, too
+        next_unreached  it is the way to the next stage that failed
+        asked           it is no fault: the stage is to end
         """
         if self.over:
             return
@@ -146,12 +163,15 @@ class Session:
         error.stage = error.stage or self._tools.stage
         quiet = asked or isinstance(error, StaleEpoch | StageLost)  # others ended it: no fault of this stage
         logger.log(logging.INFO if quiet else logging.WARNING, "epoch %s ends here: %s", self.spec.epoch, error)
-        self._reports.fault(error, crashed_step=crashed_step, next_unreached=next_unreached)
+        self._reports.fault(
+            error, crashed_step=crashed_step, device_failed=device_failed, next_unreached=next_unreached
+        )
         self.end()
 
     def end(self) -> None:
         """Drop what is not computed yet. The KV may be used by another epoch once the compute thread gets there."""
         self.over = True
+        self._crash.cancel()
         for lane in self._lanes.values():
             lane.close()
         self._reports.close()
@@ -170,7 +190,29 @@ class Session:
     def broken(self, work: StepWork, error: Exception) -> None:
         """See ``WorkOwner.broken``: on the compute thread or a sampler's."""
         fault = _as_fault(error, f"step {work.step} could not be computed")
-        self._loop.call_soon_threadsafe(partial(self.fault, fault, crashed_step=work.step))
+        self._loop.call_soon_threadsafe(self._crashed, _Crash(step=work.step, error=fault))
+
+    def _crashed(self, crash: _Crash) -> None:
+        """Start no further step; ``_tell_crash`` tests the device, then ends the epoch."""
+        self._paused = True
+        if not self.over and not self._crash.done():
+            self._crash.set_result(crash)
+
+    async def _tell_crash(self) -> None:
+        crash = await self._crash
+        failed = await self._device_fails()
+        self.fault(crash.error, crashed_step=crash.step, device_failed=failed)
+
+    async def _device_fails(self) -> bool:
+        """Whether the device cannot compute a small test step either: then the fault is not of the step's requests."""
+        compute = self._tools.compute
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                await compute.call(compute.backend.check)
+        except Exception as exc:
+            logger.error("the device failed a test step: %s", exc)
+            return True
+        return False
 
     def _new_sampler(self, registration: Registration) -> SequenceSampler:
         sampler = SequenceSampler(
@@ -335,7 +377,7 @@ class Session:
             self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StepWork]:
-        for lane in self._lanes.values() if self._tools.gate.is_open else ():
+        for lane in () if self._paused else self._lanes.values():
             while self._in_compute < self._max_in_compute and (work := lane.next_ready()) is not None:
                 yield work
 

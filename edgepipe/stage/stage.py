@@ -38,7 +38,7 @@ from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import add_service, first_message
-from edgepipe.stage.session import Counters, Dial, Gate, Session, Tools
+from edgepipe.stage.session import Counters, Dial, Session, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
 from edgepipe.wire.plans import PipelineSpec, spec_from_wire
@@ -111,7 +111,6 @@ class Stage:
             clock=clock,
             trace=self._trace,
             counters=self._counters,
-            gate=Gate(),
             dial=dial or grpc_dial(hello=hello, security=security, clock=clock, network=network),
             connect_s=open_s,
             node=hello.node_name,
@@ -162,10 +161,14 @@ class Stage:
         """Answer engines and predecessors on ``server``."""
         add_service(self, server)
 
-    def pause(self, *, paused: bool) -> None:
-        """Start no further step, or go on."""
-        self._tools.gate.is_open = not paused
-        if not paused and self._session is not None:
+    def pause(self) -> None:
+        """Start no further step of the epoch that is open now. A later one starts steps: its engine counts on them."""
+        if self._session is not None:
+            self._session.pause()
+
+    def go_on(self, epoch: Epoch) -> None:
+        """Start steps again if ``epoch``, which the engine works at, is the one that is open here."""
+        if self._session is not None and self._session.spec.epoch == epoch:
             self._session.go_on()
 
     def progress(self) -> StageProgress:

@@ -51,6 +51,18 @@ class ServeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A node, or a directed link between two, that an engine avoids for a while."""
+
+    node_id: NodeId
+    other_id: NodeId | None = None  # set: the way from ``node_id`` to this node
+    seconds: float  # that are left
+    reason: str  # a clause for people
+    node_name: str = ""
+    other_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
     """A stage as its engine sees it."""
 
@@ -111,6 +123,7 @@ class EngineState:
     stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
     kept_tokens: int = 0  # of sequences that outlived a failure: found in the KV as they were
     replayed_tokens: int = 0  # of the same: computed again, by the stages up to the last that had lost them
+    left_out: tuple[LeftOut, ...] = ()  # what plans avoid now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +234,19 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         stall_ms=state.stall_ms,
         kept_tokens=state.kept_tokens,
         replayed_tokens=state.replayed_tokens,
+        left_out=[left_out_to_wire(one) for one in state.left_out],
+    )
+
+
+def left_out_to_wire(one: LeftOut) -> engine_pb2.LeftOut:
+    """A node or link that is avoided, for the wire."""
+    return engine_pb2.LeftOut(
+        node_id=one.node_id,
+        other_id=one.other_id or "",
+        seconds=one.seconds,
+        reason=one.reason,
+        node_name=one.node_name,
+        other_name=one.other_name,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -301,10 +301,11 @@ async def engine_lab(
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
     planner: Planner | None = None,
+    wishes: Mapping[str, Any] | None = None,
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
-    ``link`` emulates a network between them, such as ``1gbit,5ms``.
+    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``wishes`` are further fields of the spec.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
@@ -337,6 +338,7 @@ async def engine_lab(
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
             block_size=block_size,
+            **(wishes or {}),
         )
         server = make_server(Plaintext())
         address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"

@@ -13,6 +13,7 @@ from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
+from edgepipe.engine.requests import GatewayStream
 from edgepipe.errors import (
     ClusterError,
     ConnectTimeout,
@@ -20,9 +21,14 @@ from edgepipe.errors import (
     NodeUnreachable,
     NoFeasiblePlacement,
     PeerClosed,
+    PipelineBroken,
+    StageError,
     StageLost,
+    StagesMove,
+    StaleEpoch,
     StepFailed,
 )
+from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
 from edgepipe.wire.common import make_hello
@@ -117,18 +123,74 @@ async def failed(lab: EngineLab) -> None:
     assert [len(node.released) for node in lab.nodes] == [1] * len(lab.nodes)
 
 
-async def test_requests_whose_steps_fail_again_and_again_are_refused_with_the_stage_named() -> None:
-    async with engine_lab(make_backend=lambda index: BreaksAt(6) if index == 1 else healthy(index)) as lab:
+class BreaksOn(EmulatedBackend):
+    """Fails in whatever step computes one position of any sequence."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+        self._position = position
+
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
+        for row in prepared.step.rows:
+            if row.position <= self._position < row.position + row.num_tokens:
+                raise RuntimeError("the device fell off the bus")
+        return super().submit(prepared, inputs, edits)
+
+
+async def test_a_request_whose_steps_fail_also_alone_is_refused_with_the_stage_named() -> None:
+    async with engine_lab(make_backend=lambda index: BreaksOn(15) if index == 1 else healthy(index)) as lab:
         gateway = await lab.gateway()
-        gateway.send(submission("a", PROMPT, 50), submission("b", PROMPT[:3], 50))
-        for name in "ab":
-            answer = await gateway.ended(name)
-            assert isinstance(answer.error, StepFailed)
-            assert answer.error.stage == "stage 1"
-            assert "fell off the bus" in answer.error.fact
-            assert answer.ids == oracle_tokens(PROMPT if name == "a" else PROMPT[:3], len(answer.ids))
-        gateway.send(submission("c", PROMPT, 3))  # too short to get there
+        gateway.send(submission("guilty", PROMPT, 50), submission("short", PROMPT[:3], 12))
+        guilty = await gateway.ended("guilty")
+        assert isinstance(guilty.error, StepFailed)
+        assert guilty.error.stage == "stage 1"
+        assert "fell off the bus" in guilty.error.fact
+        assert guilty.ids == oracle_tokens(PROMPT, len(guilty.ids))
+        assert (await gateway.ended("short")).ids == oracle_tokens(PROMPT[:3], 12)
+        gateway.send(submission("c", PROMPT, 3))
         assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 3)
+        assert lab.nodes[1].prepared[2].fresh, "after the second failure the stage gets a new process"
+
+
+class Broken(EmulatedBackend):
+    """Its device fails every step, and test steps too, until it is mended."""
+
+    def __init__(self) -> None:
+        super().__init__(BackendOptions(device="rtx4090", settings={"time_factor": "0"}))
+        self.mended = False
+
+    def check(self) -> None:
+        if not self.mended:
+            raise StageError("the device does not compute")
+
+    def submit(self, prepared: Any, inputs: Any, edits: Any = None) -> Any:
+        self.check()
+        return super().submit(prepared, inputs, edits)
+
+
+async def test_with_a_broken_device_users_are_told_soon_and_served_again_once_it_is_mended() -> None:
+    backend = Broken()
+    timeouts = EngineTimeouts(barren_min_s=0.05, barren_max_s=0.1)
+    async with engine_lab(
+        make_backend=lambda index: backend if index == 1 else healthy(index), timeouts=timeouts
+    ) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 20), submission("b", PROMPT[:3], 20))
+        for name in "ab":
+            error = (await gateway.ended(name)).error
+            assert isinstance(error, PipelineBroken)
+            assert "3 attempts in a row ended without a token" in error.fact
+            assert "a new stage process on node1, a placement without node1" in error.fact
+            assert error.node == "node1"
+        assert [request.fresh for request in lab.nodes[1].prepared][:3] == [False, True, True]
+        assert len(lab.nodes[1].prepared) <= 5, "it is not tried more often than makes sense"
+        told = next(state for state in lab.states if state.state == "waiting")
+        assert [(one.node_id, one.other_id) for one in told.left_out] == [("node1", None)]
+        assert "does not compute" in told.left_out[0].reason
+        backend.mended = True
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        gateway.send(submission("c", PROMPT, 20))
+        assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 20)
 
 
 class DiesOn(EmulatedBackend):
@@ -202,10 +264,11 @@ async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -
         assert (lab.engine.state().state, lab.engine.state().error) == ("ready", None)
 
 
-async def test_a_stage_that_does_not_come_back_is_named_as_lost() -> None:
-    limits = EngineLimits(max_failed_epochs=2)
-    async with engine_lab(ready=False, limits=limits, **SLOW) as lab, Relay() as relay:
-        lab.nodes[0].stage_address = await relay.to(lab.nodes[0].stage_address)
+async def test_a_stage_that_is_gone_for_long_is_named_and_used_again_once_it_is_back() -> None:
+    limits, timeouts = EngineLimits(max_failed_epochs=2), EngineTimeouts(again_max_s=0.2)
+    async with engine_lab(ready=False, limits=limits, timeouts=timeouts, **SLOW) as lab, Relay() as relay:
+        address = lab.nodes[0].stage_address
+        lab.nodes[0].stage_address = await relay.to(address)
         await lab.until(lambda: lab.engine.state().state == "ready")
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 400))
@@ -214,7 +277,11 @@ async def test_a_stage_that_does_not_come_back_is_named_as_lost() -> None:
         answer = await gateway.ended("a")
         assert isinstance(answer.error, StageLost)
         assert (answer.error.stage, answer.error.node) == ("stage 0", "node0")
-        await failed(lab)
+        await lab.until(lambda: lab.engine.state().state == "waiting")
+        lab.nodes[0].stage_address = address
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        gateway.send(submission("b", PROMPT, 5))
+        assert (await gateway.ended("b")).ids == oracle_tokens(PROMPT, 5)
 
 
 async def test_a_step_that_does_not_come_back_is_noticed_and_named() -> None:
@@ -237,26 +304,24 @@ async def test_a_step_that_does_not_come_back_is_noticed_and_named() -> None:
 
 
 async def test_after_a_failure_new_gateways_hear_why() -> None:
-    limits = EngineLimits(max_failed_epochs=1)
-    async with engine_lab(limits=limits, **SLOW) as lab:
+    async with engine_lab(**SLOW) as lab:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 50))
         await gateway.has("a", 2)
-        lab.nodes[1].refusal = StepFailed("the device is broken")
         session = lab.stages.stages[0]._session
         assert session is not None
-        session.fault(PeerClosed("the stage is shutting down"))
-        await gateway.ended("a")
+        session.fault(StaleEpoch("another engine drives the pipeline"))
         await failed(lab)
+        assert gateway.answer("a").ended is None, "the engine that took over answers it"
         async with make_channel(lab.address, Credentials()) as channel:
             call = engine_pb2_grpc.EngineStub(channel).Generate(
                 iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
             )
-            with pytest.raises(StepFailed), translated("the engine"):
+            with pytest.raises(StaleEpoch), translated("the engine"):
                 await anext(aiter(call))
             state = await engine_pb2_grpc.EngineStub(channel).Describe(engine_pb2.DescribeEngine(), timeout=5)
             assert state.state == "failed"
-            assert state.error.code == "step_failed"
+            assert state.error.code == "stale_epoch"
 
 
 async def test_stop_tells_gateways_and_gives_memory_back() -> None:
@@ -306,7 +371,7 @@ async def test_a_refusing_node_ends_the_start_and_all_give_back() -> None:
 
 async def test_a_node_that_is_not_there_is_named() -> None:
     async with engine_lab(ready=False) as lab:
-        lab.engine._preparation._nodes.addresses["node1"] = "127.0.0.1:1"  # type: ignore[index]
+        lab.engine._core.nodes.addresses["node1"] = "127.0.0.1:1"  # type: ignore[index]
         async with asyncio.timeout(20):
             await lab.over.wait()
         assert isinstance(lab.failure, NodeUnreachable)
@@ -360,3 +425,22 @@ async def test_a_second_failure_while_the_next_epoch_is_prepared_is_survived() -
         lab.nodes[1].refusal = None
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 40)
         assert (await gateway.ended("late")).ids == oracle_tokens(PROMPT[:3], 10)
+
+
+async def test_a_request_that_arrives_at_the_very_end_of_an_epoch_waits_for_the_next_one() -> None:
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("first", PROMPT, 3))
+        await gateway.ended("first")
+        run, table = lab.engine._run, lab.engine._table
+        assert run is not None
+        stream = GatewayStream(NodeId("another"))
+        run.pump.fail(StagesMove())
+        table.submit(stream, submission("late", PROMPT, 8))  # before anything else can happen
+        ids: list[int] = []
+        async for event in stream.events():
+            ids += [token for tokens in event.tokens for token in tokens.ids]
+            if event.ended:
+                assert event.ended[0].reason == "length"
+                break
+        assert ids == oracle_tokens(PROMPT, 8)

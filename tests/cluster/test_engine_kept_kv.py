@@ -107,3 +107,29 @@ async def test_an_epoch_that_failed_to_open_loses_nothing_but_what_is_lost() -> 
         lab.nodes[2].refusal = None
         assert (await gateway.ended("a")).ids == oracle_tokens(SHARED, 60)
         assert lab.engine.state().replayed_tokens >= 96
+
+
+async def test_room_for_long_prompts_comes_back_after_a_recovery_onto_a_smaller_machine() -> None:
+    async with engine_lab(num_stages=3, max_blocks=256) as lab:
+        gateway = await lab.gateway()
+        for max_blocks in (8, 256):
+            gateway.send(submission(f"kept {max_blocks}", SHARED, 5))
+            await gateway.ended(f"kept {max_blocks}")
+            lab.nodes[0].max_blocks = max_blocks
+            before = lab.engine.state().recoveries
+            break_stage(lab, 1)
+            await lab.until(lambda before=before: lab.engine.state().recoveries > before)
+            assert lab.engine.state().num_blocks == max_blocks
+        long = [*SHARED, *SHARED, *SHARED, 1]
+        gateway.send(submission("long", long, 5))
+        assert (await gateway.ended("long")).ids == oracle_tokens(long, 5)
+        await lab.settle()
+
+
+async def test_a_little_more_room_is_not_worth_computing_everything_again() -> None:
+    async with engine_lab(max_blocks=200, **LAB) as lab:
+        for node in lab.nodes:
+            node.max_blocks = 240
+        await ask_and_break(lab, ())
+        assert lab.engine.state().num_blocks == 200
+        assert lab.engine.state().replayed_tokens == 0

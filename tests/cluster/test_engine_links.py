@@ -13,8 +13,7 @@ import pytest
 from edgepipe_emulated import EmulatedWeights
 from engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
 
-from edgepipe.engine.planning import Plan, Planner, SamePlan
-from edgepipe.engine.preparation import Nodes
+from edgepipe.engine.planning import Nodes, Plan, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
@@ -84,8 +83,7 @@ async def ring(
 ) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
     """Two nodes that load what they are asked for; only node0's stage sends through the proxy, which may be ``barred``
     from the beginning."""
-    async with engine_lab(planner=planner, ready=False, link="1gbit,2ms") as lab:
-        lab.engine._spec = replace(lab.engine._spec, **spec)
+    async with engine_lab(planner=planner, ready=False, link="1gbit,2ms", wishes=spec) as lab:
         proxied = asyncio.Event()
         for node, stage in zip(lab.nodes, lab.stages.stages, strict=True):
             node.hold, node.load = proxied, partial(load, stage)
@@ -175,8 +173,7 @@ class LeavesOut:
 
 @pytest.mark.parametrize("wished", [0, 2], ids=["as is best", "two nodes"])
 async def test_a_node_whose_port_the_engine_does_not_reach_is_left_out_after_the_second_time(wished: int) -> None:
-    async with engine_lab(planner=LeavesOut(), ready=False) as lab:
-        lab.engine._spec = replace(lab.engine._spec, num_nodes=wished)
+    async with engine_lab(planner=LeavesOut(), ready=False, wishes={"num_nodes": wished}) as lab:
         lab.nodes[1].stage_address = f"127.0.0.1:{free_port('127.0.0.1')}"
         lab.nodes[0].load = partial(load, lab.stages.stages[0])
         await lab.until(lambda: lab.engine.state().state == "ready")

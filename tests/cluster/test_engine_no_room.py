@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from engine_lab import engine_lab, oracle_tokens, submission
 
-from edgepipe.engine.planning import Plan, Reachable
-from edgepipe.engine.preparation import Nodes
+from edgepipe.engine.planning import Nodes, Plan, Reachable
 from edgepipe.errors import NoFeasiblePlacement, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
@@ -49,7 +48,7 @@ async def test_without_room_requests_end_with_what_is_missing_until_a_machine_co
         assert isinstance((await gateway.ended("b")).error, NoFeasiblePlacement)
 
         planner.room = True
-        addresses = dict(lab.engine._nodes.addresses)  # pyright: ignore[reportPrivateUsage]
+        addresses = dict(lab.engine._core.nodes.addresses)  # pyright: ignore[reportPrivateUsage]
         lab.engine.note_reachable(Reachable(addresses=addresses))
         await lab.until(lambda: lab.engine.state().state == "ready")
         gateway.send(submission("c", PROMPT, 10))

@@ -52,6 +52,31 @@ async def test_an_epoch_that_has_ended_leaves_weights_and_room_for_the_next() ->
                 assert sequence.generated == oracle.generate(PROMPT, 6, CONFIG, ignore_eos=True)
 
 
+async def test_a_stage_that_was_paused_by_sleep_computes_in_the_next_epoch() -> None:
+    async with stages(2) as local:
+        async with local.open(epoch(1)):
+            local.stages[1].pause()
+        async with local.open(epoch(2)) as driver:
+            engine = SmallEngine(driver)
+            sequence = engine.new(PROMPT)
+            await engine.generate([[sequence]], 6)
+            assert sequence.generated == oracle.generate(PROMPT, 6, CONFIG, ignore_eos=True)
+
+
+async def test_a_paused_stage_goes_on_only_at_the_epoch_that_its_engine_works_at() -> None:
+    async with stages(2) as local, local.open(epoch(3)) as driver:
+        engine, stage = SmallEngine(driver), local.stages[1]
+        sequence = engine.new(PROMPT)
+        await engine.generate([[sequence]], 2)
+        stage.pause()
+        engine.send(sequence)
+        stage.go_on(epoch(4))  # the engine has left this stage behind
+        assert stage.progress().started == 2
+        stage.go_on(epoch(3))
+        await engine.retire()
+        assert sequence.generated == oracle.generate(PROMPT, 3, CONFIG, ignore_eos=True)
+
+
 async def test_a_higher_epoch_replaces_a_lower_one_which_is_told() -> None:
     async with stages(2) as local, local.open(epoch(1)) as old, local.open(epoch(2)) as new:
         for control in old.controls:

@@ -373,6 +373,7 @@ class PrepareRequest(_message.Message):
     WEIGHTS_NODE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
+    FRESH_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
@@ -385,6 +386,8 @@ class PrepareRequest(_message.Message):
     """node id that surely has the tensors"""
     dtype: _builtins.str
     activation_type: _common_pb2.ActivationType.ValueType
+    fresh: _builtins.bool
+    """in a new process, even if the one there holds just this"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -406,10 +409,11 @@ class PrepareRequest(_message.Message):
         weights_node: _builtins.str = ...,
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
+        fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1265,67 +1269,43 @@ class PlanWanted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
-    BARS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """the answer has the same number"""
     @_builtins.property
     def spec(self) -> Global___ServeSpec:
         """as it was"""
 
     @_builtins.property
-    def bars(self) -> _containers.RepeatedCompositeFieldContainer[Global___Bar]:
-        """avoided where that is possible"""
-
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LeftOut]: ...
     def __init__(
         self,
         *,
         spec: Global___ServeSpec | None = ...,
-        bars: _abc.Iterable[Global___Bar] | None = ...,
+        left_out: _abc.Iterable[_engine_pb2.LeftOut] | None = ...,
+        question: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bars", b"bars", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "question", b"question", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanWanted: _TypeAlias = PlanWanted  # noqa: Y015
 
 @_typing.final
-class Bar(_message.Message):
-    """What failed an engine lately: a node, or the way from its stage to another's."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NODE_ID_FIELD_NUMBER: _builtins.int
-    OTHER_ID_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    node_id: _builtins.str
-    other_id: _builtins.str
-    """empty: it is the node"""
-    seconds: _builtins.float
-    """that it is still left alone"""
-    def __init__(
-        self,
-        *,
-        node_id: _builtins.str = ...,
-        other_id: _builtins.str = ...,
-        seconds: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "other_id", b"other_id", "seconds", b"seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Bar: _TypeAlias = Bar  # noqa: Y015
-
-@_typing.final
 class PlanMade(_message.Message):
-    """The answer: a placement, or why there is none."""
+    """A placement, or why there is none: the answer to an engine's question, or a move that the daemon proposes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """0: nobody asked"""
     @_builtins.property
     def spec(self) -> Global___ServeSpec: ...
     @_builtins.property
@@ -1340,10 +1320,11 @@ class PlanMade(_message.Message):
         spec: Global___ServeSpec | None = ...,
         nodes: _abc.Iterable[Global___Introduction] | None = ...,
         error: _common_pb2.Error | None = ...,
+        question: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "nodes", b"nodes", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "nodes", b"nodes", "question", b"question", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1821,20 +1802,28 @@ Global___StopChild: _TypeAlias = StopChild  # noqa: Y015
 
 @_typing.final
 class PauseStage(_message.Message):
-    """Start no further step until told otherwise: the machine slept, and its epoch may have been replaced."""
+    """Start no further step until told otherwise: the machine slept, and its epoch may have been replaced.
+    Start no further step of the epoch that is open now, or go on with an epoch that still counts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAUSED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     paused: _builtins.bool
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch:
+        """with ``paused`` unset: the engine's; a stage that is in another one stays paused"""
+
     def __init__(
         self,
         *,
         paused: _builtins.bool = ...,
+        epoch: _common_pb2.Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "paused", b"paused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

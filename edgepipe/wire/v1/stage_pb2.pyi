@@ -501,10 +501,13 @@ class StageReport(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
+    DEVICE_FAILED_FIELD_NUMBER: _builtins.int
     crashed_step: _builtins.int
     """with a fault: the step that the backend or the sampler failed at; 0: none"""
     next_unreached: _builtins.bool
     """with a fault: the next stage was not reached, or took nothing in time"""
+    device_failed: _builtins.bool
+    """with a crashed step: the device failed a test step, too"""
     @_builtins.property
     def opened(self) -> Global___Opened: ...
     @_builtins.property
@@ -524,10 +527,11 @@ class StageReport(_message.Message):
         fault: _common_pb2.Error | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
+        device_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "fault", b"fault", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "fault", b"fault", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

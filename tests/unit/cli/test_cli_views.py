@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from edgepipe.cli.conversation import Answer
+from edgepipe.cli.node_findings import engine_findings
 from edgepipe.cli.output import as_dict, bar, print_error, printable, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
 from edgepipe.cli.status_view import render_status
-from edgepipe.errors import EdgepipeError, ModelUnknown, PromptTooLong, RemoteProtocolError
+from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError
 from edgepipe.gateway.problems import from_error
+from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.unit.cli.conftest import make_status
 
@@ -61,6 +63,24 @@ def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:
     status = make_status()
     status.engines[0].recoveries, status.engines[0].stall_ms = 1, 0
     assert "recovered once; no answer had to wait" in "\n".join(picture(status))
+
+
+def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -> None:
+    status = make_status()
+    engine = status.engines[0]
+    engine.state, engine.message = "waiting", "trying again in 8 s"
+    engine.left_out.add(node_id="n2", node_name="studio", seconds=28.4, reason="a step could not be computed")
+    error = PipelineBroken("'m' cannot be computed at present", fact="3 attempts in a row ended without a token")
+    engine.error.CopyFrom(error_to_wire(error))
+    text = "\n".join(picture(status, width=120))
+    assert "waiting · trying again in 8 s" in text
+    assert "3 attempts in a row ended without a token" in text
+    told = "studio is left out for 28 s more: a step could not be computed"
+    assert told in text
+    left_out, waiting = engine_findings(pb.NodeState(engines=[engine]))
+    assert left_out.what.endswith(told)
+    assert "edgepipe logs' on studio" in left_out.remedy
+    assert "cannot be computed at present" in waiting.what
 
 
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:

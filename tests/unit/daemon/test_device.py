@@ -15,7 +15,7 @@ from edgepipe_emulated import emulated_model_config
 from stage_settings import STAGE_SETTINGS
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import spare
+from edgepipe.daemon import device, spare
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.layer_profiles import LayerProfiles
@@ -44,6 +44,7 @@ class Process:
         self.process = SimpleNamespace(returncode=None)
         self.crashed_in = None
         self.measured = 0
+        self.paused: list[pb.PauseStage] = []  # as told
         self.progress = pb.ChildProgress()
         self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
         self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _layer: None
@@ -56,6 +57,8 @@ class Process:
     def send(self, command: pb.ChildCommand) -> None:
         if command.HasField("load"):
             self.on_report(pb.ChildReport(loaded=pb.ShardLoaded(weight_bytes=1, kv_block_bytes=16)))
+        if command.HasField("pause"):
+            self.paused.append(command.pause)
         if command.HasField("profile"):
             self.measured += 1
             self.on_profiled(LAYER)
@@ -116,7 +119,7 @@ class Host:
             memory_kills=lambda: self.memory_kills,
         )
 
-    async def prepare(self, *, counter: int = 1) -> None:
+    async def prepare(self, *, counter: int = 1, fresh: bool = False) -> None:
         """As an engine does; returns when the stage is ready."""
         part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
         request = pb.PrepareRequest(
@@ -126,6 +129,7 @@ class Host:
             slices=slices_to_wire([part]),
             kv_tokens=64,
             block_size=16,
+            fresh=fresh,
         )
         async for _ in self.host.prepare(request, path="", config=CONFIG, engine=None):
             pass
@@ -192,6 +196,36 @@ async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Pa
         await host.prepare(counter=3)
         assert len(host.spares()) == 0
         assert host.host.pipelines() == ["p"]
+
+
+async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Path):
+    async with running(tmp_path) as host:
+        await host.prepare()
+        [stage] = host._serving()
+        await host.prepare(counter=2, fresh=True)
+        [other] = host._serving()
+        assert other is not stage
+        assert not stage.alive
+
+
+async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device, "_ASK_AGAIN_MIN_S", 0.001)
+    answers = iter([None, None, Epoch(1, EngineId("engine-1"))])
+
+    async def engine_epoch(node_id: str, pipeline_id: str) -> Epoch | None:
+        assert (node_id, pipeline_id) == ("node-b", "p")
+        return next(answers)
+
+    async with running(tmp_path) as host:
+        await host.prepare()
+        [stage] = host._serving()
+        host.host.pause()
+        host.host.resume(engine_epoch)
+        await host.until(lambda: len(stage.paused) == 2)
+        assert [told.paused for told in stage.paused] == [True, False]
+        assert stage.paused[1].epoch == epoch_to_wire(Epoch(1, EngineId("engine-1")))
 
 
 async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):

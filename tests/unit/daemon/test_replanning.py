@@ -73,9 +73,9 @@ def wanted(*, barred: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
     stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
     asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages))
     for one in barred:
-        asked.bars.add(node_id=one, seconds=30)
+        asked.left_out.add(node_id=one, seconds=30)
     for one, other in links:
-        asked.bars.add(node_id=one, other_id=other, seconds=30)
+        asked.left_out.add(node_id=one, other_id=other, seconds=30)
     return asked
 
 
@@ -123,10 +123,10 @@ async def test_what_nodes_know_to_be_broken_is_not_tried_again() -> None:
 async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_does() -> None:
     fakes, spec = cast("Any", FakePeers("abc")), wanted().spec
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
-    bars = wanted(barred="c", links=["ab"]).bars
+    bars = wanted(barred="c", links=["ab"]).left_out
     made = await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
     assert [one.node_id for one in placed_of(made.spec)] == ["b", "a"]
-    bars = wanted(barred="c", links=["ab", "ba"]).bars
+    bars = wanted(barred="c", links=["ab", "ba"]).left_out
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
         await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
 
@@ -134,16 +134,17 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
 async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def plan(_pipeline_id: str, asked: pb.PlanWanted) -> pb.PlanMade:
-        return pb.PlanMade(spec=asked.spec)
-
     fields = ("children", "new_settings", "peers", "changes", "spread", "tasks", "own_highest", "ends", "on_change")
     fakes: dict[str, Any] = dict.fromkeys(fields)
-    host = EngineHost(**fakes, replanner=cast("Any", SimpleNamespace(plan=plan)))
+    fakes["on_change"] = lambda _urgent: None
+    host = EngineHost(**fakes, replanner=cast("Any", None))
     asked = wanted(barred="c", links=["ab"])
+    child = cast("Any", SimpleNamespace(port=0, certificate=b""))
     state = engine_pb2.EngineState(pipeline_id="p")
-    host._runs["p"] = run = _Run(request=pb.StartEngineRequest(), model_config="", spec=asked.spec, state=state)
-    await host._plan(run, cast("Any", SimpleNamespace(send=lambda _: None)), asked)
+    run = _Run(request=pb.StartEngineRequest(), model_config="", spec=asked.spec, state=state, child=child)
+    host._runs["p"] = run
+    told = engine_pb2.EngineState(pipeline_id="p", state="recovering", left_out=asked.left_out)
+    host._take(run, child, pb.ChildReport(engine=told))
     assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
     assert host.avoided("q") == Avoided()
     loop = asyncio.get_running_loop()
@@ -152,15 +153,29 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
     assert host.avoided("p") == Avoided()
 
 
+async def test_a_move_that_arrives_during_a_recovery_is_not_taken_for_the_answer() -> None:
+    asked: list[pb.PlanWanted] = []
+    planner = DaemonPlanner(cast("Any", SimpleNamespace(report=lambda told: asked.append(told.plan_wanted))))
+    asking = asyncio.ensure_future(planner.plan(ServeSpec(model="m"), barred={}, barred_links={}))
+    while not asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    pushed = planner.take(pb.PlanMade(spec=pb.ServeSpec(model="pushed")))
+    assert pushed is not None
+    assert pushed.spec.model == "pushed"
+    planner.take(pb.PlanMade(spec=pb.ServeSpec(model="late"), question=asked[0].question - 1))
+    planner.take(pb.PlanMade(spec=pb.ServeSpec(model="asked"), question=asked[0].question))
+    assert (await asking).spec.model == "asked"
+
+
 async def test_an_engine_tells_its_daemon_both() -> None:
     asked: list[pb.ChildReport] = []
 
     def report(told: pb.ChildReport) -> None:
         asked.append(told)
-        planner.answer(pb.PlanMade(spec=told.plan_wanted.spec))
+        planner.take(pb.PlanMade(spec=told.plan_wanted.spec, question=told.plan_wanted.question))
 
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
     link = (NodeId("a"), NodeId("b"))
     await planner.plan(ServeSpec(model="m"), barred={NodeId("c"): 3.0}, barred_links={link: 30.0})
-    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].plan_wanted.bars]
+    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].plan_wanted.left_out]
     assert told == [("c", "", 3.0), (*link, 30.0)]

@@ -8,11 +8,11 @@ import pytest
 
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.meter import StageMeter, WindowSum, smooth
-from edgepipe.engine.requests import Choice, GatewayStream, Request, RequestKey
+from edgepipe.engine.requests import Choice, GatewayStream, Request
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import StageLost, StepFailed
-from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, SequenceId, StepId
+from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId, StepId
 from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.telemetry import HOP_LATENCY_S

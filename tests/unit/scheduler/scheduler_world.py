@@ -64,12 +64,14 @@ class World:
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
         self.slots: dict[int, tuple[int, int]] = {}  # block * block_size + offset -> token, and all up to it folded
         self.steps: list[ScheduledStep] = []
+        self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
 
     def submit(self, *specs: SequenceSpec) -> None:
         events = self.scheduler.submit(specs)
         for spec in specs:
             self.specs[spec.sequence] = spec
             self.output[spec.sequence] = list(spec.generated)
+        self.suspected |= {spec.sequence for spec in specs if spec.alone}
         self.note(events)
 
     def next_epoch(self, *, lost_to: int | None = None) -> None:
@@ -83,6 +85,8 @@ class World:
         self.tables, self.steps = {}, []
         self._reads.clear()
         self._snapshot.clear()
+        self._due.clear()
+        self.suspected = {sequence for sequence, spec in self.specs.items() if spec.alone}
         going_on = [
             replace(spec, generated=tuple(self.output[sequence]))
             for sequence, spec in self.specs.items()
@@ -100,6 +104,7 @@ class World:
             self._check_new(step)
             self.in_flight.append(step)
             self.steps.append(step)
+            self._check_turns(step)
             count += 1
         return count
 
@@ -122,6 +127,7 @@ class World:
             if isinstance(event, TokenSampled):
                 assert event.position == len(self.output[event.sequence])
                 self.output[event.sequence].append(event.token_id)
+                self.suspected.discard(event.sequence)
             else:
                 assert event.num_tokens == len(self.output[event.sequence])
                 self.ended[event.sequence] = event
@@ -184,6 +190,15 @@ class World:
         self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
         self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
 
+    def _check_turns(self, step: ScheduledStep) -> None:
+        """A suspected sequence shares no step. Of k of them that are admitted each has one of the next 2k steps."""
+        assert step.num_rows == 1 or not self.suspected & set(step.sequences), "a step holds a suspected sequence"
+        waiting = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
+        turns = {one.sequence: self._due.get(one.sequence, len(self.steps) + 2 * len(waiting)) for one in waiting}
+        turns |= {one: len(self.steps) + 2 * len(waiting) for one in step.sequences if one in turns}
+        assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
+        self._due = turns
+
     def _compute(self, step: ScheduledStep) -> list[int]:
         ids: list[int] = []
         tokens = iter(step.token_ids)
@@ -214,6 +229,7 @@ class World:
         return value % VOCAB
 
     _reads: dict[int, set[int]] = field(default_factory=dict)
+    _due: dict[SequenceId, int] = field(default_factory=dict)
     _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
 
 

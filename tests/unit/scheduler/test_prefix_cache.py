@@ -117,6 +117,57 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_cancelled(contiguous_k
     world.assert_invariants()
 
 
+def test_requests_that_leave_before_their_first_step_do_not_stop_the_others() -> None:
+    world = World(limits(num_blocks=40, contiguous_kv=True, micro_batches=1))
+    world.submit(spec(1, (*PROMPT, 50), max_tokens=100))
+    for _ in range(8):
+        world.fill()
+        world.retire()
+    for index in range(2, 7):
+        world.submit(spec(index, (*PROMPT, 60, index), max_tokens=3, alone=True))
+        world.fill()  # a decode's step: the prompt is admitted, and its copies are planned
+        assert world.scheduler.stats().running == 2
+        assert SequenceId(index) not in world.in_flight[-1].sequences
+        world.cancel(index)
+        world.retire()
+    world.submit(spec(7, 20, max_tokens=3))
+    world.run()
+    assert len(world.output[SequenceId(7)]) == 3
+    world.check_outputs()
+    world.assert_invariants()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_request_that_leaves_while_its_copies_are_made_gives_all_blocks_back(turns: int) -> None:
+    world = World(limits(contiguous_kv=True, micro_batches=2), SarathiPolicy(max_tokens=4))
+    world.submit(spec(1, (*PROMPT, 50), max_tokens=40))
+    for _ in range(20):
+        world.fill()
+        world.retire()
+    world.submit(*(spec(index, (*PROMPT, 60, index, 61, 62, 63), max_tokens=3) for index in (2, 3)))
+    for _ in range(turns):
+        world.fill()
+        world.retire()
+    world.fill()
+    world.cancel(2)
+    world.run()
+    assert copies_in(world) >= 10
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_prompts_whose_copies_no_step_holds_yet_are_not_taken_for_blocks_that_come_free() -> None:
+    world = World(limits(num_blocks=26, contiguous_kv=True, micro_batches=1), SarathiPolicy(max_tokens=2))
+    world.submit(spec(1, (*PROMPT, 50), max_tokens=60))
+    for _ in range(30):
+        world.fill()
+        world.retire()
+    world.submit(spec(2, (*PROMPT, 60, 61), max_tokens=3, alone=True), spec(3, 8, max_tokens=30))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
 def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
     world = World(limits(num_blocks=14, micro_batches=2))
     world.submit(spec(1, tuple(range(16)), max_tokens=24), spec(2, tuple(range(50, 66)), max_tokens=24))

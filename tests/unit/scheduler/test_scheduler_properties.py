@@ -87,6 +87,44 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(
+    policy=policies,
+    micro_batches=st.integers(1, 4),
+    contiguous_kv=st.sampled_from([True, True, False]),
+    num_blocks=st.integers(30, 80),
+    prompt=st.integers(8, 40),
+    guests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), min_size=1, max_size=6),
+)
+def test_requests_that_leave_at_any_moment_leave_no_block_behind(
+    policy: Policy,
+    micro_batches: int,
+    contiguous_kv: bool,
+    num_blocks: int,
+    prompt: int,
+    guests: list[tuple[int, int, bool]],  # tokens of their own, turns that they stay, suspected
+) -> None:
+    shared = range(prompt)
+    pipeline = limits(num_blocks=num_blocks, contiguous_kv=contiguous_kv, micro_batches=micro_batches)
+    world = World(pipeline, policy)
+    world.submit(spec(1, (*shared, 90), max_tokens=60))
+    while not world.output[spec(1).sequence]:
+        world.fill()
+        world.retire()
+    for number, (own, _, alone) in enumerate(guests, start=2):
+        world.submit(spec(number, (*shared, *[number] * (own + 1)), max_tokens=4, alone=alone))
+    for turn in range(10):
+        world.fill()
+        for number, (_, stays, _) in enumerate(guests, start=2):
+            if stays == turn and number % 2:
+                world.cancel(number)
+        if world.in_flight:
+            world.retire()
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     prompts=st.lists(st.integers(1, 30), min_size=2, max_size=12),
     num_blocks=st.integers(10, 30),
     micro_batches=st.integers(1, 4),
@@ -122,10 +160,17 @@ def test_decodes_become_and_stay_even(num_sequences: int, micro_batches: int, pr
 
 
 def _try_submit(world: World, sequence: int, *, prompt: int, max_tokens: int, fate: int) -> None:
-    """``fate`` chooses stop ids, an earlier attempt's tokens, the priority, and whose prompt its own resembles."""
+    """``fate`` chooses stop ids, an earlier attempt's tokens, the priority, whose prompt its own resembles, and whether
+    it is suspected."""
     stops = frozenset(range(0, VOCAB, 9)) if fate % 3 == 0 else frozenset[int]()
     generated = tuple((sequence + i) % VOCAB for i in range(fate % 4))
-    more = {"max_tokens": max_tokens, "stop_ids": stops, "generated": generated, "priority": fate % 5 // 3}
+    more = {
+        "max_tokens": max_tokens,
+        "stop_ids": stops,
+        "generated": generated,
+        "priority": fate % 5 // 3,
+        "alone": fate % 4 == 3,
+    }
     alike = prompt * (fate % 7) // 7 if fate % 2 else prompt
     tokens = [(i * 7 if i < alike else sequence * 13 + i) % VOCAB for i in range(prompt)]
     try:

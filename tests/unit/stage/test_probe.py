@@ -59,6 +59,9 @@ class TimedBackend:
         self._clock.advance(seconds + (5e-3 if self._head else 0.0))
         return StepOutput(logits=np.zeros((1, 1), dtype=np.float32))
 
+    def check(self) -> None:
+        raise NotImplementedError
+
     def close(self) -> None:
         self.closed = True
 

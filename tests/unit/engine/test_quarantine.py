@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.engine.bars import Bars, Missed
-from edgepipe.engine.control import StageSite
-from edgepipe.engine.preparation import Nodes
+from edgepipe.engine.planning import Nodes
+from edgepipe.engine.quarantine import Missed, Quarantine
+from edgepipe.engine.sites import StageSite
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 
 SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)
@@ -38,25 +37,27 @@ def placed(order: str) -> ServeSpec:
 
 
 def test_a_link_that_failed_is_not_used_in_its_direction_for_a_while() -> None:
-    clock = FakeClock()
-    bars = Bars(clock)
-    bars.note(Missed(links=((site(0), site(1)),)))
-    assert not bars.allow(placed("ab"))
-    assert bars.allow(placed("ba"))
-    assert not bars.nodes()
-    clock.advance(30)
-    assert bars.allow(placed("ab"))
+    quarantine = Quarantine()
+    quarantine.note(Missed(links=((site(0), site(1)),)), 0.0)
+    assert not quarantine.allows(placed("ab"), 1.0)
+    assert quarantine.allows(placed("ba"), 1.0)
+    assert not quarantine.nodes(1.0)
+    [told] = quarantine.left_out(10.0)
+    assert (told.node_id, told.other_id, told.seconds) == ("a", "b", 20.0)
+    assert told.reason == "no connection could be made that way"
+    assert quarantine.allows(placed("ab"), 30.0)
+    assert not quarantine.left_out(30.0)
 
 
 @pytest.mark.parametrize("between", [Missed(), Missed(sites=(site(0),))], ids=["an epoch stood", "another one"])
 def test_a_node_that_the_engine_does_not_reach_is_left_out_after_the_second_time_in_a_row(between: Missed) -> None:
-    bars = Bars(FakeClock())
+    quarantine = Quarantine()
     for missed in (Missed(sites=(site(1),)), between, Missed(sites=(site(1),))):
-        bars.note(missed)
-        assert bars.allow(placed("ab"))
-    bars.note(Missed(sites=(site(1),)))
-    assert bars.nodes().keys() == {"b"}
-    assert not bars.allow(placed("ab"))
+        quarantine.note(missed, 0.0)
+        assert quarantine.allows(placed("ab"), 0.0)
+    quarantine.note(Missed(sites=(site(1),)), 0.0)
+    assert quarantine.nodes(0.0).keys() == {"b"}
+    assert not quarantine.allows(placed("ab"), 0.0)
 
 
 def test_both_machines_are_named_and_the_ports_to_be_opened() -> None:

@@ -1,0 +1,118 @@
+"""PURE: the nodes and directed links that an engine avoids for a while, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from edgepipe.config import CHILD_PORTS
+from edgepipe.engine.hold_down import HoldDown
+from edgepipe.engine.planning import Nodes
+from edgepipe.engine.sites import StageSite
+from edgepipe.errors import ConnectTimeout
+from edgepipe.ids import NodeId
+from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
+
+Way = tuple[NodeId, NodeId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """Connections that an epoch wanted and that could not be made, or did not last."""
+
+    links: tuple[tuple[StageSite, StageSite], ...] = ()  # from a stage to the next; the engine reaches both
+    sites: tuple[StageSite, ...] = ()  # that the engine itself did not reach
+
+    def __bool__(self) -> bool:
+        return bool(self.links or self.sites)
+
+    def error(self, nodes: Nodes, *, engine: str) -> ConnectTimeout:
+        """Name the first missed connection for people. ``engine`` is the name of the engine's node."""
+        if self.links:
+            one, site = self.links[0]
+            source, beside = one.node_name, f", though {engine} reaches both" if engine != one.node_name else ""
+        else:
+            source, site, beside = engine, self.sites[0], ""
+        return ConnectTimeout(
+            f"{source} does not reach {site.node_name}",
+            fact=f"no connection to {site.address} could be made from there{beside}",
+            next_step=f"let TCP {_ports(site, nodes)} through the firewall of {site.node_name}, at least from "
+            f"{source}: see 'edgepipe doctor' on {source}",
+            node=site.node_name,
+            stage=site.label,
+        )
+
+
+class Quarantine:
+    """Nodes and directed links that failed lately, or come and go. Times are seconds of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._nodes = HoldDown[NodeId]()
+        self._links = HoldDown[Way]()
+        self._reasons: dict[NodeId | Way, str] = {}  # newest, by node or link
+        self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened, or failed to
+
+    def lost(self, node_id: NodeId, now_s: float) -> None:
+        """Note that a node was lost while it served; three losses within a minute are a failure."""
+        self._reasons[node_id] = "it comes and goes"
+        self._nodes.lost(node_id, now_s)
+
+    def failed(self, node_id: NodeId, reason: str, now_s: float) -> None:
+        """Avoid a node for a growing time. ``reason`` is a clause for people."""
+        self._reasons[node_id] = reason
+        self._nodes.failed(node_id, now_s)
+
+    def note(self, missed: Missed, now_s: float) -> bool:
+        """Take in what an epoch missed when it opened, failed to open, or ended. Return whether that bars anything.
+
+        A node that the engine does not reach is avoided after the second time in a row: its stage's process may have
+        died at that moment, and be another one by then.
+        """
+        for one, other in missed.links:
+            self._reasons[one.node_id, other.node_id] = "no connection could be made that way"
+            self._links.failed((one.node_id, other.node_id), now_s)
+        nodes = frozenset(site.node_id for site in missed.sites)
+        again = nodes & self._missed_before
+        for node_id in again:
+            self.failed(node_id, "its stage could not be reached", now_s)
+        self._missed_before = nodes
+        return bool(missed.links or again)
+
+    def nodes(self, now_s: float) -> dict[NodeId, float]:
+        """Nodes that a plan avoids where it can, each with the seconds that are left."""
+        return self._nodes.barred(now_s)
+
+    def links(self, now_s: float) -> dict[Way, float]:
+        """Links (from, to) that a plan avoids where it can, each with the seconds that are left."""
+        return self._links.barred(now_s)
+
+    def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
+        """Everything that is avoided now, for people and for the next plan."""
+        nodes = [
+            LeftOut(node_id=node_id, seconds=seconds, reason=self._reasons[node_id])
+            for node_id, seconds in self.nodes(now_s).items()
+        ]
+        links = [
+            LeftOut(node_id=way[0], other_id=way[1], seconds=seconds, reason=self._reasons[way])
+            for way, seconds in self.links(now_s).items()
+        ]
+        return (*nodes, *links)
+
+    def allows(self, spec: ServeSpec, now_s: float) -> bool:
+        """Whether a placement avoids all of them."""
+        order = in_order(spec.stages)
+        return self.nodes(now_s).keys().isdisjoint(order) and self.links(now_s).keys().isdisjoint(pairwise(order))
+
+
+def in_order(stages: Iterable[StagePlacement]) -> list[NodeId]:
+    """The nodes that a token comes by, one per slice."""
+    slices = sorted((part.index, stage.node_id) for stage in stages for part in stage.slices)
+    return [node_id for _, node_id in slices]
+
+
+def _ports(site: StageSite, nodes: Nodes) -> str:
+    """Of the children of a stage's node: the one that was tried, or the range that it is from."""
+    port, of_node = (int(address.rpartition(":")[2]) for address in (site.address, nodes.address(site.node_id)))
+    first, last = of_node + 1, of_node + CHILD_PORTS
+    return f"ports {first}-{last}" if first <= port <= last else f"port {port}"

@@ -1,0 +1,510 @@
+"""PURE: which epoch comes next, where its stages go, and when requests are refused. Events in, commands out.
+
+::
+
+    STARTING ──opened──> SERVING ──a move is wanted──> PREPARING_BESIDE
+        │ failed            │ ▲                             │ prepared: the running epoch ends, the next one opens
+        ▼                   │ └───────────opened────────────┤ failed: the running epoch goes on
+    STOPPED      epoch ended▼                               ▼ epoch ended
+                        RECOVERING ──no room, or it fails again and again──> WAITING
+                            ▲                                                   │ time, or the cluster changed
+                            └───────────────────────────────────────────────────┘
+
+Two placements are kept apart: the one that *runs* and the one that is *tried*. Only an opened epoch turns the second
+into the first. Every other fact has one owner, too: what is avoided and for how long (``Quarantine``), what crashed
+(``Blame``), which nodes may hold a stage (``Recovery.held``).
+
+Knows no clock and no network: times are monotonic seconds that callers hand in. The shell is ``Engine``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from edgepipe.engine.blame import Blame, Crash
+from edgepipe.engine.planning import Plan, Reachable
+from edgepipe.engine.quarantine import Missed, Quarantine, in_order
+from edgepipe.engine.recovery_types import (
+    Abandon,
+    Accuse,
+    Acquit,
+    AskPlan,
+    ClusterChanged,
+    Command,
+    EndEpoch,
+    EpochEnded,
+    Event,
+    Fail,
+    MoveProposed,
+    NotReleased,
+    Open,
+    Opened,
+    OpeningFailed,
+    Placement,
+    Planned,
+    PlanningFailed,
+    PreparationFailed,
+    Prepare,
+    Prepared,
+    Refuse,
+    Release,
+    Serve,
+    State,
+    Stopped,
+    Tick,
+)
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.sites import StageSite
+from edgepipe.errors import (
+    EdgepipeError,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    PipelineBroken,
+    StagesMove,
+    StaleEpoch,
+)
+from edgepipe.ids import Epoch, NodeId
+from edgepipe.wire.engines import LeftOut, ServeSpec
+
+
+class _Phase(Enum):
+    """How far an attempt is."""
+
+    PLANNING = auto()
+    PREPARING = auto()
+    PREPARED = auto()  # until the running epoch has ended
+    OPENING = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """The placement that is tried."""
+
+    number: int
+    phase: _Phase
+    moves: bool = False  # an epoch serves meanwhile
+    placement: Placement | None = None  # once it is known
+    reloading: frozenset[str] = frozenset()  # names of nodes whose running stage ends when it gets other layers
+    sites: tuple[StageSite, ...] = ()  # once prepared
+
+    @property
+    def node_ids(self) -> frozenset[NodeId]:
+        """Of its placement, as far as it is known."""
+        return self.placement.node_ids if self.placement is not None else frozenset()
+
+
+class Recovery:
+    """Decides for one engine. ``begin`` or ``resume`` first, then ``handle`` whatever happens, in order."""
+
+    def __init__(
+        self, wished: Plan, *, epoch: Epoch, engine_node: str, limits: EngineLimits, timeouts: EngineTimeouts
+    ) -> None:
+        """
+        wished       where stages go at first
+        epoch        of the first attempt: its counter is above any that anybody has seen of the pipeline
+        engine_node  the engine's node, for people
+        """
+        self.state = State.STARTING
+        self.message = ""  # what is going on, for people
+        self.error: EdgepipeError | None = None  # why it does not serve
+        self.wake_at_s: float | None = None  # when a Tick is due
+        self.nodes = wished.nodes  # where nodes are, those that plans have left among them
+        self.running: Placement | None = None
+        self.held: frozenset[NodeId] = frozenset()  # nodes that may hold a stage
+        self.epoch = epoch  # of the newest attempt
+        self._next_counter = epoch.counter
+        self._wished = wished.spec
+        self._base = wished.spec  # of the last epoch that opened
+        self._engine_node = engine_node
+        self._limits = limits
+        self._timeouts = timeouts
+        self._quarantine = Quarantine()
+        self._blame = Blame()
+        self._fresh: frozenset[NodeId] = frozenset()  # nodes whose stage gets a new process when it is prepared next
+        self._attempt: _Attempt | None = None
+        self._attempts = 0
+        self.reachable: Reachable | None = None  # None: no daemon tells
+        self._proposed: Plan | None = None  # to be tried once the attempt that moves stages is over
+        self._failures = 0  # attempts in a row that did not open
+        self._barren = 0  # epochs in a row that had work and retired no step
+        self._failed_moves = 0  # in a row
+        self._asked_s = float("-inf")  # when the daemon was last asked where stages go
+        self._tried: list[str] = []  # since a step last retired, for people
+
+    def begin(self, now_s: float) -> list[Command]:
+        """Prepare the first epoch where the wished plan says."""
+        self.message = "asking nodes for memory"
+        return self._prepare(self._new_attempt(), self._wished, now_s)
+
+    def resume(self, now_s: float) -> list[Command]:
+        """Go on with what another engine served: ask where its stages go."""
+        self.state, self.message = State.RECOVERING, "continuing what another engine served"
+        self.held = frozenset(stage.node_id for stage in self._wished.stages)  # by the engine before
+        return self._ask(now_s)
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Take in an event at ``now_s`` (monotonic seconds); return what is to be done, in order."""
+        if self.state is State.STOPPED:
+            return []
+        if isinstance(event, Stopped):
+            self.state, self.wake_at_s = State.STOPPED, None
+            return [Abandon()]
+        if isinstance(event, EpochEnded):
+            return self._epoch_ended(event, now_s)
+        if isinstance(event, NotReleased):
+            return self._not_released(event.node_ids, now_s)
+        if isinstance(event, ClusterChanged):
+            return self._cluster_changed(event.reachable, now_s)
+        if isinstance(event, MoveProposed):
+            return self._move_proposed(event.plan, now_s)
+        if isinstance(event, Tick):
+            return self._tick(now_s)
+        if self._attempt is None or event.attempt != self._attempt.number:
+            return []
+        return self._went_on(self._attempt, event, now_s)
+
+    def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
+        """What plans avoid now, and why."""
+        return tuple(
+            replace(
+                one,
+                node_name=self.nodes.name(one.node_id),
+                other_name=self.nodes.name(one.other_id) if one.other_id is not None else "",
+            )
+            for one in self._quarantine.left_out(now_s)
+        )
+
+    # An attempt, from the question where stages go to an epoch that serves
+
+    def _went_on(
+        self,
+        attempt: _Attempt,
+        event: Planned | PlanningFailed | Prepared | PreparationFailed | Opened | OpeningFailed,
+        now_s: float,
+    ) -> list[Command]:
+        if isinstance(event, Planned):
+            return self._planned(attempt, event.plan, now_s)
+        if isinstance(event, PlanningFailed):
+            return self._planning_failed(attempt, event.error, now_s)
+        if isinstance(event, Prepared):
+            return self._prepared(attempt, event, now_s)
+        if isinstance(event, PreparationFailed):
+            if event.node_id is not None and self.state is not State.STARTING:
+                self._quarantine.failed(event.node_id, _clause(event.error), now_s)
+            return self._attempt_failed(attempt, event.error, now_s)
+        if isinstance(event, OpeningFailed):
+            return self._opening_failed(attempt, event, now_s)
+        return self._opened(attempt, now_s)
+
+    def _new_attempt(self, *, moves: bool = False) -> _Attempt:
+        self._attempts += 1
+        self.wake_at_s = None
+        self._attempt = _Attempt(number=self._attempts, phase=_Phase.PLANNING, moves=moves)
+        return self._attempt
+
+    def _ask(self, now_s: float, *, moves: bool = False) -> list[Command]:
+        attempt, self._asked_s = self._new_attempt(moves=moves), now_s
+        return [
+            AskPlan(
+                attempt=attempt.number,
+                spec=self._base,
+                barred=self._quarantine.nodes(now_s),
+                barred_links=self._quarantine.links(now_s),
+            )
+        ]
+
+    def _planned(self, attempt: _Attempt, plan: Plan, now_s: float) -> list[Command]:
+        self.nodes = self.nodes.updated(plan.nodes)
+        if self.state is State.STARTING and not self._is_as_wished(plan.spec, now_s):
+            assert self.error is not None, "another way is looked for after an error"
+            return self._fail(self.error)
+        if attempt.moves and self.running is not None and plan.spec.stages == self.running.spec.stages:
+            return self._move_failed(attempt, now_s)
+        return self._prepare(attempt, plan.spec, now_s)
+
+    def _planning_failed(self, attempt: _Attempt, error: EdgepipeError, now_s: float) -> list[Command]:
+        if self.state is State.STARTING:
+            no_other_way = isinstance(error, NoFeasiblePlacement) and self.error is not None
+            return self._fail(self.error if no_other_way and self.error is not None else error)
+        if isinstance(error, NoFeasiblePlacement) and not attempt.moves:
+            return self._wait(error, "waiting for memory", now_s + self._timeouts.room_s)
+        return self._attempt_failed(attempt, error, now_s)
+
+    def _prepare(self, attempt: _Attempt, spec: ServeSpec, now_s: float) -> list[Command]:
+        self.epoch = replace(self.epoch, counter=self._next_counter)
+        self._next_counter += 1
+        placement = Placement(epoch=self.epoch, spec=spec)
+        attempt.phase, attempt.placement = _Phase.PREPARING, placement
+        if (gone := self._gone(placement)) is not None:
+            return self._attempt_failed(attempt, self._unreachable(gone), now_s)
+        self.held |= placement.node_ids
+        if attempt.moves and self.running is not None:
+            self.state = State.PREPARING_BESIDE
+            attempt.reloading = self._reloading(self.running.spec, spec)
+        return [Prepare(attempt=attempt.number, placement=placement, fresh=self._fresh & placement.node_ids)]
+
+    def _prepared(self, attempt: _Attempt, event: Prepared, now_s: float) -> list[Command]:
+        assert attempt.placement is not None, "it was prepared"
+        self._fresh -= attempt.node_ids
+        commands = [command for crash in event.crashes for command in self._judge(crash, now_s)]
+        if attempt.moves:
+            attempt.phase, attempt.sites = _Phase.PREPARED, event.sites
+            return [*commands, *self._end_epoch(StagesMove())]
+        return [*commands, *self._open(attempt, event.sites)]
+
+    def _open(self, attempt: _Attempt, sites: tuple[StageSite, ...]) -> list[Command]:
+        assert attempt.placement is not None, "it was prepared"
+        attempt.phase, attempt.moves, self.message = _Phase.OPENING, False, "opening the pipeline"
+        return [Open(attempt=attempt.number, placement=attempt.placement, sites=sites)]
+
+    def _opened(self, attempt: _Attempt, now_s: float) -> list[Command]:
+        assert attempt.placement is not None, "it was opened"
+        if (gone := self._gone(attempt.placement)) is not None:
+            return [Abandon(), *self._attempt_failed(attempt, self._unreachable(gone), now_s)]
+        self._quarantine.note(Missed(), now_s)
+        self._attempt, self.running, self._base = None, attempt.placement, attempt.placement.spec
+        self._failures = self._failed_moves = 0
+        self.state, self.error, self.message = State.SERVING, None, ""
+        return [Serve(placement=self.running), *self._release_left(), *self._next_move(now_s)]
+
+    def _opening_failed(self, attempt: _Attempt, event: OpeningFailed, now_s: float) -> list[Command]:
+        error = event.error
+        if self._quarantine.note(event.missed, now_s):
+            error = event.missed.error(self.nodes, engine=self._engine_node)
+        if self.state is State.STARTING and event.missed and self._failures + 1 < self._limits.max_failed_epochs:
+            self._pause(error, now_s)
+            self.message = f"{error.what}: looking for another way"
+            return []
+        return self._attempt_failed(attempt, error, now_s)
+
+    def _attempt_failed(self, attempt: _Attempt, error: EdgepipeError, now_s: float) -> list[Command]:
+        if attempt.moves:
+            return self._move_failed(attempt, now_s)
+        if self.state is State.STARTING or isinstance(error, StaleEpoch):
+            return self._fail(error)
+        self._pause(error, now_s)
+        if self.state is State.WAITING or self._failures >= self._limits.max_failed_epochs:
+            return self._wait(error, "trying again", self.wake_at_s)
+        return []
+
+    def _pause(self, error: EdgepipeError, now_s: float) -> None:
+        """Leave the attempt, and make the next one after a growing pause."""
+        self._attempt, self.error = None, error
+        self._failures += 1
+        self.wake_at_s = now_s + _growing(self._failures, self._timeouts.again_min_s, self._timeouts.again_max_s)
+
+    def _is_as_wished(self, spec: ServeSpec, now_s: float) -> bool:
+        """Whether a first placement meets the user's constraints and avoids what is quarantined."""
+        wished, order = self._wished, in_order(spec.stages)
+        if not self._quarantine.allows(spec, now_s):
+            return False
+        if wished.fixed:
+            return spec.stages == wished.stages
+        first = wished.first in ("", order[0], self.nodes.name(order[0]))
+        return first and len(set(order)) >= wished.num_nodes
+
+    # Moves: the next epoch is prepared while one serves
+
+    def _move_proposed(self, plan: Plan, now_s: float) -> list[Command]:
+        if self.state not in (State.SERVING, State.PREPARING_BESIDE):
+            return []  # the answer to the question that is asked now rests on newer facts
+        self._proposed = plan
+        return self._next_move(now_s) if self._attempt is None else []
+
+    def _next_move(self, now_s: float) -> list[Command]:
+        """Begin the move that is wanted most, if one is."""
+        plan, self._proposed = self._proposed, None
+        if plan is not None and self.running is not None and plan.spec.stages != self.running.spec.stages:
+            self.nodes = self.nodes.updated(plan.nodes)
+            return self._prepare(self._new_attempt(moves=True), plan.spec, now_s)
+        return self._ask(now_s, moves=True) if self._must_leave and self._failed_moves == 0 else []
+
+    def _move_failed(self, attempt: _Attempt, now_s: float) -> list[Command]:
+        """Serve on as before; a node that is to be left is tried again after a growing pause."""
+        assert self.running is not None, "an epoch serves while stages move"
+        self._attempt, self.state = None, State.SERVING
+        self._failed_moves += 1
+        if self._must_leave:
+            self.wake_at_s = now_s + _growing(
+                self._failed_moves, self._timeouts.move_again_min_s, self._timeouts.move_again_max_s
+            )
+        return [*self._release_left(), *self._next_move(now_s)]
+
+    @property
+    def _must_leave(self) -> bool:
+        """Whether a node of the running placement wants its stages elsewhere."""
+        told, running = self.reachable, self.running
+        return told is not None and running is not None and bool(told.leaving & running.node_ids)
+
+    def _reloading(self, running: ServeSpec, tried: ServeSpec) -> frozenset[str]:
+        """Names of nodes whose running stage ends when the tried one is prepared, since its layers are others."""
+        had = {stage.node_id: stage.slices for stage in running.stages}
+        others = (stage.node_id for stage in tried.stages if had.get(stage.node_id, stage.slices) != stage.slices)
+        return frozenset(self.nodes.name(node_id) for node_id in others)
+
+    # The end of an epoch
+
+    def _end_epoch(self, error: EdgepipeError) -> list[Command]:
+        return [EndEpoch(error=error)]
+
+    def _epoch_ended(self, event: EpochEnded, now_s: float) -> list[Command]:
+        running = self.running
+        if running is None or event.epoch != running.epoch:
+            return []
+        if isinstance(event.error, StaleEpoch):
+            return self._fail(event.error)
+        if (gone := self._gone(running)) is not None:
+            self._quarantine.lost(gone, now_s)
+        self._quarantine.note(event.missed, now_s)
+        self.running, self.state, self.error = None, State.RECOVERING, event.error
+        self.message = "continuing without what was lost"
+        self._count_barren(event)
+        commands = self._judge(event.crash, now_s) if event.crash is not None else []
+        return [*commands, *self._after(event.error, now_s)]
+
+    def _after(self, error: EdgepipeError, now_s: float) -> list[Command]:
+        """Go on with the move that is being prepared where it explains the end of the epoch, else begin anew."""
+        attempt = self._attempt
+        if attempt is not None and attempt.phase is _Phase.PREPARED:
+            return self._open(attempt, attempt.sites)
+        if attempt is not None and attempt.phase is _Phase.PREPARING and error.node in attempt.reloading:
+            attempt.moves, self.message = False, "stages move"
+            return []
+        abandoned = [Abandon()] if attempt is not None else []
+        self._proposed = None
+        if self._barren >= self._limits.max_barren_epochs:
+            pause_s = _growing(
+                self._barren + 1 - self._limits.max_barren_epochs,
+                self._timeouts.barren_min_s,
+                self._timeouts.barren_max_s,
+            )
+            broken = self._broken(error, pause_s)
+            return [*abandoned, *self._wait(broken, f"trying again in {pause_s:.0f} s", now_s + pause_s)]
+        return [*abandoned, *self._ask(now_s)]
+
+    def _count_barren(self, event: EpochEnded) -> None:
+        if event.retired:
+            self._barren = 0
+            self._blame.worked()
+            self._tried.clear()
+        elif event.sent:
+            self._barren += 1
+
+    def _judge(self, crash: Crash, now_s: float) -> list[Command]:
+        verdict, name = self._blame.judge(crash, now_s), self.nodes.name(crash.node_id)
+        if verdict.replace:
+            self._fresh |= {crash.node_id}
+            self._tried.append(f"a new stage process on {name}")
+        if verdict.leave_out:
+            self._quarantine.failed(crash.node_id, _clause(crash.error), now_s)
+            self._tried.append(f"a placement without {name}")
+        if not verdict.accused:
+            return [Acquit(requests=verdict.acquitted)]
+        if crash.guilty:
+            self._barren = 0  # what broke these epochs is refused with this
+        return [Accuse(sequences=crash.sequences, error=crash.error)]
+
+    def _broken(self, error: EdgepipeError, pause_s: float) -> PipelineBroken:
+        return PipelineBroken(
+            f"'{self._base.model}' cannot be computed at present",
+            fact=f"{self._barren} attempts in a row ended without a token: {error.what}"
+            + (f" ({error.fact})" if error.fact else "")
+            + (f"; tried: {', '.join(dict.fromkeys(self._tried))}" if self._tried else ""),
+            next_step=f"see 'edgepipe doctor'; the next attempt is in {pause_s:.0f} s, or when a machine joins",
+            node=error.node,
+            stage=error.stage,
+        )
+
+    def _wait(self, error: EdgepipeError, message: str, wake_at_s: float | None) -> list[Command]:
+        self._attempt, self.state, self.error, self.message = None, State.WAITING, error, message
+        self.wake_at_s = wake_at_s
+        return [Refuse(error=error)]
+
+    def _fail(self, error: EdgepipeError) -> list[Command]:
+        self._attempt, self.state, self.error, self.wake_at_s = None, State.STOPPED, error, None
+        return [Fail(error=error)]
+
+    # The cluster and time
+
+    def _cluster_changed(self, reachable: Reachable, now_s: float) -> list[Command]:
+        before, self.reachable = self.reachable, reachable
+        joined = before is None or any(
+            before.addresses.get(node_id) != address for node_id, address in reachable.addresses.items()
+        )
+        attempt = self._attempt
+        if attempt is not None and attempt.placement is not None:
+            if (gone := self._gone(attempt.placement)) is not None:
+                return [
+                    *self._lost_running(),
+                    Abandon(),
+                    *self._attempt_failed(attempt, self._unreachable(gone), now_s),
+                ]
+        if self.running is not None:
+            return self._lost_running() or [*self._release_left(), *self._maybe_leave(joined, now_s)]
+        return self._maybe_sooner(joined, now_s)
+
+    def _lost_running(self) -> list[Command]:
+        gone = self._gone(self.running) if self.running is not None else None
+        return self._end_epoch(self._unreachable(gone)) if gone is not None else []
+
+    def _maybe_leave(self, joined: bool, now_s: float) -> list[Command]:
+        if joined:
+            self._failed_moves = 0
+        return self._next_move(now_s) if self._attempt is None else []
+
+    def _maybe_sooner(self, joined: bool, now_s: float) -> list[Command]:
+        """Try again now if it waits for just this: for memory, or for another machine."""
+        for_memory = isinstance(self.error, NoFeasiblePlacement)
+        if self._attempt is not None or self.state is not State.WAITING or not (joined or for_memory):
+            return []
+        at_s = max(now_s, self._asked_s + self._timeouts.ask_again_s)
+        self.wake_at_s = at_s if self.wake_at_s is None else min(at_s, self.wake_at_s)
+        return self._tick(now_s)
+
+    def _tick(self, now_s: float) -> list[Command]:
+        if self.wake_at_s is None or now_s < self.wake_at_s or self._attempt is not None:
+            return []
+        self.wake_at_s = None
+        if self.running is None:
+            return self._ask(now_s)
+        return [*self._release_left(), *(self._ask(now_s, moves=True) if self._must_leave else [])]
+
+    def _release_left(self) -> list[Command]:
+        """Let nodes give back what neither runs nor is tried; those that cannot be reached do so when they are back."""
+        left = self.held - (self.running.node_ids if self.running is not None else frozenset())
+        left -= self._attempt.node_ids if self._attempt is not None else frozenset()
+        if self.reachable is not None:
+            left &= frozenset(self.reachable.addresses)
+        self.held -= left
+        return [Release(node_ids=left)] if left else []
+
+    def _not_released(self, node_ids: frozenset[NodeId], now_s: float) -> list[Command]:
+        """Ask these again: when the cluster changes, or after a while."""
+        self.held |= node_ids
+        if self.running is not None and self.wake_at_s is None:
+            self.wake_at_s = now_s + self._timeouts.release_again_s
+        return []
+
+    def _gone(self, placement: Placement) -> NodeId | None:
+        """A node of the placement that is not there, or not where it was."""
+        if self.reachable is None:
+            return None
+        for stage in placement.spec.stages:
+            if self.reachable.addresses.get(stage.node_id) != self.nodes.addresses.get(stage.node_id):
+                return stage.node_id
+        return None
+
+    def _unreachable(self, node_id: NodeId) -> NodeUnreachable:
+        name = self.nodes.name(node_id)
+        return NodeUnreachable(f"node {name} is gone", fact="it has left, or does not answer heartbeats", node=name)
+
+
+def _growing(count: int, first_s: float, most_s: float) -> float:
+    """``first_s`` the first time, twice as long each further time, at most ``most_s``."""
+    return min(first_s * 2 ** min(count - 1, 32), most_s)
+
+
+def _clause(error: EdgepipeError) -> str:
+    """The error in one clause, for people who ask why a node is avoided."""
+    return error.what + (f" ({error.fact})" if error.fact else "")

@@ -1,0 +1,236 @@
+"""What the recovery core decides, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from recovery_steps import Steps, crash, placed, reachable
+
+from edgepipe.engine.recovery_types import (
+    Abandon,
+    Acquit,
+    AskPlan,
+    ClusterChanged,
+    EndEpoch,
+    EpochEnded,
+    Fail,
+    MoveProposed,
+    NotReleased,
+    Open,
+    OpeningFailed,
+    PlanningFailed,
+    PreparationFailed,
+    Prepare,
+    Refuse,
+    Release,
+    Serve,
+    State,
+    Tick,
+)
+from edgepipe.errors import (
+    NoFeasiblePlacement,
+    PeerClosed,
+    PipelineBroken,
+    StageLost,
+    StagesMove,
+    StaleEpoch,
+    StepFailed,
+)
+from edgepipe.ids import NodeId
+
+HERE, THERE, ELSEWHERE = placed("ab"), placed("cb"), placed("ac")
+
+
+def test_a_move_that_was_refused_is_tried_again_when_it_is_proposed_again() -> None:
+    steps = Steps(HERE).serve()
+    for _ in range(2):
+        [prepare] = steps.handle(MoveProposed(plan=THERE))
+        assert isinstance(prepare, Prepare)
+        assert steps.core.state is State.PREPARING_BESIDE
+        failed = PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now"), node_id=NodeId("c"))
+        [release] = steps.handle(failed)
+        assert release == Release(node_ids=frozenset({NodeId("c")})), "what was prepared in vain is given back"
+        assert steps.core.state is State.SERVING
+    [prepare] = steps.handle(MoveProposed(plan=THERE))
+    assert steps.prepared(prepare) == [EndEpoch(error=steps.commands[-1].error)]  # type: ignore[union-attr]
+    [opening] = steps.ended(StagesMove())
+    assert isinstance(opening, Open)
+    serve, release = steps.opened(opening)
+    assert serve == Serve(placement=opening.placement)
+    assert release == Release(node_ids=frozenset({NodeId("a")}))
+
+
+def test_a_machine_that_holds_nothing_leaves_and_the_epoch_goes_on_after_a_refused_move() -> None:
+    steps = Steps(HERE).serve()
+    [prepare] = steps.handle(MoveProposed(plan=THERE))
+    steps.handle(PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now")))  # type: ignore[union-attr]
+    assert steps.handle(ClusterChanged(reachable=reachable("ab"))) == []
+    assert steps.core.state is State.SERVING
+
+
+def test_a_drain_that_failed_is_tried_again_by_itself() -> None:
+    steps = Steps(HERE).serve()
+    [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="a")))
+    for pause_s in (1.0, 2.0, 4.0):
+        assert isinstance(ask, AskPlan)
+        [prepare] = steps.planned(ask, THERE)
+        steps.handle(PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now")))  # type: ignore[union-attr]
+        assert steps.core.wake_at_s == steps.now_s + pause_s
+        assert steps.handle(ClusterChanged(reachable=reachable("abc", leaving="a"))) == [], "news alone is no reason"
+        steps.now_s += pause_s
+        [ask] = steps.handle(Tick())
+
+
+def test_a_stage_that_ends_because_its_node_loads_other_layers_is_no_fault() -> None:
+    steps = Steps(HERE).serve()
+    [prepare] = steps.handle(MoveProposed(plan=placed("ba")))  # both hold other layers then
+    assert steps.ended(StageLost("its connection broke", node="a")) == []
+    assert steps.core.state is State.RECOVERING
+    [opening] = steps.prepared(prepare)
+    assert isinstance(opening, Open)
+
+
+def test_another_fault_during_a_move_begins_anew() -> None:
+    steps = Steps(HERE).serve()
+    steps.handle(MoveProposed(plan=THERE))
+    assert [type(one) for one in steps.ended(StageLost("its connection broke", node="b"))] == [Abandon, AskPlan]
+
+
+def test_a_machine_that_is_lost_while_it_prepares_ends_the_attempt_and_not_the_recovery() -> None:
+    steps = Steps(HERE).serve()
+    [ask] = steps.ended(StageLost("lost", node="a"))
+    steps.planned(ask, ELSEWHERE)
+    assert steps.handle(ClusterChanged(reachable=reachable("ab"))) == [Abandon()]
+    assert steps.core.wake_at_s is not None
+    steps.now_s = steps.core.wake_at_s
+    [again] = steps.handle(Tick())
+    assert isinstance(again, AskPlan)
+    assert steps.planned(ask, ELSEWHERE) == [], "the answer to the older question is late"
+
+
+def test_what_a_sleeping_machine_holds_is_given_back_when_it_wakes() -> None:
+    steps = Steps(HERE).serve()
+    steps.handle(ClusterChanged(reachable=reachable("bc")))
+    [ask] = steps.ended(StageLost("lost", node="a"))
+    [prepare] = steps.planned(ask, THERE)
+    [opening] = steps.prepared(prepare)
+    [serve] = steps.opened(opening)
+    assert isinstance(serve, Serve)
+    [release] = steps.handle(ClusterChanged(reachable=reachable("abc")))
+    assert release == Release(node_ids=frozenset({NodeId("a")}))
+    steps.handle(NotReleased(node_ids=frozenset({NodeId("a")})))
+    assert steps.core.wake_at_s is not None
+    steps.now_s = steps.core.wake_at_s
+    assert steps.handle(Tick()) == [release], "it did not answer, so it is asked again"
+
+
+def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are_told() -> None:
+    steps = Steps(HERE).serve()
+    for round_number in (1, 2, 3):
+        broken = crash("b", str(round_number), device_failed=True)
+        acquit, following = steps.ended(broken.error, crash=broken, sent=True)
+        assert isinstance(acquit, Acquit)
+        assert broken.requests <= acquit.requests
+        if round_number == 3:
+            break
+        assert isinstance(following, AskPlan)
+        assert following.barred.keys() == ({NodeId("b")} if round_number == 2 else set())
+        [prepare] = steps.planned(following, HERE)
+        assert prepare.fresh == {"b"}  # type: ignore[union-attr]
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    assert isinstance(following, Refuse)
+    assert isinstance(following.error, PipelineBroken)
+    assert "3 attempts in a row ended without a token" in following.error.fact
+    assert "a new stage process on b, a placement without b" in following.error.fact
+    assert steps.core.state is State.WAITING
+    [left_out] = steps.core.left_out(steps.now_s)
+    assert (left_out.node_id, "could not be computed" in left_out.reason) == ("b", True)
+
+
+def test_while_nothing_changes_attempts_become_rare_and_a_machine_that_joins_is_used_at_once() -> None:
+    steps = Steps(HERE).serve()
+    pauses: list[float] = []
+    [ask] = steps.ended(StepFailed("x"), sent=True)
+    for _ in range(8):
+        [prepare] = steps.planned(ask, HERE)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+        commands = steps.ended(StepFailed("x"), sent=True)
+        if isinstance(commands[-1], Refuse):
+            assert steps.core.wake_at_s is not None
+            pauses.append(steps.core.wake_at_s - steps.now_s)
+            steps.now_s = steps.core.wake_at_s
+            commands = steps.handle(Tick())
+        [ask] = commands
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 20.0, 20.0, 20.0]
+    [prepare] = steps.planned(ask, HERE)
+    [opening] = steps.prepared(prepare)
+    steps.opened(opening)
+    steps.ended(StepFailed("x"), sent=True)
+    assert steps.handle(ClusterChanged(reachable=reachable("abc"))) == [], "memory that changes is no reason"
+    steps.now_s += 1.0
+    [ask] = steps.handle(ClusterChanged(reachable=reachable("abcd")))
+    assert isinstance(ask, AskPlan)
+
+
+def test_epochs_that_ended_without_any_work_count_for_nothing() -> None:
+    steps = Steps(HERE).serve()
+    for _ in range(10):
+        [ask] = steps.ended(PeerClosed("a cable was pulled"))
+        [prepare] = steps.planned(ask, HERE)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    assert steps.core.state is State.SERVING
+
+
+def test_an_engine_that_has_served_never_gives_up() -> None:
+    steps = Steps(HERE).serve()
+    [ask] = steps.ended(StageLost("lost", node="a"))
+    refused = False
+    for _ in range(50):
+        commands = steps.planned(ask, HERE)
+        [prepare] = commands
+        failed = PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now"))  # type: ignore[union-attr]
+        refused |= any(isinstance(one, Refuse) for one in steps.handle(failed))
+        assert steps.core.wake_at_s is not None
+        steps.now_s = steps.core.wake_at_s
+        [ask] = steps.handle(Tick())
+    assert refused, "but users are told"
+
+
+def test_no_room_is_told_and_any_news_of_memory_is_a_reason_to_look_again() -> None:
+    steps = Steps(HERE).serve()
+    [ask] = steps.ended(StageLost("lost", node="a"))
+    error = NoFeasiblePlacement("the model does not fit")
+    assert steps.handle(PlanningFailed(attempt=ask.attempt, error=error)) == [Refuse(error=error)]  # type: ignore[union-attr]
+    steps.now_s += 1.0
+    [ask] = steps.handle(ClusterChanged(reachable=reachable("abc")))
+    assert isinstance(ask, AskPlan)
+
+
+@pytest.mark.parametrize("when", ["planning", "preparing", "opening"])
+def test_another_engine_ends_this_one_at_any_moment(when: str) -> None:
+    steps, stale = Steps(HERE).serve(), StaleEpoch("another engine")
+    if when == "planning":
+        [fail] = steps.ended(stale)
+    else:
+        [ask] = steps.ended(StageLost("lost", node="a"))
+        [prepare] = steps.planned(ask, HERE)
+        if when == "preparing":
+            [fail] = steps.handle(PreparationFailed(attempt=prepare.attempt, error=stale))  # type: ignore[union-attr]
+        else:
+            [opening] = steps.prepared(prepare)
+            [fail] = steps.handle(OpeningFailed(attempt=opening.attempt, error=stale))  # type: ignore[union-attr]
+    assert fail == Fail(error=stale)
+    assert steps.core.state is State.STOPPED
+
+
+def test_an_end_of_an_epoch_that_is_over_already_is_ignored() -> None:
+    steps = Steps(HERE).serve()
+    old = steps.core.running
+    assert old is not None
+    steps.ended(StageLost("lost", node="a"))
+    late = EpochEnded(epoch=replace(old.epoch), error=StageLost("late", node="b"))
+    assert steps.handle(late) == []
