@@ -42,9 +42,23 @@ choose_torch() {
   esac
 }
 
+# has_extras EXTRA...: whether an installation of this state of the files has them all, perhaps among others.
+has_extras() {
+  local stamp file extra
+  stamp=$(cat pyproject.toml constraints.txt | cksum)
+  for file in "$venv"/edgepipe-*; do
+    if [ "$(cat "$file" 2>/dev/null)" != "$stamp $PWD" ]; then continue; fi
+    for extra in "$@"; do
+      case ",${file##*/edgepipe-}," in *",$extra,"*) ;; *) continue 2 ;; esac
+    done
+    return 0
+  done
+  return 1
+}
+
 # ensure_venv EXTRA...: installs edgepipe editable with the extras, once per state of pyproject.toml and constraints.txt.
 ensure_venv() {
-  local extras stamp venv
+  local extras venv
   extras=$(IFS=,; echo "$*")
   venv=${EP_VENV:-$PWD/.venv}
   python=$(find_python)
@@ -52,8 +66,7 @@ ensure_venv() {
   python=$venv/bin/python
   PATH=$venv/bin:$PATH
   export PATH PYTHON=$python PIP_DISABLE_PIP_VERSION_CHECK=1
-  stamp=$(cat pyproject.toml constraints.txt | cksum)
-  if [ "$(cat "$venv/edgepipe-$extras" 2>/dev/null)" = "$stamp $PWD" ]; then return; fi
+  if has_extras "$@"; then return; fi
   choose_torch
   echo "Installing into $venv:"
   echo "  edgepipe and what it needs (about 0.1 GB to load)"
@@ -65,5 +78,5 @@ ensure_venv() {
   if [ -t 1 ]; then quiet=(); fi # people see pip's progress bars
   case ",$extras," in *,torch,*) "$python" -m pip install ${quiet[@]+"${quiet[@]}"} -c constraints.txt "${torch_args[@]}" ;; esac
   "$python" -m pip install ${quiet[@]+"${quiet[@]}"} -c constraints.txt -e ".[$extras]"
-  echo "$stamp $PWD" >"$venv/edgepipe-$extras"
+  echo "$(cat pyproject.toml constraints.txt | cksum) $PWD" >"$venv/edgepipe-$extras"
 }

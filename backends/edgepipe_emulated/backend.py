@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.cost import CostModel, Jitter, SliceCost, StepWork
+from edgepipe.backend.cost import CostModel, Jitter, SliceCost, work_of
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
@@ -151,7 +151,7 @@ class EmulatedBackend:
         self._faults.check_step()
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
-        done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(_work(prepared.step)))
+        done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(work_of(prepared.step)))
         state = self._enter(part, loaded.config, prepared, inputs)  # in the time that the device would compute
         pool.copy(prepared.step.copies)
         state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
@@ -247,12 +247,6 @@ def _score_row(
     total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
     top = np.argsort(-logits, kind="stable")[:num_top]
     return total, float(logits[target]), top, logits[top]
-
-
-def _work(step: Step) -> StepWork:
-    positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
-    num_scored = len(step.scores.rows) if step.scores is not None else 0
-    return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows) + num_scored)
 
 
 def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: PreparedStep) -> Words:

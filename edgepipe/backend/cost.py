@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgepipe.backend.devices import DeviceModel
+from edgepipe.backend.types import Step
 from edgepipe.model.facts import ModelConfig, Slice
 
 _BYTES_PER_WEIGHT = 2  # bf16
@@ -42,6 +43,13 @@ class StepWork(NamedTuple):
         """The same decodes, each so many tokens later."""
         more = turns * self.rows
         return self._replace(kv_tokens=self.kv_tokens + more, attention_pairs=self.attention_pairs + more)
+
+
+def work_of(step: Step) -> StepWork:
+    """What a backend is asked for with ``step``."""
+    positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
+    num_scored = len(step.scores.rows) if step.scores is not None else 0
+    return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows) + num_scored)
 
 
 class CostModel:

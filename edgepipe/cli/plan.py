@@ -89,10 +89,8 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
     kinds = {"": Objective.LATENCY, **{kind.value: kind for kind in Objective}}
     if objective not in kinds:
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
-    whole = cluster.config.context_length
-    if context > whole:
-        raise ConfigInvalid(f"--context {context} is more than the model takes", fact=f"it takes {whole} tokens")
-    conversation = context or min(_CONVERSATION_TOKENS, whole)
+    whole = cluster.config.context_for(context)
+    conversation = whole if context else min(_CONVERSATION_TOKENS, whole)
     return Demand(
         config=cluster.config,
         objective=kinds[objective],

@@ -71,8 +71,8 @@ class Serving:
     async def serve(self, request: pb.ServeRequest) -> AsyncGenerator[pb.ServeEvent]:
         """Progress, then the ready engine in the last event. A model that is served already is only followed.
 
-        Raises ModelUnknown, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the engine. A caller that
-        goes away before the end stops what it began.
+        Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the
+        engine. A caller that goes away before the end stops what it began.
         """
         yield pb.ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
@@ -86,6 +86,7 @@ class Serving:
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
+        context = model.config.context_for(request.options.context_length)
         if waited_for := self._starting():
             yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
@@ -94,7 +95,7 @@ class Serving:
         try:
             if not request.plan:
                 yield pb.ServeEvent(message="measuring devices and links")
-            spec, engine_node = await self._spec(request, model)
+            spec, engine_node = await self._spec(request, model, context)
             yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}")
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec))
             async for event in self._follow(engine_node, pipeline_id):
@@ -175,10 +176,9 @@ class Serving:
                     if not self._starting():
                         return
 
-    async def _spec(self, request: pb.ServeRequest, model: LocalModel) -> tuple[pb.ServeSpec, str]:
+    async def _spec(self, request: pb.ServeRequest, model: LocalModel, context: int) -> tuple[pb.ServeSpec, str]:
         """What is to be served, and the node of its engine."""
         options = request.options
-        context = min(options.context_length or model.config.context_length, model.config.context_length)
         nodes = self._peers.nodes()
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
         try:

@@ -73,6 +73,7 @@ class EpochRun:
             slices=[[part.index for part in site.slices] for site in sites],
             row_bytes=around.config.hidden_size * spec.activation_type.num_bytes,
             fixed=spec.micro_batches,
+            costs={index: cost for site in sites for index, cost in site.costs.items()},
         )
         self._most_in_flight = micro_batches.most
         self.pump = Pump(
@@ -187,6 +188,15 @@ class EpochRun:
         return {control.site.slices: control.kv_since for control in self._controls}
 
     @property
+    def _step_deadline_s(self) -> float:
+        """How long a stage waits for the one before it: long enough for the ring's longest turn."""
+        timeouts = self._around.timeouts
+        turn_s = self.pump.micro_batches.longest_turn_s(
+            context_length=self.limits.context_length, chunk_tokens=self._around.limits.max_prefill_tokens
+        )
+        return max(timeouts.step_first_s, timeouts.step_factor * turn_s)
+
+    @property
     def _num_slices(self) -> int:
         return sum(len(site.slices) for site in self.sites)
 
@@ -229,7 +239,7 @@ class EpochRun:
             block_size=self.limits.block_size,
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
-            step_deadline_ms=round(self._around.timeouts.step_first_s * 1000),
+            step_deadline_ms=round(1000 * self._step_deadline_s),
             next=_neighbour(following),
             previous=_neighbour(self._beside(site, -1)),
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES
@@ -19,23 +21,41 @@ from edgepipe.scheduler.sizing import (
     link_cap_tokens,
     most_micro_batches,
 )
+from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
 from edgepipe.scheduler.tiles import TileEdges
 from edgepipe.wire.plans import LinkSample, StepTiming
 
+_MAX_STEPS = 1024  # whose sizes are known until all stages have told of them
+_ASSUMED_BYTES_PER_S = 10e6  # of a link that has carried nothing yet
+
 
 class MicroBatches:
-    """Measures the ring and sizes M by it. Driven by steps and reports; has no timer."""
+    """Measures the ring, sizes M by it and predicts turns. Driven by steps and reports; has no timer."""
 
-    def __init__(self, *, slices: Sequence[Sequence[int]], row_bytes: int, fixed: int) -> None:
+    def __init__(
+        self,
+        *,
+        slices: Sequence[Sequence[int]],
+        row_bytes: int,
+        fixed: int,
+        costs: Mapping[int, SliceCost] | None = None,
+    ) -> None:
         """
         slices     indices of each stage's slices, in the order of a token's way
         row_bytes  of one token's activations on a link
         fixed      M if somebody asked for one, else 0
+        costs      by slice index: what steps take there by the device's data sheet, where it is known
         """
         self._num_stages = len(slices)
         self._fixed = fixed
         self._row_bytes = row_bytes
         self._curves = [{index: StageCurve() for index in of_stage} for of_stage in slices]
+        known = costs or {}
+        self._times = {index: SliceTimes(known.get(index)) for of_stage in slices for index in of_stage}
+        self._interleaved = any(len(of_stage) > 1 for of_stage in slices)
+        holders = [stage for _, stage in sorted((index, stage) for stage, held in enumerate(slices) for index in held)]
+        self._hops = [stage for stage, following in pairwise(holders) if stage != following]  # whose links a step takes
+        self._works: dict[StepId, StepWork] = {}  # of the newest steps, in the order of sending
         self._links = [LinkCurve() for _ in slices]  # of the last one nothing is heard
         self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
@@ -60,6 +80,27 @@ class MicroBatches:
         """Of the whole ring: one-way delays, sampling, the token's return."""
         return self._turns.latency_s
 
+    @property
+    def prefill_cap(self) -> PrefillCap:
+        """Cap on the tokens of a step with prompt tokens; it follows what is measured."""
+        return PrefillCap([times.expected_s for times in self._times.values()])
+
+    def turn_s(self, steps: Sequence[StepId]) -> float:
+        """Bound the time of a whole turn of the first of the ``steps`` in flight: all devices, all links, latency.
+
+        A device with several slices may compute the other steps in between. 0 while nothing is known.
+        """
+        return sum(self._way_s(step) for step in (steps if self._interleaved else steps[:1])) + self.latency_s
+
+    def longest_turn_s(self, *, context_length: int, chunk_tokens: int) -> float:
+        """Bound the devices' time for the last chunk of the longest prompt. 0 while nothing is known.
+
+        The chunk is as large as ``prefill_cap`` allows, and at most ``chunk_tokens``.
+        """
+        cap = self.prefill_cap.tokens(position=context_length, waiting=chunk_tokens, beside_decodes=False)
+        work = StepWork.of_rows((context_length,), (chunk_tokens if cap is None else cap,), logit_rows=1)
+        return sum(times.bound_s(work) for times in self._times.values())
+
     def decode_s(self, stage: int, rows: float) -> tuple[float, float]:
         """Seconds of a decode step of so many rows on a stage, and of its upload; 0 for what is not known."""
         if not rows:
@@ -77,7 +118,11 @@ class MicroBatches:
 
     def sent(self, step: ScheduledStep, now_s: float) -> None:
         """A step's plans left."""
-        self._turns.sent(step.step, num_rows=step.num_rows, num_tokens=len(step.token_ids), now_s=now_s)
+        self._works[step.step] = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
+        if len(self._works) > _MAX_STEPS:
+            del self._works[next(iter(self._works))]
+        if step.last_slice is None:
+            self._turns.sent(step.step, num_rows=step.num_rows, num_tokens=len(step.token_ids), now_s=now_s)
 
     def retired(self, step: StepId, now_s: float, *, sequences: int) -> None:
         """A step's token came back, while so many sequences run; from time to time, M is looked at."""
@@ -92,6 +137,8 @@ class MicroBatches:
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
         """A stage computed a step on one slice."""
+        if (work := self._works.get(timing.step)) is not None:
+            self._times[timing.slice_index].note(work, timing.compute_us * 1e-6)
         self._curves[stage][timing.slice_index].note(
             num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6
         )
@@ -114,6 +161,15 @@ class MicroBatches:
             spread_s=(sample.last_received_us - sample.first_received_us) * 1e-6,
         )
         return max(0.0, sample.round_trip_us * 1e-6 - self._upload_s(stage, sample.num_bytes)) / 2
+
+    def _way_s(self, step: StepId) -> float:
+        """Bound the step's time on all devices and links."""
+        work = self._works.get(step)
+        if work is None:
+            return 0.0
+        num_bytes = work.tokens * self._row_bytes
+        links_s = [self._links[hop].seconds(num_bytes) or num_bytes / _ASSUMED_BYTES_PER_S for hop in self._hops]
+        return sum(times.bound_s(work) for times in self._times.values()) + sum(links_s)
 
     def _uploads_s(self, num_tokens: int) -> float:
         return sum(self._upload_s(stage, num_tokens * self._row_bytes) for stage in range(self._num_stages))

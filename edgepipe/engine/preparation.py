@@ -17,9 +17,11 @@ from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.security import Security
 from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.profiles import slice_costs
 from edgepipe.units import format_bytes
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire, slices_to_wire
 from edgepipe.wire.engines import ServeSpec, StagePlacement
+from edgepipe.wire.profiles import device_profile_from_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -154,6 +156,7 @@ class Preparation:
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
+            costs=slice_costs(device_profile_from_wire(prepared.profile), self._config, placement.slices),
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 

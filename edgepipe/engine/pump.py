@@ -71,7 +71,8 @@ class Pump:
         self._clock = clock
         self._in_flight: deque[ScheduledStep] = deque()
         self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # came back before the step whose turn it is
-        self._watch = StepWatch(timeouts=timeouts, on_late=self._on_late)
+        self._watch = StepWatch(timeouts=timeouts, turn_s=self._turn_s, on_late=self._on_late)
+        scheduler.set_prefill_cap(micro_batches.prefill_cap)
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
         self._on_over: Callable[[], None] = _nobody
@@ -262,8 +263,7 @@ class Pump:
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
             self._prompts_wait = len(step.token_ids) > step.num_rows
-            if step.last_slice is None:
-                self.micro_batches.sent(step, self._clock.monotonic_s())
+            self.micro_batches.sent(step, self._clock.monotonic_s())
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))
@@ -284,6 +284,10 @@ class Pump:
                     with_sampling=samples,
                 )
             stage.send(messages[embeds, samples])
+
+    def _turn_s(self) -> float:
+        """What the oldest step takes at most for its turn, by what is known of the ring."""
+        return self.micro_batches.turn_s([step.step for step in self._in_flight])
 
     def _on_late(self, step: StepId, waited_s: float) -> None:
         """The stage that has not told of the step, while those before it have, is the one that hangs."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from edgepipe.backend.cost import SliceCost
 from edgepipe.ids import NodeId, StepId
 from edgepipe.model.facts import Slice
 
@@ -24,6 +26,7 @@ class StageSite:
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
+    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by the device's data sheet, by slice
     crashed_in: tuple[int, StepId] | None = None  # the stage before it crashed in that step: epoch's counter, step
 
     @property

@@ -10,17 +10,52 @@ from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.ids import StepId
 
 
+class Deadlines:
+    """Limit the time of the oldest step in flight.
+
+    A step that was sent into an empty ring has its whole turn before it when it becomes the oldest. Where steps follow
+    one another, the oldest is nearly back: the times that steps took as the oldest do not cover a turn. They cover what
+    the prediction of a turn leaves out: sampling, hosts, other programs.
+    """
+
+    def __init__(self, timeouts: EngineTimeouts) -> None:
+        self._timeouts = timeouts
+        self._took_s: dict[int, float] = {}  # by size class of a step: smoothed time as the oldest
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Take the time between a step's becoming the oldest and its return."""
+        size = num_tokens.bit_length()
+        self._took_s[size] = smooth(self._took_s.get(size, 0.0), seconds)
+
+    def limit_s(self, num_tokens: int, turn_s: float) -> float:
+        """Seconds that a step of that size may take as the oldest.
+
+        turn_s  bound on its whole turn; 0 where there is no prediction
+        """
+        took_s = self._took_s.get(num_tokens.bit_length())
+        least_s = self._timeouts.step_first_s if took_s is None else self._timeouts.step_min_s
+        return max(least_s, self._timeouts.step_factor * max(turn_s, took_s or 0.0))
+
+
 class StepWatch:
     """Steps retire in order, so only the oldest has a deadline; it runs from when the step became the oldest.
 
-    One timer, which looks when it rings how much is left: a step costs no timer of its own.
+    One timer, which looks when it rings how much is left: a step costs no timer of its own. It rings at least as often
+    as the shortest deadline passes, so that none is missed.
     """
 
-    def __init__(self, *, timeouts: EngineTimeouts, on_late: Callable[[StepId, float], None]) -> None:
-        self._timeouts = timeouts
-        self._on_late = on_late  # step, seconds waited
+    def __init__(
+        self, *, timeouts: EngineTimeouts, turn_s: Callable[[], float], on_late: Callable[[StepId, float], None]
+    ) -> None:
+        """
+        turn_s   bound on the oldest step's turn, see ``Deadlines.limit_s``
+        on_late  called with the step and the seconds waited
+        """
+        self._deadlines = Deadlines(timeouts)
+        self._shortest_s = min(timeouts.step_min_s, timeouts.step_first_s)
+        self._turn_s = turn_s
+        self._on_late = on_late
         self._loop = asyncio.get_running_loop()
-        self._turn_s: dict[int, float] = {}  # by size class of a step: smoothed time as the oldest
         self._oldest: tuple[StepId, int, float] | None = None  # step, its tokens, since when
         self._timer: asyncio.TimerHandle | None = None
 
@@ -28,14 +63,14 @@ class StepWatch:
         """The step that retires next."""
         if self._oldest is None or self._oldest[0] != step:
             self._oldest = (step, num_tokens, self._loop.time())
-            self._arm()
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._shortest_s, self._ring)
 
     def retired(self) -> None:
         """The oldest step came back."""
         if self._oldest is not None:
             _, num_tokens, since_s = self._oldest
-            size = num_tokens.bit_length()
-            self._turn_s[size] = smooth(self._turn_s.get(size, 0.0), self._loop.time() - since_s)
+            self._deadlines.note(num_tokens, self._loop.time() - since_s)
             self._oldest = None
 
     def close(self) -> None:
@@ -45,26 +80,15 @@ class StepWatch:
             self._timer.cancel()
             self._timer = None
 
-    def limit_s(self, num_tokens: int) -> float:
-        """How long a step of that size may take once it is the oldest."""
-        turn_s = self._turn_s.get(num_tokens.bit_length())
-        if turn_s is None:
-            return self._timeouts.step_first_s
-        return max(self._timeouts.step_min_s, self._timeouts.step_factor * turn_s)
-
-    def _arm(self) -> None:
-        if self._timer is None and self._oldest is not None:
-            _, num_tokens, since_s = self._oldest
-            self._timer = self._loop.call_at(since_s + self.limit_s(num_tokens), self._ring)
-
     def _ring(self) -> None:
         self._timer = None
         if self._oldest is None:
             return
         step, num_tokens, since_s = self._oldest
-        waited_s = self._loop.time() - since_s
-        if waited_s < self.limit_s(num_tokens):
-            self._arm()
+        now_s = self._loop.time()
+        late_s = since_s + self._deadlines.limit_s(num_tokens, self._turn_s())
+        if now_s < late_s:
+            self._timer = self._loop.call_at(min(late_s, now_s + self._shortest_s), self._ring)
         else:
             self._oldest = None
-            self._on_late(step, waited_s)
+            self._on_late(step, now_s - since_s)

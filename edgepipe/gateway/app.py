@@ -247,8 +247,15 @@ def _ollama(door: Door) -> list[Endpoint]:
 def _response(request: Request, problem: HttpProblem) -> Response:
     """In OpenAI's shape, or in the one line that Ollama's clients read."""
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": problem.message}, status_code=problem.status, headers=dict(problem.headers))
+        return JSONResponse({"error": _one_line(problem)}, status_code=problem.status, headers=dict(problem.headers))
     return problem_response(problem)
+
+
+def _one_line(problem: HttpProblem) -> str:
+    """The message with the field at fault, which has no place of its own in Ollama's errors."""
+    param = problem.param or ""
+    name = "format" if param.startswith("response_format") else param
+    return problem.message if name in problem.message else f"{name}: {problem.message}"
 
 
 async def _show_problem(request: Request, exc: Exception) -> Response:

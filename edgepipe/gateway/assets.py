@@ -49,9 +49,9 @@ class ModelAssets:
         """See Assets."""
         return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
         """See Assets."""
-        return self._tokenizer.decode(ids, skip_special=False)
+        return self._tokenizer.decode(ids, skip_special=False, finish=finish)
 
     def token_bytes(self, token: int) -> bytes:
         """See Assets."""
@@ -61,9 +61,9 @@ class ModelAssets:
         """See Assets."""
         return self._special.get(token) or self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    def new_detokenizer(self, *, tool_calls: bool = False) -> Detokenizer:
+    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> Detokenizer:
         """See Assets. Special tokens have no text."""
-        return self._tokenizer.detokenizer(keep=TOOL_MARKS if tool_calls else ())
+        return self._tokenizer.detokenizer(keep=TOOL_MARKS if tool_calls else (), before=before)
 
     def info(self) -> dict[str, Any]:
         """See Assets: names as in Hugging Face's ``tokenizer_config.json``."""

@@ -26,6 +26,7 @@ class Completion:
     requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
     tool_format: ToolFormat | None = None  # set: calls are looked for in the text
+    continues: bool = False  # the answer goes on with the prompt's text; a chat's answer begins a text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,7 +90,11 @@ def _tracks(completion: Completion, generations: list[Generation], assets: Asset
         for choice in range(generation.request.num_choices):
             text = ChoiceText(
                 len(tracks),
-                new_detokenizer=partial(assets.new_detokenizer, tool_calls=completion.tool_format is not None),
+                new_detokenizer=partial(
+                    assets.new_detokenizer,
+                    tool_calls=completion.tool_format is not None,
+                    before=generation.request.prompt if completion.continues else (),
+                ),
                 stops=completion.stops,
                 stop_token_ids=generation.request.stop_token_ids,
             )

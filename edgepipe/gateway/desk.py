@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgepipe.clock import Clock
@@ -100,7 +100,7 @@ class Desk:
         for prompt in prompts:
             _check_ids(prompt, assets, param="prompt")
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
-        return self._order(completion, entry, assets, owner, texts=texts)
+        return self._order(replace(completion, continues=True), entry, assets, owner, texts=texts)
 
     async def run(self, order: Order) -> AsyncGenerator[Delta]:
         """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
@@ -246,7 +246,7 @@ def _tell_of_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, 
 
 
 def _echoed(assets: Assets, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else assets.decode(prompt)
+    return prompt if isinstance(prompt, str) else assets.decode(prompt, finish=False)
 
 
 def _check_ids(ids: Sequence[int], assets: Assets, *, param: str) -> None:

@@ -31,11 +31,13 @@ def _chat_token(assets: Assets, token: int, logprob: float) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """Those of one choice of a completion, piece by piece: offsets count on through its text."""
+    """Those of one choice of a completion, piece by piece: offsets count on through the text that the client gets."""
 
-    def __init__(self, assets: Assets) -> None:
+    def __init__(self, assets: Assets, *, before: Sequence[int] = ()) -> None:
+        """``before``: tokens whose text the choice continues, and that are not echoed."""
         self._assets = assets
-        self._offset = 0
+        self._detokenizer = assets.new_detokenizer(before=before)
+        self._offset = 0  # characters
 
     def add(self, ids: Iterable[int], logprobs: Iterable[TokenLogprobs | None]) -> dict[str, Any]:
         """The next tokens; None for one that has no log-probability (the first of an echoed prompt)."""
@@ -46,8 +48,12 @@ class TextLogprobs:
             part["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             part["top_logprobs"].append(None if entry is None else self._top(entry))
             part["text_offset"].append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._detokenizer.add(token))
         return part
+
+    def move_to(self, offset: int) -> None:
+        """Count on from here: an echoed prompt is shown as the client wrote it."""
+        self._offset = offset
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         return {self._assets.token_text(token): _finite(value) for token, value in reversed(entry.top)}

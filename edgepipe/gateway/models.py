@@ -42,8 +42,8 @@ class Assets(Protocol):
         meanwhile. Raises CapacityError, ModelInvalid."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens' too."""
+    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
+        """The text of ids, special tokens' too. ``finish`` False: without a character that is incomplete at the end."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -54,8 +54,9 @@ class Assets(Protocol):
         """A token by itself, for people: special ones by their name, half characters replaced."""
         ...
 
-    def new_detokenizer(self, *, tool_calls: bool = False) -> Detokenizer:
-        """A fresh detokenizer for one choice. ``tool_calls``: what begins a call has text, even where it is special."""
+    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for one choice. ``tool_calls``: what begins a call has text, even where it is special.
+        ``before``: tokens whose text the choice continues; without them it begins a text."""
         ...
 
     def info(self) -> dict[str, Any]:

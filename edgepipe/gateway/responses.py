@@ -248,7 +248,10 @@ class TextShape(_EventShape):
     def __init__(self, head: Head, order: Order) -> None:
         super().__init__(head, order, kind="text_completion")
         self._texts = order.texts  # echoed
-        self._logprobs = [TextLogprobs(order.assets) for _ in range(order.completion.num_choices)]
+        self._logprobs = [
+            TextLogprobs(order.assets, before=() if self._texts else self._prompt(choice))
+            for choice in range(order.completion.num_choices)
+        ]
         self._begun: set[int] = set()  # choices whose echo was sent
 
     def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
@@ -312,7 +315,9 @@ class TextShape(_EventShape):
 
     def _of_prompt(self, choice: int) -> dict[str, Any]:
         scored = self._order.counts.prompt_logprobs[self._order.completion.prompt_of(choice)]
-        return self._logprobs[choice].add(self._prompt(choice), [None, *scored])
+        part = self._logprobs[choice].add(self._prompt(choice), [None, *scored])
+        self._logprobs[choice].move_to(len(self._echo(choice)))
+        return part
 
 
 def _call_piece(piece: CallDelta) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
@@ -114,6 +115,14 @@ Biases = Annotated[
 ]
 
 
+_MISFIT = "misfit"
+
+
+def _misfit(field: str, message: str) -> PydanticCustomError:
+    """Make the error of a field that contradicts another one."""
+    return PydanticCustomError(_MISFIT, "{message}", {"field": field, "message": message})
+
+
 class Checked(BaseModel):
     """Strict: a number is no text and a flag no number. Unknown fields are ignored, as OpenAI's clients expect."""
 
@@ -171,9 +180,9 @@ class RequestBody(Checked):
     @model_validator(mode="after")
     def _consistent(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream: true")
+            raise _misfit("stream_options", "stream_options is only allowed with stream: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is only supported equal to n")
+            raise _misfit("best_of", "best_of is only supported equal to n")
         return self
 
 
@@ -205,7 +214,7 @@ class Message(Checked):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ValueError(f"content is required for role '{self.role}'")
+            raise _misfit("content", f"content is required for role '{self.role}'")
         return self
 
 
@@ -304,7 +313,7 @@ class ChatBody(RequestBody):
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed with logprobs: true")
+            raise _misfit("top_logprobs", "top_logprobs is only allowed with logprobs: true")
         return self
 
 
@@ -332,7 +341,7 @@ class TokenizeBody(Checked):
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either prompt or messages is required")
+            raise _misfit("prompt", "either prompt or messages is required")
         return self
 
 
@@ -356,12 +365,14 @@ def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
 
 
 def _problem(exc: ValidationError) -> HttpProblem:
-    first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    first = exc.errors(include_url=False, include_input=False)[0]
+    misfit = first["type"] == _MISFIT
+    place = (*first["loc"], first.get("ctx", {})["field"]) if misfit else first["loc"]
+    names = [str(part) for part in place if isinstance(part, int) or part.isidentifier()]
     param = ".".join(name for name in names if name not in _TYPE_NAMES)
     message = first["msg"].removeprefix("Value error, ")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return bad_request(f"{param}: {message}" if param else message, param=param or None, code=code)
+    return bad_request(message if misfit else f"{param}: {message}", param=param or None, code=code)
 
 
 _TYPE_NAMES = ("str", "list", "int", "dict")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from edgepipe.errors import ModelInvalid
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.fields import Fields
 from edgepipe.model.manifest import CARD_FILE
+from edgepipe.model.rope_config import extended_context
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
+from edgepipe.units import format_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -29,7 +32,7 @@ class ModelCard:
     emulated: bool = False  # has no weights; only the emulated backend serves it
 
     def to_json(self) -> bytes:
-        """The file's content."""
+        """The file's content. Raises ModelInvalid if it is larger than ``read_card`` takes."""
         value = {
             "version": _VERSION,
             "config": config_to_json(self.config),
@@ -37,7 +40,13 @@ class ModelCard:
             "special_tokens": dict(self.template.special_tokens),
             "emulated": self.emulated,
         }
-        return json.dumps(value, indent=1).encode()
+        data = json.dumps(value, indent=1).encode()
+        if len(data) > _MAX_CARD_BYTES:
+            raise ModelInvalid(
+                "the model's chat templates and special tokens are too long",
+                fact=f"its description has {format_bytes(len(data))}, at most {format_bytes(_MAX_CARD_BYTES)} are read",
+            )
+        return data
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelCard:
@@ -57,8 +66,10 @@ def _card(values: dict[str, Any]) -> ModelCard:
     if not isinstance(config, dict):
         raise fields.fail("config", "it is missing")
     sources, special = _texts(fields, "chat_templates"), _texts(fields, "special_tokens")
+    shape = config_from_json(cast("dict[str, Any]", config))
+    context = extended_context(shape.rope, shape.context_length)  # older cards name the context before stretching
     return ModelCard(
-        config=config_from_json(cast("dict[str, Any]", config)),
+        config=replace(shape, context_length=context),
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
     )

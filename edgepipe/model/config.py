@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
-from edgepipe.model.rope_config import gguf_rope, hf_rope
+from edgepipe.model.rope_config import extended_context, gguf_rope, hf_rope
 from edgepipe.model.strict_json import read_json_object
 
 # Caps far above what exists (Llama 3.1 405B: 126 layers, hidden 16384), far below what would exhaust anything.
@@ -82,8 +82,10 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     vocab = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
-    context = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
+    told = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
     head_dim = read_head_dim(fields, "head_dim", hidden, heads, family.default_head_dim)
+    rope = hf_rope(fields, head_dim=head_dim, context_length=told)
+    context = extended_context(rope, _told_context(fields, rope, told))
     bias = family.attention_bias_key and fields.flag("attention_bias", default=False)
     config = ModelConfig(
         architecture=family.name,
@@ -96,7 +98,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         vocab_size=vocab,
         context_length=context,
         rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=0.1, default=1e-6),
-        rope=hf_rope(fields, head_dim=head_dim, context_length=context),
+        rope=rope,
         qkv_bias=family.qkv_bias or bias,
         output_bias=bias,
         mlp_bias=family.mlp_bias_key and fields.flag("mlp_bias", default=False),
@@ -127,9 +129,11 @@ def gguf_config(
         )
     hidden = fields.integer(f"{arch}.embedding_length", low=1, high=MAX_WIDTH)
     heads = fields.integer(f"{arch}.attention.head_count", low=1, high=MAX_HEADS)
-    context = fields.integer(f"{arch}.context_length", low=1, high=MAX_CONTEXT)
+    told = fields.integer(f"{arch}.context_length", low=1, high=MAX_CONTEXT)
     layers = fields.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS)
     head_dim = read_head_dim(fields, f"{arch}.attention.key_length", hidden, heads, None)
+    rope = gguf_rope(fields, arch, head_dim=head_dim, context_length=told, factors=rope_factors)
+    context = extended_context(rope, told)
     window = fields.integer(f"{arch}.attention.sliding_window", low=0, high=MAX_CONTEXT, default=0)
     return ModelConfig(
         architecture=arch,
@@ -142,7 +146,7 @@ def gguf_config(
         vocab_size=embedding[0],
         context_length=context,
         rms_norm_eps=fields.number(f"{arch}.attention.layer_norm_rms_epsilon", low=0.0, high=0.1),
-        rope=gguf_rope(fields, arch, head_dim=head_dim, context_length=context, factors=rope_factors),
+        rope=rope,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
@@ -152,6 +156,14 @@ def gguf_config(
         eos_token_ids=_gguf_eos(fields, embedding[0]),
         bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id", vocab_size=embedding[0])), None),
     )
+
+
+def _told_context(fields: Fields, rope: Rope, told: int) -> int:
+    """Return the context that the config names; Vicuna's configs name the linearly stretched one under another key."""
+    if rope.scaling != "linear":
+        return told
+    stretched = fields.integer("max_sequence_length", low=1, high=MAX_CONTEXT, default=told)
+    return max(told, min(stretched, round(told * rope.factor)))
 
 
 def _unsupported(found: str) -> ArchitectureUnsupported:

@@ -10,7 +10,7 @@ from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.model import config as limits
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
-from edgepipe.model.rope_config import MAX_FACTOR, MAX_THETA, SCALINGS
+from edgepipe.model.rope_config import MAX_FACTOR, MAX_THETA, MIN_THETA, SCALINGS
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -79,13 +79,16 @@ def _rope(fields: Fields, num_pairs: int) -> Rope:
         name: rope.optional_number(name, low=0.0, high=MAX_FACTOR)
         for name in ("attention_factor", "mscale", "mscale_all_dim")
     }
+    low, high = (rope.number(f"{name}_freq_factor", low=0.0, high=MAX_FACTOR) for name in ("low", "high"))
+    if scaling == "llama3" and high <= low:
+        raise rope.fail("high_freq_factor", f"it is {high:g}; more than low_freq_factor ({low:g}) is needed")
     return Rope(
-        theta=rope.number("theta", low=1.0, high=MAX_THETA),
+        theta=rope.number("theta", low=MIN_THETA, high=MAX_THETA),
         scaling=scaling,
         factor=rope.number("factor", low=1.0, high=MAX_FACTOR),
         original_context=rope.integer("original_context", low=0, high=limits.MAX_CONTEXT),
-        low_freq_factor=rope.number("low_freq_factor", low=0.0, high=MAX_FACTOR),
-        high_freq_factor=rope.number("high_freq_factor", low=0.0, high=MAX_FACTOR),
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=rope.number("beta_fast", low=0.0, high=MAX_FACTOR),
         beta_slow=rope.number("beta_slow", low=0.0, high=MAX_FACTOR),
         truncate=rope.flag("truncate", default=True),

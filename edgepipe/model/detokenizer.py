@@ -4,44 +4,71 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
 
-class Detokenizer:
-    """Decodes one growing answer. A function of the ids added: replaying them gives the same text."""
+_OPEN_BYTES = 3  # of a character that lacks at least one
 
-    def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
+
+class Detokenizer:
+    """Decodes one growing text. A function of the ids before and the ids added: replaying them gives the same text.
+
+    The pieces of ``before`` and those of the ids added are together the pieces of all ids, wherever the cut is: a
+    character that ``before`` leaves incomplete belongs to the ids added.
+    """
+
+    def __init__(self, table: TokenTable, skipped: frozenset[int], *, before: Sequence[int] = ()) -> None:
+        """Begin behind the text of ``before``; without it at the start of a text."""
         self._table = table
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = True
+        self._to_strip = table.leading_spaces
+        self._pass(before)
 
     def add(self, token: int) -> str:
         """The text that is certain now; may be empty while a character is incomplete. Unknown ids give nothing."""
         if token in self._skipped:
             return ""
         data = self._table(token)
-        if self._at_start and data:
-            self._at_start = False
-            data = data.removeprefix(self._table.stripped_prefix)
-        return self._decoder.decode(data)
+        return self._decoder.decode(self._stripped(data) if self._to_strip else data)
 
     def finish(self) -> str:
         """What is left at the end: a replacement character for an incomplete one."""
         return self._decoder.decode(b"", final=True)
 
+    def _stripped(self, data: bytes) -> bytes:
+        """Take off the spaces that a text begins with because of how it was encoded."""
+        kept = data.lstrip(b" ")
+        num_spaces = min(len(data) - len(kept), self._to_strip)
+        self._to_strip = 0 if kept else self._to_strip - num_spaces
+        return data[num_spaces:]
+
+    def _pass(self, before: Sequence[int]) -> None:
+        """Be where the text of ``before`` ends, after looking at few of its tokens: those at both its ends."""
+        for token in filterfalse(self._skipped.__contains__, before):
+            if not self._to_strip:
+                break
+            self._stripped(self._table(token))
+        end = b""
+        for token in filterfalse(self._skipped.__contains__, reversed(before)):
+            end = self._table(token) + end
+            if len(end) >= _OPEN_BYTES:
+                break
+        self._decoder.decode(end)
+
 
 class TokenTable:
     """What each token stands for in bytes, by the rules of the tokenizer's decoder."""
 
-    def __init__(self, library: _Library, *, rule: Callable[[str], bytes], stripped_prefix: bytes) -> None:
+    def __init__(self, library: _Library, *, rule: Callable[[str], bytes], leading_spaces: int = 0) -> None:
         self._library = library
         self._rule = rule
-        self.stripped_prefix = stripped_prefix  # taken off the start of a text
+        self.leading_spaces = leading_spaces  # taken off the start of a text
 
     def __call__(self, token: int) -> bytes:
         text = self._library.id_to_token(token)
@@ -53,13 +80,16 @@ def token_bytes(library: _Library) -> TokenTable:
     state: Any = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {}
     kinds = {step.get("type"): step for step in state.get("decoders", [state])}
     if "ByteLevel" in kinds:
-        return TokenTable(library, rule=_byte_level_rule(), stripped_prefix=b"")
+        return TokenTable(library, rule=_byte_level_rule())
     if "Metaspace" in kinds:
         strips = kinds["Metaspace"].get("prepend_scheme", "always") != "never"
-        return TokenTable(library, rule=_sentence_piece_rule, stripped_prefix=b" " if strips else b"")
+        return TokenTable(library, rule=_sentence_piece_rule, leading_spaces=int(strips))
     if "ByteFallback" in kinds or "Replace" in kinds:
-        return TokenTable(library, rule=_sentence_piece_rule, stripped_prefix=b" " if "Strip" in kinds else b"")
-    return TokenTable(library, rule=lambda text: text.encode("utf-8", "replace"), stripped_prefix=b"")
+        strip = kinds.get("Strip", {"content": " ", "start": 0})
+        return TokenTable(
+            library, rule=_sentence_piece_rule, leading_spaces=strip["start"] if strip["content"] == " " else 0
+        )
+    return TokenTable(library, rule=lambda text: text.encode("utf-8", "replace"))
 
 
 def _byte_level_rule() -> Callable[[str], bytes]:

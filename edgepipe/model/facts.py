@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edgepipe.errors import PlanInvalid
+from edgepipe.errors import ConfigInvalid, PlanInvalid
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,7 +112,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    context_length: int  # tokens
+    context_length: int  # tokens of one sequence, stretched by the rope's scaling
     rms_norm_eps: float
     rope: Rope
     qkv_bias: bool = False
@@ -123,6 +123,19 @@ class ModelConfig:
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    def context_for(self, asked_tokens: int) -> int:
+        """Return the tokens of one sequence for a person who asks for so many (0: the model's).
+
+        Raises ConfigInvalid if the model takes fewer.
+        """
+        if asked_tokens > self.context_length:
+            raise ConfigInvalid(
+                f"--context {asked_tokens} is more than the model takes",
+                fact=f"it takes {self.context_length} tokens",
+                next_step=f"give --context {self.context_length} or less, or leave it out",
+            )
+        return asked_tokens or self.context_length
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.config import MAX_HEAD_DIM
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from edgepipe.model.tensors import TensorInfo, TensorPlace
@@ -101,8 +102,11 @@ def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return ()
-    if tensor.block.name != "F32" or len(tensor.shape) != 1:
-        raise ModelInvalid(f"'{path.name}' has rope factors that cannot be used", fact=f"they are {tensor.block.name}")
+    if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
+        raise ModelInvalid(
+            f"'{path.name}' has rope factors that cannot be used",
+            fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
+        )
     values = read_at(path, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
     return tuple(float(value) for value in values)
 
@@ -116,11 +120,14 @@ def open_gguf(path: Path) -> tuple[GgufHeader, GgufFile]:
 def tensor_places(header: GgufHeader, *, file: str) -> dict[str, TensorPlace]:
     """Where the tensors stand, by Hugging Face's name; ``file`` is its name for people. Raises ModelInvalid."""
     heads = _head_counts(file, header)
-    return {
-        hugging_face_name(name): _place(tensor, heads)
-        for name, tensor in header.tensors.items()
-        if name != ROPE_FACTORS
-    }
+    places: dict[str, TensorPlace] = {}
+    for tensor in header.tensors.values():
+        place = _place(tensor, heads)
+        if place.info.name in places:
+            raise ModelInvalid(f"'{file}' contradicts itself", fact=f"it has '{place.info.name[:80]}' under two names")
+        if tensor.name != ROPE_FACTORS:
+            places[place.info.name] = place
+    return places
 
 
 def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:
@@ -130,7 +137,10 @@ def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:
     key = header.metadata.get("llama.attention.head_count_kv", query)
     counts = _HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
     if counts is None or counts.query < 1 or counts.key < 1:
-        raise ModelInvalid(f"'{file}' does not say how many heads it has", fact=f"{query=}, {key=}")
+        raise ModelInvalid(
+            f"'{file}' does not say how many heads it has",
+            fact=f"integers are needed, it has {type(query).__name__} and {type(key).__name__}",
+        )
     for tensor in header.tensors.values():
         match = _QUERY_KEY.fullmatch(tensor.name)
         heads = counts.query if match and match.group(1) == "q" else counts.key

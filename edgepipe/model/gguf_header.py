@@ -22,11 +22,15 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.gguf_types import GGUF_TYPES, BlockType
 
+MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens with its merges and scores takes about 20 MB
 MAX_ENTRIES = 4096  # real files have about 30 to 80
 MAX_TENSORS = 65_536  # the largest mixture-of-experts files have below 5,000
 MAX_ARRAY_ITEMS = 4_000_000  # vocabularies end at 262,144, merges at about 600,000
+MAX_ARRAY_STRINGS = 2_000_000  # of all arrays together: a short one takes 60 bytes in memory, 10 in the file
+MAX_ITEM_BYTES = 64 << 10  # of a string in an array; tokens stay below 1 KB
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_STRING_BYTES = 16 << 20  # chat templates stay below 100 KB
+MAX_TENSOR_NAME_BYTES = 256  # llama.cpp's limit is 64
 MAX_DIMS = 4
 
 GgufValue = bool | int | float | str | list[str] | npt.NDArray[np.generic]
@@ -34,6 +38,7 @@ GgufValue = bool | int | float | str | list[str] | npt.NDArray[np.generic]
 _ARRAY, _STRING = 9, 8
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL = 7
+_SHOWN_CHARS = 300  # of what is wrong; keys and names in it may be long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +78,32 @@ def parse_gguf_header(file: BinaryIO, *, size: int, name: str) -> GgufHeader:
 
 
 class _Reader:
-    """Reads little-endian values and refuses to go past the file's end."""
+    """Reads little-endian values and refuses to go past the file's end or the header's limit."""
 
     def __init__(self, file: BinaryIO, size: int, name: str) -> None:
         self._file = file
         self._name = name
+        self._end = min(size, MAX_HEADER_BYTES)
         self.size = size
         self.position = 0
+        self.strings_left = MAX_ARRAY_STRINGS  # that arrays may still have
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be read."""
+        return self._end - self.position
 
     def fail(self, fact: str) -> ModelInvalid:
         return ModelInvalid(
             f"'{self._name}' is no GGUF file that can be used",
-            fact=fact,
+            fact=fact if len(fact) <= _SHOWN_CHARS else f"{fact[:_SHOWN_CHARS]}...",
             next_step="fetch the file again: edgepipe models pull",
         )
 
     def take(self, num_bytes: int, what: str) -> bytes:
-        if num_bytes > self.size - self.position:
-            raise self.fail(f"{what} needs {num_bytes} bytes at {self.position}, the file has {self.size}")
+        if num_bytes > self._end - self.position:
+            has = f"the file has {self.size}" if self._end == self.size else f"a header has at most {self._end}"
+            raise self.fail(f"{what} needs {num_bytes} bytes at {self.position}, {has}")
         data = self._file.read(num_bytes)
         if len(data) != num_bytes:
             raise self.fail(f"the file ended at {self.position + len(data)} while {what} was read")
@@ -179,7 +192,7 @@ def _read_array(reader: _Reader, key: str) -> GgufValue:
     item_bytes = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind]) if kind in _SCALARS else 0
     if not item_bytes:
         raise reader.fail(f"'{key}' is an array of type {kind}; only numbers and strings may stand in arrays")
-    if count > MAX_ARRAY_ITEMS or count * item_bytes > reader.size - reader.position:
+    if count > MAX_ARRAY_ITEMS or count * item_bytes > reader.left:
         raise reader.fail(f"'{key}' claims {count} items, more than the file or the limit of {MAX_ARRAY_ITEMS} allow")
     if kind == _STRING:
         return _read_strings(reader, key, count)
@@ -189,11 +202,16 @@ def _read_array(reader: _Reader, key: str) -> GgufValue:
 
 def _read_strings(reader: _Reader, key: str, count: int) -> list[str]:
     """The hot loop: a vocabulary with its merges has 10^5 to 10^6 strings."""
+    reader.strings_left -= count
+    if reader.strings_left < 0:
+        raise reader.fail(f"'{key}' has {count} strings; at most {MAX_ARRAY_STRINGS} are read of all arrays together")
     take: Callable[[int, str], bytes] = reader.take
     length_of = struct.Struct("<Q").unpack
     items: list[str] = []
     for _ in range(count):
         (length,) = length_of(take(8, key))
+        if length > MAX_ITEM_BYTES:
+            raise reader.fail(f"'{key}' has an item of {length} bytes, at most {MAX_ITEM_BYTES} are allowed")
         items.append(take(length, key).decode("utf-8", "replace"))
     return items
 
@@ -206,7 +224,7 @@ def _alignment(reader: _Reader, metadata: dict[str, GgufValue]) -> int:
 
 
 def _read_row(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], BlockType, int]:
-    raw = reader.string(f"the name of tensor {index}", limit=MAX_KEY_BYTES)
+    raw = reader.string(f"the name of tensor {index}", limit=MAX_TENSOR_NAME_BYTES)
     name = _text(reader, raw, f"the name of tensor {index}")
     num_dims = reader.number("<I", name)
     if not 1 <= num_dims <= MAX_DIMS:

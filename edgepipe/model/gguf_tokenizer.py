@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
 _CONTROL, _USER_DEFINED = 3, 4
+_MAX_MERGED_CHARS = 256  # of a SentencePiece token, whose every cut is tried; trained ones end at 16
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -148,6 +149,11 @@ def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> l
     """Every way to make a token of two others, best score first: SentencePiece's order of merging."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
+        if len(token) > _MAX_MERGED_CHARS:
+            raise ModelInvalid(
+                "the GGUF file's tokenizer cannot be used",
+                fact=f"token {index} has {len(token)} characters, at most {_MAX_MERGED_CHARS} are merged",
+            )
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:

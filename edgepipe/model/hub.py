@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config import read_hf_config
-from edgepipe.model.install import METADATA_NAMES, file_chunks, hash_file
+from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE, shard_names
@@ -77,7 +77,10 @@ def parse_pinned(text: str) -> HubSource | None:
 def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
     """Ask the hub which files the model has. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     commit, files = list_hub(source, endpoint=endpoint)
-    return HubPlan(source=source, commit=commit, files=_choose(source, files))
+    chosen = _choose(source, files)
+    for file in chosen:
+        check_metadata_size(file.name, file.num_bytes)
+    return HubPlan(source=source, commit=commit, files=chosen)
 
 
 def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, list[PlannedFile]]:

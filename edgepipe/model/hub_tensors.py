@@ -21,6 +21,7 @@ import numpy as np
 
 from edgepipe.errors import ModelInvalid, ModelUnknown, RemoteProtocolError, SendTimeout
 from edgepipe.model.gguf_file import tensor_places, unpermute_rows
+from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
 from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.hub import CONTACT_TIMEOUT_S, HubSource, hub_errors, list_hub, parse_pinned
 from edgepipe.model.manifest import FileEntry, Manifest
@@ -121,9 +122,10 @@ class HubTensors:
 
     async def _header(self, file: FileEntry) -> Mapping[str, TensorPlace]:
         """What a file's first bytes tell, as soon as there are enough of them."""
-        parse = _parse_gguf if file.name == self._gguf_name else parse_safetensors
+        gguf = file.name == self._gguf_name
+        parse, most = (_parse_gguf, MAX_GGUF_HEADER_BYTES) if gguf else (parse_safetensors, 8 + MAX_HEADER_BYTES)
         data, needed = bytearray(), _FIRST_BYTES
-        async with aclosing(self._range(file, 0, min(file.num_bytes, 8 + MAX_HEADER_BYTES))) as chunks:
+        async with aclosing(self._range(file, 0, min(file.num_bytes, most))) as chunks:
             async for chunk in chunks:
                 data += chunk
                 if len(data) < min(needed, file.num_bytes):

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import TOKENIZER_FILE, ModelCard
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import read_gguf_header
-from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest, TensorEntry
+from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, MAX_METADATA_BYTES, FileEntry, Manifest, TensorEntry
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import GGUF_FILE, Weights, is_emulated, open_gguf_weights, open_hf_weights
+from edgepipe.units import format_bytes
 
 HASH_CHUNK_BYTES = 4 << 20
 METADATA_NAMES = (
@@ -29,6 +31,15 @@ METADATA_NAMES = (
 """The files beside the weights that are taken from a source; nothing else is."""
 
 _SHARED = (CARD_FILE, TOKENIZER_FILE)  # what a node that gets tensors from a peer needs
+
+
+def check_metadata_size(name: str, num_bytes: int) -> None:
+    """Refuse a file beside the weights before it is fetched. Raises ModelInvalid if none so large is read."""
+    if name in METADATA_NAMES and num_bytes > MAX_METADATA_BYTES:
+        raise ModelInvalid(
+            f"'{name}' is too large",
+            fact=f"{format_bytes(num_bytes)}, at most {format_bytes(MAX_METADATA_BYTES)} are read",
+        )
 
 
 def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress) -> Manifest:

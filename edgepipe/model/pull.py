@@ -16,14 +16,12 @@ from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_de
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
-from edgepipe.model.install import METADATA_NAMES, install
+from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
-from edgepipe.model.tokenizer import MAX_TOKENIZER_BYTES
 from edgepipe.model.weights import GGUF_FILE, is_emulated
-from edgepipe.units import format_bytes
 
 _COPY_CHUNK_BYTES = 4 << 20
 
@@ -181,12 +179,7 @@ def _folder_job(folder: Path, model_id: str) -> _Job:
     names += () if is_emulated(folder) else shard_names(folder)
     sources = [(member_path(folder, name, where="the folder"), name) for name in names]
     for path, name in sources:
-        size = path.stat().st_size
-        if name in METADATA_NAMES and size > MAX_TOKENIZER_BYTES:  # it would be copied before it is read
-            raise ModelInvalid(
-                f"'{name}' is too large",
-                fact=f"{format_bytes(size)}, at most {format_bytes(MAX_TOKENIZER_BYTES)} are read",
-            )
+        check_metadata_size(name, path.stat().st_size)
 
     def fetch(target: Path, on_progress: OnProgress) -> None:
         _take(sources, target, on_progress)

@@ -12,6 +12,7 @@ from edgepipe.model.fields import Fields
 
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ALIASES = {"su": "longrope", "none": "default"}
+MIN_THETA = 2.0  # yarn divides by its logarithm; models have 10,000 or more
 MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 _MAX_CONTEXT = 1 << 25
@@ -20,8 +21,8 @@ _MAX_CONTEXT = 1 << 25
 def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
     """``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` to a Rope. Raises ModelInvalid."""
     scaling = _scaling_fields(fields)
-    theta = fields.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
-    theta = scaling.number("rope_theta", low=1.0, high=MAX_THETA, default=theta)
+    theta = fields.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=10_000.0)
+    theta = scaling.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=theta)
     for where in (fields, scaling):
         if where.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
             raise _unsupported("partial_rotary_factor")
@@ -32,6 +33,17 @@ def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
     if kind == "default":
         return Rope(theta=theta)
     return _scaled(kind, theta, fields, scaling, head_dim=head_dim, context_length=context_length)
+
+
+def extended_context(rope: Rope, told_tokens: int) -> int:
+    """Return the tokens of one sequence that a model takes, given the number that its file names as its context.
+
+    Published configs with yarn name the context before or after stretching; the product holds for both. With llama3,
+    longrope and linear scaling they name the stretched one, and a dynamic scaling is not computed beyond it.
+    """
+    if rope.scaling != "yarn":
+        return told_tokens
+    return max(told_tokens, min(round(rope.original_context * rope.factor), _MAX_CONTEXT))
 
 
 def _scaling_fields(fields: Fields) -> Fields:
@@ -58,9 +70,10 @@ def _flat(fields: Fields, key: str, values: dict[str, object]) -> dict[str, obje
 
 
 def _scaled(kind: str, theta: float, fields: Fields, scaling: Fields, *, head_dim: int, context_length: int) -> Rope:
-    """A factor that longrope leaves out is the ratio of the two contexts, as in transformers."""
+    """A factor that longrope or yarn leaves out is the ratio of the two contexts, as in transformers."""
     original = _original_context(kind, fields, scaling, context_length)
-    default_factor = max(1.0, context_length / original) if kind == "longrope" else None
+    stretched = kind == "longrope" or (kind == "yarn" and original < context_length)
+    default_factor = max(1.0, context_length / original) if stretched else None
     rope = Rope(
         theta=theta,
         scaling=kind,
@@ -120,16 +133,16 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
     """
     if fields.integer(f"{arch}.rope.dimension_count", low=1, high=1 << 16, default=head_dim) != head_dim:
         raise _unsupported(f"{arch}.rope.dimension_count unlike the head size")
-    theta = fields.number(f"{arch}.rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
+    theta = fields.number(f"{arch}.rope.freq_base", low=MIN_THETA, high=MAX_THETA, default=10_000.0)
     if factors:
         return _factored(theta, factors, head_dim, context_length)
-    kind = fields.text(f"{arch}.rope.scaling.type", default="none")
+    factor = _gguf_factor(fields, arch)
+    kind = fields.text(f"{arch}.rope.scaling.type", default="linear")
     kind = _ALIASES.get(kind, kind)
-    if kind == "default":
+    if kind == "default" or (kind == "linear" and factor == 1.0):
         return Rope(theta=theta)
     if kind not in ("linear", "yarn"):
         raise _unsupported(kind)
-    factor = fields.number(f"{arch}.rope.scaling.factor", low=1.0, high=MAX_FACTOR)
     if kind == "linear":
         return Rope(theta=theta, scaling="linear", factor=factor)
     key = f"{arch}.rope.scaling.original_context_length"
@@ -142,6 +155,15 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
         beta_fast=fields.number(f"{arch}.rope.scaling.yarn_beta_fast", low=1e-6, high=MAX_FACTOR, default=32.0),
         beta_slow=fields.number(f"{arch}.rope.scaling.yarn_beta_slow", low=1e-6, high=MAX_FACTOR, default=1.0),
     )
+
+
+def _gguf_factor(fields: Fields, arch: str) -> float:
+    """Return the scaling factor, under its present or its former key; 0 means that nothing is scaled."""
+    former = fields.number(f"{arch}.rope.scale_linear", low=0.0, high=MAX_FACTOR, default=1.0)
+    factor = fields.number(f"{arch}.rope.scaling.factor", low=0.0, high=MAX_FACTOR, default=former) or 1.0
+    if factor < 1.0:
+        raise fields.fail(f"{arch}.rope.scaling.factor", f"it is {factor:g}; 1 or more is needed")
+    return factor
 
 
 def _gguf_attention_factor(fields: Fields, arch: str, factor: float) -> float | None:

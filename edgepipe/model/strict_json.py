@@ -1,4 +1,4 @@
-"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size."""
+"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size and number of values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, NoReturn, cast
 from edgepipe.errors import ModelInvalid
 from edgepipe.units import format_bytes
 
+MAX_VALUES = 2_000_000
+"""Headers and manifests have about nine per tensor. A value takes two bytes or more in a file, up to 250 in memory."""
+
 
 class _Refused(ValueError):
     """Python's parser would have taken it; we do not."""
@@ -16,6 +19,9 @@ class _Refused(ValueError):
 
 def parse_json_object(data: bytes, *, what: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ModelInvalid; ``what`` names the file for people."""
+    values = 1 + data.count(b",") + data.count(b"[") + data.count(b"{")  # before parsing, and never too few
+    if values > MAX_VALUES:
+        raise ModelInvalid(f"{what} has too many values", fact=f"about {values}, at most {MAX_VALUES} are read")
     try:
         # The library's parser counts its own depth and raises RecursionError long before the stack ends.
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)

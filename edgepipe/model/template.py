@@ -65,22 +65,27 @@ def hf_template(folder: Path) -> ChatTemplate:
     file = folder / "chat_template.jinja"
     if file.is_file():
         sources["default"] = _read_source(file)
-    for name, source in sources.items():
-        if len(source) > MAX_TEMPLATE_BYTES:
-            raise ModelInvalid(f"the chat template '{name[:40]}' is too long", fact=f"{len(source)} characters")
+    _check_sources(sources)
     special = {name: _token_text(config.get(name)) for name in _SPECIAL}
     return ChatTemplate(sources=sources, special_tokens={name: text for name, text in special.items() if text})
 
 
 def gguf_template(metadata: Mapping[str, object], special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The templates that stand in GGUF metadata."""
+    """The templates that stand in GGUF metadata. Raises ModelInvalid."""
     prefix = "tokenizer.chat_template"
     sources = {
         "default" if key == prefix else key.removeprefix(f"{prefix}."): value
         for key, value in metadata.items()
         if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
     }
+    _check_sources(sources)
     return ChatTemplate(sources=sources, special_tokens=dict(special_tokens))
+
+
+def _check_sources(sources: Mapping[str, str]) -> None:
+    for name, source in sources.items():
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ModelInvalid(f"the chat template '{name[:40]}' is too long", fact=f"{len(source)} characters")
 
 
 def _named(value: object) -> dict[str, str]:

@@ -99,16 +99,21 @@ class Tokenizer:
             return self._library.encode(text, add_special_tokens=add_special).ids
         return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids; bytes that are no UTF-8 become replacement characters."""
-        detokenizer = self.detokenizer(skip_special=skip_special)
-        return "".join([*(detokenizer.add(token) for token in ids), detokenizer.finish()])
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, finish: bool = True) -> str:
+        """The text of token ids; bytes that are no UTF-8 become replacement characters.
 
-    def detokenizer(self, *, skip_special: bool = True, keep: Collection[str] = ()) -> Detokenizer:
+        ``finish`` False leaves out a character that is incomplete at the end, for a text that goes on.
+        """
+        detokenizer = self.detokenizer(skip_special=skip_special)
+        return "".join([*(detokenizer.add(token) for token in ids), detokenizer.finish() if finish else ""])
+
+    def detokenizer(
+        self, *, skip_special: bool = True, keep: Collection[str] = (), before: Sequence[int] = ()
+    ) -> Detokenizer:
         """A fresh incremental decoder for one choice of a request; ``keep``: special tokens that have text all the
-        same, such as those that begin a tool call."""
+        same, such as those that begin a tool call; ``before``: tokens whose text the choice continues."""
         skipped = (token for text, token in self._special.items() if text not in keep) if skip_special else ()
-        return Detokenizer(self._token_bytes, frozenset(skipped))
+        return Detokenizer(self._token_bytes, frozenset(skipped), before=before)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for by itself."""

@@ -120,7 +120,7 @@ def _demand(cluster: ImaginedCluster) -> Demand:
     return Demand(
         config=cluster.config,
         objective=Objective.THROUGHPUT,
-        context_tokens=min(_CONVERSATION_TOKENS, _context(cluster)),
+        context_tokens=min(_CONVERSATION_TOKENS, cluster.config.context_for(cluster.context_length)),
     )
 
 
@@ -144,12 +144,7 @@ def _limits(
     return SchedulerLimits(
         num_blocks=num_blocks,
         block_size=cluster.block_size,
-        context_length=_context(cluster),
+        context_length=cluster.config.context_for(cluster.context_length),
         micro_batches=len(held),
         max_running=cluster.max_running,
     )
-
-
-def _context(cluster: ImaginedCluster) -> int:
-    whole = cluster.config.context_length
-    return min(cluster.context_length, whole) if cluster.context_length else whole

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgepipe.backend.cost import CostModel, StepWork
+from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
@@ -121,9 +121,22 @@ def _at(points: Sequence[Point], size: float) -> float:
 
 def estimated_speed(profile: DeviceProfile, config: ModelConfig, *, bytes_per_weight: float) -> Speed:
     """From a device's memory and matrix rates alone, for a device that has not run a probe layer."""
+    return TableSpeed(CostModel(config, _as_table(profile, bytes_per_weight)))
+
+
+def slice_costs(profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice]) -> dict[int, SliceCost]:
+    """What steps take on each slice by the device's memory and matrix rates, by slice index; empty if it told none."""
+    if profile.bandwidth_bytes_per_s <= 0 or profile.flops <= 0:
+        return {}
+    cost = CostModel(config, _as_table(profile, 4 if profile.compute_dtype == "float32" else 2))
+    return {part.index: cost.slice_cost(part) for part in slices}
+
+
+def _as_table(profile: DeviceProfile, bytes_per_weight: float) -> DeviceModel:
+    """The device as data sheets describe one, with overheads guessed by its kind."""
     guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
     step_s, layer_s = _CUDA_OVERHEADS_S if profile.device.startswith("cuda") else guessed
-    device = DeviceModel(
+    return DeviceModel(
         name=profile.name,
         memory_bytes=profile.memory_total_bytes,
         bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s * 2 / bytes_per_weight,  # the cost model counts bf16
@@ -131,7 +144,6 @@ def estimated_speed(profile: DeviceProfile, config: ModelConfig, *, bytes_per_we
         step_overhead_s=step_s,
         layer_overhead_s=layer_s,
     )
-    return TableSpeed(CostModel(config, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

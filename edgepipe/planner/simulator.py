@@ -23,6 +23,7 @@ from edgepipe.planner.ring import Course, Repeated, RingTraffic
 from edgepipe.planner.sizing_feed import SizingFeed
 from edgepipe.planner.workload import Workload, WorkloadRequest
 from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
+from edgepipe.scheduler.step_time import PrefillCap
 
 _WORTHWHILE = 2  # turns that can be repeated: fewer are as soon gone through step by step
 _MOST_REPEATED = 4096  # steps at once: their records are made together
@@ -82,6 +83,7 @@ class _Simulation:
         self._scheduler = Scheduler(limits, run.policy)
         self._scheduler.set_tiles(cluster.tile_edges)
         self._scheduler.set_link_cap(cluster.link_cap_tokens)
+        self._scheduler.set_prefill_cap(PrefillCap([stage.step_s for stage in cluster.ring.stages]))
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}

@@ -22,6 +22,7 @@ class Load(NamedTuple):
     reserved_tokens: int = 0  # of WP, those of admitted sequences: their blocks are taken already
     link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
     tile_edges: tuple[int, ...] = ()  # tokens of a step above which it takes clearly longer, ascending
+    prefill_cap_tokens: int | None = None  # of a step with prompt tokens, for the time that the slowest stage takes
 
 
 class StepBudget(NamedTuple):
@@ -55,9 +56,9 @@ class ThrottledPolicy:
 
     The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
     prefill fades to nothing as the KV cache fills, or to the floor for prompts that have their blocks. Where nobody
-    decodes, nobody is held up: then a prompt is spread over the micro-batches only. Beside decodes no more goes than
-    the slowest link uploads in a step, though never less than the floor: a link-bound ring would else prefill by
-    single tokens.
+    decodes, nobody is held up: then a prompt is spread over the micro-batches only. Two caps hold: what the slowest
+    stage computes in the time allowed and, beside decodes, what the slowest link uploads in a step. Both leave the
+    floor: a slow ring would else prefill by single tokens.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class ThrottledPolicy:
         tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
         if load.link_cap_tokens is not None and load.running_decodes:
             tokens = min(tokens, max(self._min, load.link_cap_tokens - beside))
+        if load.prefill_cap_tokens is not None:
+            tokens = min(tokens, max(self._min, load.prefill_cap_tokens - beside))
         return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
 
     def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:
@@ -106,15 +109,19 @@ class ThrottledPolicy:
 class SarathiPolicy:
     """One fixed number of tokens per step, decodes first (Sarathi-Serve): all that are ready, however many they are."""
 
-    def __init__(self, *, max_tokens: int = 2048) -> None:
-        if max_tokens < 1:
+    def __init__(self, *, max_tokens: int = 2048, min_prefill_tokens: int = 32) -> None:
+        if max_tokens < 1 or min_prefill_tokens < 1:
             raise ValueError("a step holds at least one token")
         self._max_tokens = max_tokens
+        self._min = min_prefill_tokens  # however slow the stages are
 
     def budget(self, load: Load) -> StepBudget:
-        """All ready decodes as far as they fit; prefill fills the rest."""
+        """All ready decodes as far as they fit; prefill fills the rest, as far as the slowest stage allows."""
         decode_rows = min(load.ready_decodes, self._max_tokens)
-        return StepBudget(decode_rows=decode_rows, prefill_tokens=self._max_tokens - decode_rows)
+        prefill_tokens = self._max_tokens - decode_rows
+        if load.prefill_cap_tokens is not None:
+            prefill_tokens = min(prefill_tokens, max(self._min, load.prefill_cap_tokens - decode_rows))
+        return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
 
 
 TRIMMING = "throttled-tiles"

@@ -45,6 +45,11 @@ class Prompts:
         shared = sum([sequence.unscheduled for sequence in self._shared])
         return shared + sum([sequence.unscheduled for sequence in self._suspected]) if self._suspected else shared
 
+    @property
+    def furthest_position(self) -> int:
+        """The most tokens of one prompt that are scheduled: its next chunk attends to all of them."""
+        return max([sequence.scheduled for sequence in (*self._shared, *self._suspected)], default=0)
+
     def accepts(self, sequence: Sequence) -> bool:
         """Whether the sequence would be computed soon. Behind interactive prompts a batch prompt would not."""
         if sequence.alone:

@@ -23,6 +23,7 @@ from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
+from edgepipe.scheduler.step_time import PrefillCap
 from edgepipe.scheduler.tables import BlockTables
 from edgepipe.scheduler.types import (
     EndReason,
@@ -67,6 +68,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
         self._tile_edges: tuple[int, ...] = ()
+        self._prefill_cap: PrefillCap | None = None
         self._last_step = 0
         self._arrivals = 0
         self._preemptions = 0
@@ -139,6 +141,10 @@ class Scheduler:
     def set_tiles(self, edges: Seq[int]) -> None:
         """Token counts of a step, ascending, above which it takes clearly longer, as measured."""
         self._tile_edges = tuple(edges)
+
+    def set_prefill_cap(self, cap: PrefillCap) -> None:
+        """How many tokens of a step with prompt tokens the slowest stage computes in the time allowed."""
+        self._prefill_cap = cap
 
     # What goes out
 
@@ -361,6 +367,17 @@ class Scheduler:
             reserved_tokens=self._prompts.unscheduled_tokens,
             link_cap_tokens=self._link_cap_tokens,
             tile_edges=self._tile_edges,
+            prefill_cap_tokens=self._prefill_cap_tokens(),
+        )
+
+    def _prefill_cap_tokens(self) -> int | None:
+        """For a chunk of the prompt that is furthest on: its tokens attend to the most others."""
+        if self._prefill_cap is None or not self._unscheduled_prefill:
+            return None
+        return self._prefill_cap.tokens(
+            position=self._prompts.furthest_position,
+            waiting=self._unscheduled_prefill,
+            beside_decodes=self._num_decodes > 0,
         )
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:

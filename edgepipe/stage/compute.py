@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.backend.protocol import Backend, Prepared, Ticket
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.clock import Clock
@@ -23,15 +24,12 @@ class Work(Protocol):
     """One step on one slice, as the compute thread sees it. The methods are called on that thread."""
 
     prepared: Prepared
+    slice_index: int
+    demand: StepWork  # what it asks of the device: how long it takes is a function of that
 
     @property
     def place(self) -> tuple[int, int]:
         """The counter of its epoch, and the step."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of its inputs: how long it takes is a function of these."""
         ...
 
     def take_inputs(self) -> TokenIds | Activations:
@@ -94,7 +92,7 @@ class ComputeThread:
 
     def limit_s(self) -> float:
         """How long what the thread does now may take before it counts as hung."""
-        return self._times.limit_s()
+        return self._times.limit_s
 
     @property
     def backend(self) -> Backend:
@@ -105,6 +103,10 @@ class ComputeThread:
     def use(self, backend: Backend) -> None:
         """Run steps on ``backend`` from now on."""
         self._backend = backend
+
+    def expect(self, costs: Mapping[int, SliceCost]) -> None:
+        """Predict the times of newly loaded slices by the device's data sheet. Call it on the thread."""
+        self._times.expect(costs)
 
     def put(self, work: Work) -> None:
         """Queue a step. Never blocks; how many are queued is bounded by the caller."""
@@ -174,16 +176,18 @@ class ComputeThread:
         entered_s = self._clock.monotonic_s()
         idle_s = 0.0 if self._outstanding else entered_s - self._idle_since_s
         self.started += 1
-        self._times.starts(work.num_tokens)
+        self._times.starts(work.slice_index, work.demand)
         self._mark_at(work)
         try:
             edits = work.edits() if self.backend.picks_candidates else None
             ticket = self.backend.submit(work.prepared, work.take_inputs(), edits)
         except Exception as exc:
             self.finished += 1  # it does not run any more
+            self._times.refused()
             self._mark_oldest()
             work.failed(exc)
             return
+        self._times.submitted()
         self._outstanding.append(_Outstanding(work, ticket, entered_s, idle_s))
         self._mark_oldest()
 
@@ -193,6 +197,7 @@ class ComputeThread:
             output = self.backend.collect(oldest.ticket)
         except Exception as exc:
             self.finished += 1
+            self._times.ended(None)
             self._mark_oldest()
             oldest.work.failed(exc)
             return
@@ -200,7 +205,7 @@ class ComputeThread:
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1
-        self._times.ended(oldest.work.num_tokens, now_s - begun_s)
+        self._times.ended(now_s - begun_s)
         oldest.work.done(output, Span(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
 
     def _drain(self) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from edgepipe.backend.cost import work_of
 from edgepipe.backend.types import Step, StepOutput
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
@@ -358,6 +359,7 @@ class Session:
             slice_index=lane.part.index,
             num_tokens=plan.num_tokens,
             num_rows=len(plan.rows),
+            demand=work_of(step),
             prepared=prepared,
             prepare_us=int((ready_s - started_s) * 1e6),
             ready_s=ready_s,

@@ -32,6 +32,7 @@ from edgepipe.link.serving import Replies, RingStream
 from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
+from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
@@ -392,7 +393,9 @@ class Stage:
         self._backend.load(slices, weights, tell)
         config = weights.config
         self._grammars.use(config)
-        value_bytes = 4 if self._backend.profile().compute_dtype == "float32" else 2
+        profile = self._backend.profile()
+        self._compute.expect(slice_costs(profile, config, slices))
+        value_bytes = 4 if profile.compute_dtype == "float32" else 2
         return LoadedShard(
             slices=slices,
             weight_bytes=value_bytes * sum(config.slice_parameters(part) for part in slices),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from edgepipe.backend import cost
 from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
@@ -37,6 +38,7 @@ class StepWork:
         "_epoch",
         "_inputs",
         "_owner",
+        "demand",
         "num_rows",
         "num_tokens",
         "prepare_us",
@@ -59,6 +61,7 @@ class StepWork:
         slice_index: int,
         num_tokens: int,
         num_rows: int,
+        demand: cost.StepWork,
         prepared: Prepared,
         prepare_us: int,
         ready_s: float,
@@ -71,6 +74,7 @@ class StepWork:
         self.slice_index = slice_index
         self.num_tokens = num_tokens
         self.num_rows = num_rows
+        self.demand = demand
         self.prepared = prepared
         self.prepare_us = prepare_us
         self.ready_s = ready_s  # monotonic: it can be computed as soon as the device is free

@@ -6,6 +6,7 @@ to four stages moved a gap by at most 0.085, so a step with a gap of 0.1 or more
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ class Item:
     def num_decided(self) -> int:
         """Steps before the first whose gap is below 0.1."""
         return next((i for i, gap in enumerate(self.gaps) if gap < FLOAT32_GAP), len(self.gaps))
+
+    @property
+    def longest_decided(self) -> range:
+        """The longest run of steps without a gap below 0.1; generation from its start gives the reference's ids."""
+        ties = [-1, *(i for i, gap in enumerate(self.gaps) if gap < FLOAT32_GAP), len(self.gaps)]
+        return max((range(a + 1, b) for a, b in itertools.pairwise(ties)), key=len)
 
 
 def items() -> list[Item]:

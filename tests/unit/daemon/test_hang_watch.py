@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.daemon.hang_watch import HangWatch
-from edgepipe.stage.step_times import StepTimes
 from edgepipe.wire.v1 import node_pb2 as pb
 
 EVERY_S = 0.25
@@ -56,20 +55,3 @@ def test_a_daemon_that_was_stopped_itself_blames_nobody():
     assert not watch.why_hung(now=0.25, every_s=EVERY_S)
     assert not watch.why_hung(now=60.0, every_s=EVERY_S)
     assert watch.why_hung(now=60.25, every_s=EVERY_S) == ""
-
-
-def test_a_step_gets_eight_times_what_its_size_took_and_a_minute_the_first_time():
-    times = StepTimes()
-    times.starts(16)
-    assert times.limit_s() == 60.0
-    times.ended(16, 2.0)
-    times.starts(17)
-    assert times.limit_s() == 16.0
-    times.ended(17, 0.001)
-    times.starts(1)
-    assert times.limit_s() == 60.0
-    times.ended(1, 0.001)
-    times.starts(1)
-    assert times.limit_s() == 5.0
-    times.calls(calling=True)
-    assert times.limit_s() == 60.0

@@ -10,7 +10,7 @@ from edgepipe.engine.groups import first_error
 from edgepipe.engine.meter import StageMeter, WindowSum, smooth
 from edgepipe.engine.requests import Choice, GatewayStream, Request
 from edgepipe.engine.settings import EngineTimeouts
-from edgepipe.engine.watch import StepWatch
+from edgepipe.engine.watch import Deadlines, StepWatch
 from edgepipe.errors import StageLost, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId, StepId
 from edgepipe.sampling import SamplingParams
@@ -131,17 +131,26 @@ def test_smoothing_begins_with_the_first_value() -> None:
     assert smooth(10.0, 20.0) == pytest.approx(11.0)
 
 
-async def test_the_watch_gives_known_sizes_less_time_than_new_ones() -> None:
+def test_known_sizes_get_less_time_than_new_ones() -> None:
+    deadlines = Deadlines(EngineTimeouts())
+    assert deadlines.limit_s(1, 0.0) == 60.0
+    assert deadlines.limit_s(1, 20.0) == 160.0
+    deadlines.note(1, 0.1)
+    assert deadlines.limit_s(1, 0.0) == 5.0
+    assert deadlines.limit_s(1, 3.0) == 24.0, "the ring may have been idle: a whole turn lies before the step"
+    deadlines.note(100, 9.0)
+    assert deadlines.limit_s(100, 3.0) == 72.0, "something besides devices and links takes its time"
+
+
+async def test_the_watch_finds_the_late_step_and_forgets_those_that_came_back() -> None:
     late: list[int] = []
     timeouts = EngineTimeouts(step_min_s=0.05, step_first_s=60.0)
-    watch = StepWatch(timeouts=timeouts, on_late=lambda step, _: late.append(step))
-    assert watch.limit_s(1) == 60.0
+    watch = StepWatch(timeouts=timeouts, turn_s=lambda: 0.0, on_late=lambda step, _: late.append(step))
     watch.oldest_is(StepId(1), 1)
     watch.retired()
-    assert watch.limit_s(1) == 0.05
     watch.oldest_is(StepId(2), 700)
     await asyncio.sleep(0.1)
-    assert not late
+    assert not late, "its size is new"
     watch.retired()
     watch.close()
     watch.oldest_is(StepId(3), 1)

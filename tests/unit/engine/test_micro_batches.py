@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from ring_model import ROW_BYTES, RingModel
+from ring_model import ROW_BYTES, RingModel, scheduled
 
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.turns import TurnLedger
@@ -139,3 +139,20 @@ def test_edges_of_measured_step_times_are_known_after_a_while() -> None:
             ring.sizes.note_timing(1, timing)
     ring.run(sequences=8, steps=20)
     assert ring.sizes.tile_edges == (64,)
+
+
+def test_a_turn_counts_all_stages_and_links_and_what_a_device_with_two_slices_computes_in_between() -> None:
+    plain = MicroBatches(slices=[[0], [1]], row_bytes=ROW_BYTES, fixed=0)
+    interleaved = MicroBatches(slices=[[0, 2], [1, 3]], row_bytes=ROW_BYTES, fixed=0)
+    assert plain.turn_s([StepId(1)]) == 0.0
+    for sizes, num_slices in ((plain, 2), (interleaved, 4)):
+        for step in (1, 2):
+            sizes.sent(scheduled(step, 4, 4), now_s=0.0)
+            for index in range(num_slices):
+                timing = StepTiming(
+                    step=StepId(step), slice_index=index, num_tokens=4, num_rows=4, started_us=0, compute_us=100_000
+                )
+                sizes.note_timing(index % 2, timing)
+    link_s = 4 * ROW_BYTES / 10e6
+    assert plain.turn_s([StepId(1), StepId(2)]) == pytest.approx(0.2 + link_s)
+    assert interleaved.turn_s([StepId(1), StepId(2)]) == pytest.approx(2 * (0.4 + 3 * link_s))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from edgepipe.backend.types import ActivationType
-from edgepipe.engine.control import StageControl, StageSite
+from edgepipe.engine.control import StageControl
+from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, DeviceOutOfMemory, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.gateway.engine_link import LinkLimits
+from edgepipe.gateway.models import AssetLoader
 from edgepipe.gateway.service import Gateway, listen
 from edgepipe.link.security import Plaintext
 from tests.unit.gateway.fake_engine import ByteAssets, FakeEngine, start_engine, view_of
@@ -77,7 +78,12 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, *, limits: LinkLimits | None = None, names: tuple[str, ...] = ("tiny",), **more: Any
+    engine: FakeEngine,
+    *,
+    limits: LinkLimits | None = None,
+    names: tuple[str, ...] = ("tiny",),
+    load: AssetLoader = lambda path: ByteAssets(),
+    **more: Any,
 ) -> AsyncIterator[Served]:
     """A gateway over ``engine``, asked through real HTTP on a free port."""
     server, address = await start_engine(engine)
@@ -88,7 +94,7 @@ async def serving(
         clock=FixedClock(),
         ids=Counter(),
         new_seed=lambda: 7,
-        load=lambda path: ByteAssets(),
+        load=load,
         limits=limits or LinkLimits(resume_window_s=5),
         **more,
     )

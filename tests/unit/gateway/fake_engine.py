@@ -56,8 +56,9 @@ class ByteAssets:
     tool_format = ToolFormat.HERMES
     template_knows_tools = False
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token != END).decode(errors="replace")
+    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
+        detokenizer = ByteDetokenizer()
+        return "".join([*map(detokenizer.add, ids), detokenizer.finish() if finish else ""])
 
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == END else bytes([token])
@@ -65,8 +66,11 @@ class ByteAssets:
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else bytes([token]).decode(errors="replace")
 
-    def new_detokenizer(self, *, tool_calls: bool = False) -> ByteDetokenizer:
-        return ByteDetokenizer()
+    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> ByteDetokenizer:
+        detokenizer = ByteDetokenizer()
+        for token in before:
+            detokenizer.add(token)
+        return detokenizer
 
     def info(self) -> dict[str, Any]:
         return {"eos_token": "<end>", "chat_template": "lines"}

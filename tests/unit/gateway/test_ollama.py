@@ -124,3 +124,17 @@ async def test_errors_are_one_line_of_text(served: Served, path: str, body: dict
     assert response.status_code == status
     assert set(response.json()) == {"error"}
     assert isinstance(response.json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: "),
+        ({"format": {"type": "wizard"}}, "format: "),
+        ({"options": {"temperature": -1}}, "options.temperature: "),
+    ],
+)
+async def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], name: str) -> None:
+    response = await served.http.post("/api/chat", json={"model": "tiny", "messages": USER, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"].startswith(name)

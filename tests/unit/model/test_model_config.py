@@ -41,6 +41,7 @@ REFUSED = {
     "eps text": {"rms_norm_eps": "1e-5"},
     "theta infinite": {"rope_theta": math.inf},
     "theta 0": {"rope_theta": 0},
+    "theta 1, whose logarithm is 0": {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
     "vocabulary 10^12": {"vocab_size": 10**12},
     "eos beyond vocabulary": {"eos_token_id": 300},
     "eos text": {"eos_token_id": "</s>"},

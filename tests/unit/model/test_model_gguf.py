@@ -24,7 +24,7 @@ from model_files import (
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.dequantise import as_float32
-from edgepipe.model.gguf_file import unpermute_rows
+from edgepipe.model.gguf_file import open_gguf, unpermute_rows
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.weights import open_weights
 
@@ -96,6 +96,14 @@ def test_a_damaged_file_is_refused_by_name(case: str, tmp_path: Path) -> None:
         read_gguf_header(path)
     assert "model.gguf" in caught.value.what
     assert len(caught.value.lines()) >= 2
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    rows = (gguf_row("blk.0.ffn_up.weight", (8,), 0, 0), gguf_row("blk.00.ffn_up.weight", (8,), 0, 32))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(rows=rows, data=bytes(64)))
+    with pytest.raises(ModelInvalid, match="two names"):
+        open_gguf(path)
 
 
 def test_a_good_file_by_hand_is_read(tmp_path: Path) -> None:

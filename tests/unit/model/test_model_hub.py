@@ -12,6 +12,7 @@ from fake_hub import COMMIT, FakeHub, running
 from model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.model import install
 from edgepipe.model.config import hf_config
 from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
 from edgepipe.model.progress import PullProgress
@@ -73,6 +74,16 @@ def test_a_dry_run_asks_for_sizes_only(hub: FakeHub, tmp_path: Path) -> None:
     assert result.total_bytes == sum(len(hub.files[file.name]) for file in result.files)
     assert hub.asked == []
     assert not (tmp_path / "store").exists()
+
+
+def test_a_tokenizer_larger_than_any_is_not_fetched(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "MAX_METADATA_BYTES", 1000)
+    hub.files["tokenizer.json"] = bytes(1001)
+    with pytest.raises(ModelInvalid, match="too large"):
+        pull(hub, tmp_path / "store")
+    assert hub.asked == []
 
 
 def test_damaged_bytes_are_refused_and_deleted(hub: FakeHub, tmp_path: Path) -> None:

@@ -60,6 +60,19 @@ def test_no_more_prefill_than_the_slowest_link_uploads_beside_the_decodes() -> N
     assert prefill(BUSY._replace(link_cap_tokens=5)) == 32, "never token by token"
 
 
+def test_no_more_prefill_than_the_slowest_stage_computes_in_the_time_allowed() -> None:
+    assert prefill(BUSY._replace(prefill_cap_tokens=300)) == 292
+    assert prefill(BUSY._replace(prefill_cap_tokens=3000)) == 1000
+    assert prefill(BUSY._replace(prefill_cap_tokens=5)) == 32, "it always goes on"
+    alone = BUSY._replace(running_decodes=0, ready_decodes=0, sampling_rows_in_flight=())
+    assert prefill(alone._replace(prefill_cap_tokens=300)) == 300
+
+
+def test_sarathi_keeps_to_the_time_allowed_too() -> None:
+    assert SarathiPolicy().budget(BUSY._replace(prefill_cap_tokens=300)).prefill_tokens == 292
+    assert SarathiPolicy().budget(BUSY._replace(prefill_cap_tokens=5)).prefill_tokens == 32
+
+
 def test_trimming_ends_a_step_at_a_tile_edge_and_never_leaves_it_without_prefill() -> None:
     trimming = ThrottledPolicy(trim_to_tiles=True)
     tiles = BUSY._replace(tile_edges=(64, 256, 512))

@@ -7,10 +7,12 @@ import tempfile
 import threading
 from collections.abc import AsyncGenerator
 from itertools import pairwise
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.backend.types import StepOutput, TokenIds
 from edgepipe.daemon.system import SystemClock
 from edgepipe.stage.compute import ComputeThread, Span
@@ -47,9 +49,11 @@ class Recorder:
 class Item:
     """A step of which only the order matters."""
 
-    def __init__(self, number: int, *, wanted: bool = True) -> None:
+    def __init__(self, number: int, *, wanted: bool = True, num_tokens: int = 1) -> None:
         self.prepared = number
-        self.num_tokens = 1
+        self.num_tokens = num_tokens
+        self.slice_index = 0
+        self.demand = StepWork.of_rows((0,), (num_tokens,), logit_rows=1)
         self.span: Span | None = None
         self.error: Exception | None = None
         self._wanted = wanted
@@ -184,3 +188,62 @@ async def test_the_mark_is_at_the_step_that_is_computed_and_nowhere_between_step
     await thread.close()
     mark.close()
     daemons_view.close()
+
+
+class Blocking(Recorder):
+    """Collects a step once it may, and says when it is about to."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.collecting: SimpleQueue[int] = SimpleQueue()
+        self.go_on: SimpleQueue[None] = SimpleQueue()
+
+    def collect(self, ticket: int) -> StepOutput:
+        self.collecting.put(ticket)
+        self.go_on.get()
+        return super().collect(ticket)
+
+
+async def put_at_once(compute: ComputeThread, *items: Item) -> None:
+    """Queue all items while the thread is busy."""
+    gate = threading.Event()
+    blocked = asyncio.ensure_future(compute.call(gate.wait))
+    await asyncio.sleep(0)
+    for item in items:
+        compute.put(item)
+    gate.set()
+    await blocked
+
+
+async def limit_while_collecting(compute: ComputeThread, backend: Blocking, number: int) -> float:
+    """The limit that the stage announces while that step is the oldest; collects it then."""
+    assert await asyncio.to_thread(backend.collecting.get) == number
+    limit_s = compute.limit_s()
+    backend.go_on.put(None)
+    return limit_s
+
+
+async def test_a_decode_behind_a_first_prefill_keeps_the_prefills_limit(compute: ComputeThread) -> None:
+    backend = Blocking()
+    compute.use(backend)  # pyright: ignore[reportArgumentType]
+    compute.put(Item(1))
+    limits_s = [await limit_while_collecting(compute, backend, 1)]
+    await compute.call(lambda: None)
+    await put_at_once(compute, Item(2, num_tokens=2048), Item(3), Item(4))
+    limits_s += [await limit_while_collecting(compute, backend, number) for number in (2, 3, 4)]
+    assert limits_s[0] == 60.0, "the first decode"
+    assert limits_s[1] >= 60.0, "the prefill, with a decode behind it"
+    assert limits_s[2:] == [5.0, 5.0]
+
+
+async def test_a_step_that_the_device_refuses_leaves_the_limit_to_the_one_ahead(compute: ComputeThread) -> None:
+    backend = Blocking()
+    compute.use(backend)  # pyright: ignore[reportArgumentType]
+    compute.put(Item(1))
+    await limit_while_collecting(compute, backend, 1)
+    await compute.call(lambda: None)
+    refused = Item(-3, num_tokens=2048)
+    await put_at_once(compute, Item(2), refused)
+    assert await limit_while_collecting(compute, backend, 2) == 5.0
+    await compute.call(lambda: None)
+    assert isinstance(refused.error, ValueError)

@@ -1,0 +1,49 @@
+"""Rotary frequencies of published configs against ``transformers``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from edgepipe.model.config import hf_config
+from edgepipe.model.rope import rotary_frequencies
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
+SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 512,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize("published", SCALED, ids=[one["model"] for one in SCALED])
+def test_a_published_rope_turns_as_in_transformers(published: dict[str, Any]) -> None:
+    values = {**SHAPE, **published["values"]}
+    config = hf_config(values)
+    reference = LlamaConfig(**{key: value for key, value in values.items() if key != "architectures"})
+    theirs, amplitude = ROPE_INIT_FUNCTIONS[config.rope.scaling](
+        reference, seq_len=_served(config.rope.scaling, values)
+    )
+    ours, our_amplitude = rotary_frequencies(config)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
+    assert our_amplitude == pytest.approx(amplitude)
+
+
+def _served(scaling: str, values: dict[str, Any]) -> int | None:
+    """Tokens of a sequence; longrope's factors are those of the whole context at every length."""
+    return values["max_position_embeddings"] if scaling == "longrope" else None
