@@ -25,6 +25,8 @@ import httpx
 import psutil
 from figures import Row, at_least, at_most, below, print_rows
 
+from edgepipe.testing.chaos.catalogue import LASTING_FAULTS, LastingFault
+from edgepipe.testing.chaos.clients import HEAL_S
 from edgepipe.testing.chaos.cluster import ChaosCluster, chaos_cluster
 from edgepipe.testing.chaos.run import ChaosRun
 from edgepipe.testing.lan import LanLab, lan_available
@@ -167,6 +169,30 @@ async def silent(times: int, rows: list[Row]) -> None:
                 seen.append(await until(cluster.first, lambda status: bool(status.absent), limit_s=10.0))
                 lab.heal("c")
             rows.append(below("seen, silent node, p99", percentile(seen, 0.99), "s", 2.5))
+
+
+async def healed(times: int, rows: list[Row], *, full: bool) -> None:
+    """Faults that once lasted: when a client that knows nothing of one has 20 tokens after it."""
+    for fault in LASTING_FAULTS:
+        if fault.needs_lan and not (lan := lan_available()):
+            progress(f"left out: {fault.what}: {lan.reason}")
+        elif not fault.is_long or full:
+            rows.append(await _time_to_heal(fault, times))
+
+
+async def _time_to_heal(fault: LastingFault, times: int) -> Row:
+    """The worst of some times in one cluster, beside the median; one that was never healed counts as the limit."""
+    progress(f"time to heal: {fault.what}")
+    taken: list[float] = []
+    try:
+        async with folder() as place, fault.cluster(place) as clients:
+            for _ in range(times):
+                taken.append(await fault.strike(clients))
+    except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
+        progress(f"not healed: {str(error)[:2000]}")
+        return Row(f"{fault.what}: not healed", HEAL_S, "s", target=f"<= {HEAL_S:g} s", met=False)
+    worst = below(f"{fault.what}, worst of {times}", max(taken), "s", HEAL_S)
+    return worst._replace(baseline=statistics.median(taken), baseline_name="median")
 
 
 async def smollm(times: int, rows: list[Row]) -> None:
@@ -343,15 +369,17 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="ten minutes of load, half an hour of faults")
     parser.add_argument(
-        "--only", default="", help="one part: killed, engines, drained, silent, smollm, load, cost, soak"
+        "--only", default="", help="one part: killed, engines, drained, silent, heal, smollm, load, cost, soak"
     )
     options = parser.parse_args()
     rows: list[Row] = []
+    heal_rows: list[Row] = []
     parts: dict[str, Callable[[], Awaitable[None]]] = {
         "killed": lambda: killed(12, rows),
         "engines": lambda: killed_engines(3, rows),
         "drained": lambda: drained(4, rows),
         "silent": lambda: silent(6, rows),
+        "heal": lambda: healed(3, heal_rows, full=options.full),
         "smollm": lambda: smollm(4, rows),
         "load": lambda: buried_alive(600.0 if options.full else 60.0, rows),
         "cost": lambda: cost(6, rows),
@@ -369,7 +397,10 @@ async def main() -> None:
         except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
             progress(f"{name} failed: {str(error)[:2000]}")
             rows.append(Row(f"{name}: failed, see above", 1, "", target="0", met=False))
-    print_rows("faults", rows)
+    if heal_rows:
+        print_rows("time to heal", heal_rows)
+    if rows:
+        print_rows("faults", rows)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from edgepipe.units import format_bytes
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue
+from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVPool
 from edgepipe_emulated.prepared import PreparedStep, prepare_step
 from edgepipe_emulated.settings import read_settings
@@ -67,6 +68,7 @@ class EmulatedBackend:
 
     def __init__(self, options: BackendOptions) -> None:
         self._settings = read_settings(options.device, options.settings)
+        self._faults = DeviceFaults(self._settings.faults)
         self._device = options.device if options.device != "auto" else "rtx4090"
         self._kind = options.activation_type
         self._queue = self._make_queue(0)
@@ -89,7 +91,7 @@ class EmulatedBackend:
             bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
             flops=device.flops,
             block_sizes=self.block_sizes,
-            contiguous_kv=False,
+            contiguous_kv=self._settings.contiguous_kv,
         )
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
@@ -98,6 +100,7 @@ class EmulatedBackend:
         Raises ShardMismatch, DeviceOutOfMemory.
         """
         self.close()
+        self._faults.check_memory()
         config = weights.config
         if config.hidden_size < _SMALLEST_HIDDEN:
             raise ShardMismatch(f"the emulated backend needs a hidden size of {_SMALLEST_HIDDEN} or more")
@@ -145,6 +148,7 @@ class EmulatedBackend:
         """Compute the step's checksums now; its time on the device begins when that of the step before ends."""
         if self._num_submitted >= self.max_submitted:
             raise RuntimeError(f"{self.max_submitted} steps are submitted and not collected")
+        self._faults.check_step()
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
         done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(work_of(prepared.step)))
@@ -161,7 +165,8 @@ class EmulatedBackend:
         return ticket.output
 
     def check(self) -> None:
-        """Compute nothing: an emulated device works."""
+        """Raises StepFailed while the device is broken."""
+        self._faults.check_computes()
 
     def close(self) -> None:
         """Forget everything."""

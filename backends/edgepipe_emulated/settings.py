@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
@@ -14,7 +15,7 @@ from edgepipe.units import parse_bytes
 
 T = TypeVar("T")
 
-_OWN = ("time_factor", "seed", "as_model", "as_model_bytes", "as_kv_bytes_per_token")
+_OWN = ("time_factor", "seed", "as_model", "as_model_bytes", "as_kv_bytes_per_token", "contiguous_kv", "faults")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class EmulationSettings:
     as_model_bytes: int | None  # weights of the model whose times are wanted; None: bf16 of the config's shape
     as_kv_bytes_per_token: int | None  # likewise its KV, all layers
     seed: int  # of the jitter
+    contiguous_kv: bool  # block tables must be runs, as on CPU and MLX
+    faults: Path | None  # folder of the device's faults (``edgepipe_emulated.faults``); None: it has none
 
 
 def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
@@ -42,6 +45,8 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
         as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),
+        contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
+        faults=_maybe(settings, "faults", Path),
     )
 
 

@@ -62,6 +62,10 @@ VERY_SLOW_CASES = {
     "P14 killed while stages move": ("kill stage in drain", {}),
     "the engine's node is drained": ("drain engine", {}),
     "P9 X7 node freezes, thaws": ("stop node", {}),
+    "L1 a device breaks": ("break device", {}),
+    "L2 a machine naps": ("nap", {}),
+    "L3 a drain that is refused at first": ("refuse drain", {}),
+    "L4 a step fails once, and a client leaves": ("fail step", {"one_leaves": True, "num_streams": 4}),
 }
 
 

@@ -35,7 +35,9 @@ class RecordingClient:
         url = f"{self._base}/chat/completions" if "messages" in body else f"{self._base}/completions"
         timeout = httpx.Timeout(answer_s, connect=_CONNECT_S)
         try:
-            async with asyncio.timeout(answer_s), httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
+            # There is no TLS here: reading all authorities' certificates would hold up every stream for 0.1 s.
+            client = httpx.AsyncClient(timeout=timeout, trust_env=False, verify=False)
+            async with asyncio.timeout(answer_s), client as http:
                 async with http.stream("POST", url, json=asked) as response:
                     if response.status_code != 200:
                         self._end(stream, "error", _code(await response.aread()))

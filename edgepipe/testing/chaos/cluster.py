@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,12 @@ from typing import Any
 
 import psutil
 from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMissingTypeStubs] - typed, but no room
+from edgepipe_emulated.faults import BROKEN, FULL  # pyright: ignore[reportMissingTypeStubs]
 
 from edgepipe.model.emulated_folder import write_model_folder
+from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
+from edgepipe.testing.chaos.sleepy_node import note_sleep
 from edgepipe.testing.lan import LanLab
 from edgepipe.testing.nodes import Node, Nodes, children_of
 from edgepipe.testing.relay import relay
@@ -24,7 +27,8 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 MODEL = "tiny"
 WHOLE_S = 60.0  # until a cluster is whole again, or a node is down
-_LAYERS = 6
+CONFIG = emulated_model_config(num_layers=6, context_length=4096)
+SLEEPY = ("-m", "edgepipe.testing.chaos.sleepy_node")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +38,9 @@ class ChaosCluster:
     nodes: Nodes
     names: tuple[str, ...]
     flags: dict[str, Any]
+    own_flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by node
     model: str = MODEL
+    config: ModelConfig = CONFIG
     http_port: int = 0  # where this process reaches the first node's gateway
     lab: LanLab | None = None
     running: dict[str, Node] = field(default_factory=dict[str, Node])
@@ -60,6 +66,30 @@ class ChaosCluster:
                 process.kill()
         await node.process.wait()
 
+    def break_device(self, name: str, *, num_steps: int | None = None) -> None:
+        """Let steps on the node's device fail: so many, or, if None is given, all until it is mended."""
+        count = self._faults(name) / "count"
+        count.write_text("" if num_steps is None else str(num_steps))
+        count.rename(self._faults(name) / BROKEN)  # at once, as the device may look at any moment
+
+    def fill_device(self, name: str) -> None:
+        """Let another program take the node's device memory, so that nothing can be loaded, until it is mended."""
+        (self._faults(name) / FULL).touch()
+
+    def mend_device(self, name: str) -> None:
+        """End what the node's device suffers from."""
+        for fault in (BROKEN, FULL):
+            (self._faults(name) / fault).unlink(missing_ok=True)
+
+    def fall_asleep(self, name: str) -> None:
+        """The machine sleeps: all that runs there stops."""
+        self.signal_node(name, signal.SIGSTOP)
+
+    def wake_up(self, name: str, *, slept_s: float) -> None:
+        """The machine goes on where it stopped, and its clocks say how long it has slept."""
+        note_sleep(self.nodes.folder / name, seconds=slept_s)
+        self.signal_node(name, signal.SIGCONT)
+
     def signal_node(self, name: str, number: int) -> None:
         """To the daemon and all its children."""
         node = self.running[name]
@@ -77,6 +107,11 @@ class ChaosCluster:
             found += [(name, pid) for pid in pids if kind != "stage" or serving & set(_listens_on(pid))]
         return sorted(found)
 
+    async def stage_nodes(self) -> list[str]:
+        """Names of the nodes with stages, in the order of a token's way."""
+        status = await self.first.status()
+        return [stage.node_name for engine in status.engines for stage in engine.stages]
+
     async def until_ready(self, *, num_nodes: int | None = None) -> pb.ClusterStatus:
         """Everybody is there and the first node's gateway has an engine to ask."""
         wanted = num_nodes if num_nodes is not None else len(self.running)
@@ -89,7 +124,15 @@ class ChaosCluster:
 
     async def _start(self, name: str) -> Node:
         host = self.lab.host(name) if self.lab is not None else None
-        return await self.nodes.start(name, host=host, **self.flags)
+        flags = {**self.flags, **self.own_flags.get(name, {})}
+        if flags.get("backend", "emulated") == "emulated":
+            self._faults(name).mkdir(parents=True, exist_ok=True)
+            flags["backend_options"] = f"{flags.get('backend_options', 'time_factor=0')},faults={self._faults(name)}"
+        return await self.nodes.start(name, host=host, **flags)
+
+    def _faults(self, name: str) -> Path:
+        """Where an emulated device finds what it suffers from."""
+        return self.nodes.folder / f"{name}-faults"
 
 
 @asynccontextmanager
@@ -100,25 +143,36 @@ async def chaos_cluster(
     plan: str = "b:0-2,c:3-5",
     lab: LanLab | None = None,
     model: str = MODEL,
-    main: tuple[str, ...] = ("-m", "edgepipe.daemon"),
+    main: tuple[str, ...] = SLEEPY,
+    config: ModelConfig = CONFIG,
+    late: Sequence[str] = (),
+    own_flags: Mapping[str, Mapping[str, Any]] | None = None,
+    options: pb.ServeSpec | None = None,
     **flags: Any,
 ) -> AsyncGenerator[ChaosCluster]:
     """Start nodes, serve a model over them by ``plan``; everything ends with the block.
 
     The emulated model is put on every disk; another ``model`` must be in the store that the flag ``models_dir`` names.
+
+    config     shape of the emulated model
+    late       names of nodes that are not started yet
+    own_flags  of single nodes, by name, beside the ``flags`` of all
+    options    how the model is served
     """
     nodes = Nodes(
         folder=folder, cluster=f"chaos-{folder.name[-40:]}-{random.randrange(10**6)}".replace("_", "-"), main=main
     )
     if model == MODEL:
-        _put_on_every_disk(folder, names)
+        _put_on_every_disk(folder, names, config)
     if lab is None:
         flags.setdefault("link", "1gbit,2ms")  # tokens come at a pace at which a fault finds them under way
-    cluster = ChaosCluster(nodes=nodes, names=tuple(names), flags=flags, model=model, lab=lab)
+    cluster = ChaosCluster(
+        nodes=nodes, names=tuple(names), flags=flags, own_flags=own_flags or {}, model=model, config=config, lab=lab
+    )
     try:
-        await cluster.start()
+        await cluster.start(*(name for name in names if name not in late))
         await _until_idle(cluster)
-        await cluster.first.serve(model, plan=plan)
+        await cluster.first.serve(model, plan=plan, options=options)
         async with _way_to_gateway(cluster) as cluster.http_port:
             yield cluster
     finally:
@@ -128,9 +182,9 @@ async def chaos_cluster(
         await nodes.end()
 
 
-def _put_on_every_disk(folder: Path, names: Sequence[str]) -> None:
+def _put_on_every_disk(folder: Path, names: Sequence[str], config: ModelConfig) -> None:
     source = folder / "source" / MODEL
-    write_model_folder(source, emulated_model_config(num_layers=_LAYERS, context_length=4096))
+    write_model_folder(source, config)
     for name in names:
         ModelStore(folder / name / "models").pull(str(source))
 
@@ -140,7 +194,7 @@ async def _until_idle(cluster: ChaosCluster) -> None:
 
     def idle(status: pb.ClusterStatus) -> bool:
         devices = [[one.state for one in member.node.devices] for member in status.members]
-        return devices == [["idle"]] * len(cluster.names)
+        return devices == [["idle"]] * len(cluster.running)
 
     for node in cluster.running.values():
         await node.until(idle)

@@ -14,6 +14,8 @@ from edgepipe.testing.chaos.nemesis import Fault, Nemesis
 from edgepipe.testing.nodes import HELLO, children_of
 from edgepipe.wire.v1 import node_pb2 as pb
 
+_NAP_S = 60.0
+
 
 async def _stop_node(nemesis: Nemesis) -> None:
     """A machine that freezes as a whole and thaws: its late frames must be dropped."""
@@ -130,6 +132,54 @@ async def _drain(nemesis: Nemesis, name: str) -> None:
     nemesis.note(f"nothing runs on {name}")
 
 
+async def _break_device(nemesis: Nemesis) -> None:
+    """A device fails every step while its process lives, until the streams have ended elsewhere."""
+    name = await nemesis.victim_node("stage")
+    await nemesis.strike(f"the device of {name} breaks")
+    nemesis.cluster.break_device(name)
+    nemesis.heal_by(partial(_mend, nemesis, name))
+
+
+async def _fail_step(nemesis: Nemesis) -> None:
+    """One step fails, and never again."""
+    name, _ = await nemesis.victim("stage")
+    await nemesis.strike(f"a step fails on {name}")
+    nemesis.cluster.break_device(name, num_steps=1)
+    nemesis.heal_by(partial(_mend, nemesis, name))
+
+
+async def _refuse_drain(nemesis: Nemesis) -> None:
+    """A machine is drained while no other has memory to take its stage; then they have."""
+    name, _ = await nemesis.victim("stage")
+    heirs = set(nemesis.cluster.running) - set(await nemesis.cluster.stage_nodes())
+    await nemesis.strike(f"{name} is drained, {', '.join(sorted(heirs))} have no memory")
+    for heir in heirs:
+        nemesis.cluster.fill_device(heir)
+    draining = asyncio.ensure_future(_drain(nemesis, name))
+    await asyncio.sleep(nemesis.random.uniform(0.5, 2.0))
+    for heir in heirs:
+        await _mend(nemesis, heir)
+    await draining
+
+
+async def _mend(nemesis: Nemesis, name: str) -> None:
+    nemesis.note(f"the device of {name} is mended")
+    nemesis.cluster.mend_device(name)
+
+
+async def _nap(nemesis: Nemesis) -> None:
+    """A machine sleeps without a word while others go on for it, and wakes in a cluster that has moved on."""
+    name = await nemesis.victim_node("stage")
+    await nemesis.strike(f"{name} sleeps")
+    nemesis.cluster.fall_asleep(name)
+
+    async def wake() -> None:
+        nemesis.note(f"{name} wakes")
+        nemesis.cluster.wake_up(name, slept_s=_NAP_S)
+
+    nemesis.heal_by(wake)
+
+
 MACHINE_FAULTS: dict[str, Fault] = {
     "stop node": _stop_node,
     "blink node": _blink_node,
@@ -140,4 +190,8 @@ MACHINE_FAULTS: dict[str, Fault] = {
     "drain node": _drain_stages_node,
     "drain engine": _drain_engines_node,
     "kill stage in drain": _kill_stage_in_drain,
+    "break device": _break_device,
+    "fail step": _fail_step,
+    "refuse drain": _refuse_drain,
+    "nap": _nap,
 }
