@@ -14,7 +14,7 @@ from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_sc
 from edgepipe.wire.sizes import ENDING_BYTES, HEAD_BYTES, ID_BYTES, PACKED_BYTES, logprobs_bytes
 from edgepipe.wire.v1 import engine_pb2
 
-_MAX_NEWS = 8192  # choices of one gateway that are untold: beyond what an engine takes on, it does not read
+_MAX_NEWS = 16_384  # choices of one gateway that are untold, 2 KB each: far beyond what an engine takes on
 
 
 # What a request takes of an engine's memory, at most; tests measure it.
@@ -102,8 +102,13 @@ class Request:
     submission: Submission
     choices: list[Choice] = field(default_factory=list[Choice])
     held_bytes: int = 0  # of this engine's memory, at most
+    token_bytes: int = field(init=False)  # what each output token adds to that
     stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
     expiry: asyncio.TimerHandle | None = None  # while there is no stream
+
+    def __post_init__(self) -> None:
+        sampling = self.submission.sampling
+        self.token_bytes = OUTPUT_TOKEN_BYTES + (logprob_bytes(sampling.top_logprobs) if sampling.logprobs else 0)
 
     @property
     def attempt(self) -> int:
@@ -114,12 +119,6 @@ class Request:
     def ended(self) -> bool:
         """Whether all choices have ended."""
         return all(choice.ending is not None for choice in self.choices)
-
-    @property
-    def token_bytes(self) -> int:
-        """What its next output token will take."""
-        sampling = self.submission.sampling
-        return OUTPUT_TOKEN_BYTES + (logprob_bytes(sampling.top_logprobs) if sampling.logprobs else 0)
 
     def attach(self, stream: GatewayStream | None) -> None:
         """From now on results go there."""

@@ -192,7 +192,7 @@ class RequestTable:
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
                 scores = logprobs.get(event.sequence)
-                if scores is None and choice.sampling.logprobs:
+                if scores is None and choice.request.submission.sampling.logprobs:
                     self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
                     continue
                 choice.add(event.token_id, scores)

@@ -213,7 +213,7 @@ async def test_outputs_that_outgrow_the_memory_end_the_youngest_request() -> Non
 async def test_a_gateway_that_takes_nothing_is_cut_off() -> None:
     table, _ = make_table()
     stream = GatewayStream(NodeId("node"))
-    for index in range(80):
+    for index in range(140):
         table.submit(stream, request(f"r{index}", [CONFIG.vocab_size], num_choices=128))
     assert stream.abandoned
     assert await told(stream) == []
