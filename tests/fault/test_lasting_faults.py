@@ -25,6 +25,10 @@ async def test_chats_go_on_elsewhere_when_a_device_breaks_for_good(clients: Clie
     await lasting_faults.broken_for_good(clients)
 
 
+async def test_a_repaired_device_is_used_again_when_the_next_one_breaks(clients: Clients):
+    await lasting_faults.broken_for_good(clients)
+
+
 async def test_chats_are_answered_again_when_broken_devices_are_repaired(clients: Clients):
     await lasting_faults.broken_for_a_while(clients)
 
