@@ -385,7 +385,7 @@ async def main() -> None:
         "engines": lambda: killed_engines(3, rows),
         "drained": lambda: drained(4, rows),
         "silent": lambda: silent(6, rows),
-        "heal": lambda: healed(3, heal_rows, full=options.full),
+        "heal": lambda: healed(5 if options.full else 2, heal_rows, full=options.full),
         "smollm": lambda: smollm(4, rows),
         "load": lambda: buried_alive(600.0 if options.full else 60.0, rows),
         "cost": lambda: cost(6, rows),
