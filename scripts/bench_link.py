@@ -203,6 +203,10 @@ async def _hop_ms(ports: list[int], hidden_size: int, steps: int) -> tuple[list[
             tasks.create_task(control.run())
         for control in controls:
             await control.reports.opened.wait()
+        sampling = SamplingParams(temperature=0.0)
+        driver.register(
+            *(Registration(sequence=SequenceId(row), sampling=sampling, prompt_tokens=1) for row in range(TOKENS))
+        )
         for step in range(1, WARM_UP_STEPS + steps + 1):
             sent_s = time.perf_counter()
             driver.send(_plan(driver, step))
@@ -245,12 +249,7 @@ def _plan(driver: Driver, step: int) -> StepPlan:
         last_slice=driver.last_slice,
         rows=tuple(PlanRow(SequenceId(row), 0, 1, True, (BlockRun(row, 1),) if first else ()) for row in range(TOKENS)),
         token_ids=tuple(range(TOKENS)),
-        registers=tuple(
-            Registration(sequence=SequenceId(row), sampling=SamplingParams(temperature=0.0), prompt_tokens=1)
-            for row in range(TOKENS)
-        )
-        if first
-        else (),
+        registers=tuple(SequenceId(row) for row in range(TOKENS)) if first else (),
     )
 
 

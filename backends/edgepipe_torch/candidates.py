@@ -72,13 +72,14 @@ def pick(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Picked:
     best, ids = changed.topk(num_candidates, dim=1)
     temperatures = transfer.upload(edits.temperatures)[:, None]
     totals = ((changed - best[:, :1]) / temperatures).exp_().sum(1, keepdim=True)
-    top, top_ids = logits.topk(edits.num_top, dim=1)
+    num_top = min(edits.num_top, logits.shape[1])
+    top, top_ids = logits.topk(num_top, dim=1)
     fields = [_bits(ids), best, logits.gather(1, ids), totals, logits.logsumexp(1, keepdim=True), _bits(top_ids), top]
     return Picked(
         download=transfer.download(torch.cat(fields, 1)),
         changed=changed,
         num_candidates=num_candidates,
-        num_top=edits.num_top,
+        num_top=num_top,
     )
 
 
@@ -86,12 +87,14 @@ def score(hidden: Tensor, wanted: ScoreRows, logits: Callable[[Tensor], Tensor],
     """Log-probabilities of known tokens; hidden [S, H], one row per target, goes through the head in pieces."""
     targets = transfer.upload(wanted.targets.astype(np.int64))[:, None]
     pieces: list[Tensor] = []
+    num_top = wanted.num_top
     for start in range(0, hidden.shape[0], SCORED_AT_ONCE):
         part = logits(hidden[start : start + SCORED_AT_ONCE])
         own = part.gather(1, targets[start : start + SCORED_AT_ONCE])
-        top, top_ids = part.topk(wanted.num_top, dim=1)
+        num_top = min(wanted.num_top, part.shape[1])
+        top, top_ids = part.topk(num_top, dim=1)
         pieces.append(torch.cat([part.logsumexp(1, keepdim=True), own, _bits(top_ids), top], 1))
-    return Scored(download=transfer.download(torch.cat(pieces)), num_top=wanted.num_top)
+    return Scored(download=transfer.download(torch.cat(pieces)), num_top=num_top)
 
 
 class _Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -46,7 +46,7 @@ class StageControl:
         self._call: Any = None
         self._reports: Any = None  # the call's replies, in order
         self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # after it opened
-        self._plans: asyncio.Queue[stage_pb2.ControlMessage] = asyncio.Queue(max_queued)
+        self._plans: asyncio.Queue[Sequence[stage_pb2.ControlMessage]] = asyncio.Queue(max_queued)
 
     @property
     def reached(self) -> bool:
@@ -99,8 +99,8 @@ class StageControl:
         finally:
             waiting.cancel()
 
-    def send(self, plan: stage_pb2.ControlMessage) -> None:
-        """Queue a plan. Raises StepFailed if the stage has stopped taking them."""
+    def send(self, plan: Sequence[stage_pb2.ControlMessage]) -> None:
+        """Queue a plan, the last of these messages. Raises StepFailed if the stage has stopped taking them."""
         try:
             self._plans.put_nowait(plan)
         except asyncio.QueueFull:
@@ -128,7 +128,8 @@ class StageControl:
         write = self._call.write if line is None else line.write
         try:
             while True:
-                await write(await self._plans.get())
+                for message in await self._plans.get():
+                    await write(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             return  # the reader tells why
 

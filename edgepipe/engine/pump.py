@@ -26,7 +26,7 @@ from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import Event, KVPool, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import Registration, StageTimings, StepDone
+from edgepipe.wire.plans import Registration, StageTimings, StepDone, registrations_to_wire
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2
 
@@ -270,19 +270,16 @@ class Pump:
 
     def _send(self, step: ScheduledStep) -> None:
         registrations = [self._registration(each, self._scheduler.tokens(each)) for each in step.registers]
-        messages: dict[tuple[bool, bool], stage_pb2.ControlMessage] = {}
+        messages: dict[tuple[bool, bool], list[stage_pb2.ControlMessage]] = {}
         for stage in self._stages:
             embeds = any(part.embedding for part in stage.site.slices)
             samples = any(part.head for part in stage.site.slices)
             if (embeds, samples) not in messages:
-                messages[embeds, samples] = step_to_wire(
-                    step,
-                    epoch=self._wire_epoch,
-                    last_slice=self._last_slice(step),
-                    registrations=registrations,
-                    with_token_ids=embeds,
-                    with_sampling=samples,
+                told = registrations_to_wire(registrations, epoch=self._wire_epoch, with_sampling=samples)
+                plan = step_to_wire(
+                    step, epoch=self._wire_epoch, last_slice=self._last_slice(step), with_token_ids=embeds
                 )
+                messages[embeds, samples] = [*told, plan]
             stage.send(messages[embeds, samples])
 
     def _turn_s(self) -> float:

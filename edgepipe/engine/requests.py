@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from sys import getsizeof
 
-from edgepipe.ids import NodeId, RequestKey, SequenceId
-from edgepipe.sampling import PromptLogprobs, TokenLogprobs
+from edgepipe.ids import NodeId, RequestId, RequestKey, SequenceId
+from edgepipe.sampling import LogprobLog, PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_scores_to_wire, tokens_to_wire
+from edgepipe.wire.sizes import ENDING_BYTES, HEAD_BYTES, ID_BYTES, PACKED_BYTES, logprobs_bytes
 from edgepipe.wire.v1 import engine_pb2
 
-_MAX_CHOICES = 256  # told of in one message; what a resumed gateway lacks may be its whole context each
+_MAX_NEWS = 8192  # choices of one gateway that are untold: beyond what an engine takes on, it does not read
+
+
+# What a request takes of an engine's memory, at most; tests measure it.
+REQUEST_BYTES = 4096
+CHOICE_BYTES = 6144  # with the scheduler's record of it
+PROMPT_TOKEN_BYTES = 48  # an integer, and its place in the prompt
+CHOICE_TOKEN_BYTES = 24  # the scheduler's copy for each choice, and what names its block
+OUTPUT_TOKEN_BYTES = 72  # an integer, its places here and in the scheduler, and what names its block
+_BIAS_BYTES = 160
+
+
+def submission_bytes(submission: Submission) -> int:
+    """What a request takes of an engine's memory before its first output token, at most."""
+    sampling = submission.sampling
+    return (
+        REQUEST_BYTES
+        + CHOICE_BYTES * submission.num_choices
+        + known_bytes(submission)
+        + OUTPUT_TOKEN_BYTES * sum(map(len, submission.generated))
+        + _BIAS_BYTES * len(sampling.logit_bias)
+        + (getsizeof(sampling.grammar.text) if sampling.grammar is not None else 0)
+        + (logprob_bytes(sampling.top_logprobs) * len(submission.prompt) if sampling.prompt_logprobs else 0)
+    )
+
+
+def known_bytes(submission: Submission) -> int:
+    """What of that its prompt and what it continues take, as they came: not needed when it has ended."""
+    prompt_token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * submission.num_choices
+    return prompt_token_bytes * len(submission.prompt) + PROMPT_TOKEN_BYTES * sum(map(len, submission.generated))
 
 
 @dataclass(slots=True, eq=False)
@@ -27,16 +58,40 @@ class Choice:
     wanted: int | None = None  # cancelled at this output position
     ending: Ending | None = None
     told: bool = False  # the ending, over the stream in use
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by output position, if asked
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # from prompt position 1 on
+    logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the log's last tokens: all that were sampled here
+    prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
     prompt_sent: int = 0  # of those, over the stream in use
     crashes: int = 0  # steps with it that could not be computed
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's; choices share their prompt, so the first one's log-probabilities of it are enough."""
+        sampling = self.request.submission.sampling
+        if sampling.prompt_logprobs and self.index:
+            return replace(sampling, prompt_logprobs=False)
+        return sampling
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """The next part; what a recomputed prompt gives again is dropped."""
         known = len(self.prompt_logprobs) + 1 - part.position
+        left = len(self.request.submission.prompt) - 1 - len(self.prompt_logprobs)
         if known >= 0:
-            self.prompt_logprobs += part.tokens[known:]
+            self.prompt_logprobs.extend(map(self._clipped, part.tokens[known : known + left]))
+
+    def add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """The next output token."""
+        self.log.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(self._clipped(logprobs))
+
+    def logprobs_of(self, start: int, end: int) -> list[TokenLogprobs]:
+        """Of the log's tokens ``[start, end)``; none for those that an earlier attempt gave."""
+        given = len(self.log) - len(self.logprobs)
+        return self.logprobs[max(0, start - given) : max(0, end - given)] if self.logprobs else []
+
+    def _clipped(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        most = self.request.submission.sampling.top_logprobs
+        return logprobs if len(logprobs.top) <= most else TokenLogprobs(logprobs.logprob, logprobs.top[:most])
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +101,7 @@ class Request:
     key: RequestKey
     submission: Submission
     choices: list[Choice] = field(default_factory=list[Choice])
+    held_bytes: int = 0  # of this engine's memory, at most
     stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
     expiry: asyncio.TimerHandle | None = None  # while there is no stream
 
@@ -59,6 +115,12 @@ class Request:
         """Whether all choices have ended."""
         return all(choice.ending is not None for choice in self.choices)
 
+    @property
+    def token_bytes(self) -> int:
+        """What its next output token will take."""
+        sampling = self.submission.sampling
+        return OUTPUT_TOKEN_BYTES + (logprob_bytes(sampling.top_logprobs) if sampling.logprobs else 0)
+
     def attach(self, stream: GatewayStream | None) -> None:
         """From now on results go there."""
         self.stream = stream
@@ -71,27 +133,57 @@ class GatewayStream:
     """What one gateway is yet to be told.
 
     Nothing is queued: a choice that has news is marked, and its log is read when the stream can take more. So a slow
-    gateway gets larger messages, and costs no memory beyond the logs.
+    gateway gets larger messages, up to PACKED_BYTES each, and costs no memory beyond the logs.
     """
 
     def __init__(self, node_id: NodeId) -> None:
         self.node_id = node_id
+        self._loop = asyncio.get_running_loop()
+        self._waits_since_s = 0.0  # on the loop's clock: the gateway took something, or there was nothing to take
+        self._abandoned = False
         self._news: dict[Choice, None] = {}  # in order
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._flushed.set()
         self._closed = False
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether nothing more is told over it."""
+        return self._abandoned
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the gateway has left untaken what there is to tell it."""
+        return self._loop.time() - self._waits_since_s if self._news else 0.0
+
     def mark(self, choice: Choice) -> None:
         """The choice has tokens or an ending to tell."""
+        if self._abandoned:
+            return
+        if not self._news:
+            self._waits_since_s = self._loop.time()
         self._news[choice] = None
         self._flushed.clear()
         self._wake.set()
+        if len(self._news) > _MAX_NEWS:
+            self.abandon()
+
+    def drop(self, request: Request) -> None:
+        """Tell nothing more of a request."""
+        for choice in request.choices:
+            self._news.pop(choice, None)
 
     def close(self) -> None:
         """End the stream once everything is told."""
         self._closed = True
         self._wake.set()
+
+    def abandon(self) -> None:
+        """End the stream now: its gateway takes nothing. If it lives it resumes over another one."""
+        self._abandoned = True
+        self._news.clear()
+        self.close()
 
     async def flush(self) -> None:
         """Wait until everything marked so far has been handed to the connection."""
@@ -110,36 +202,70 @@ class GatewayStream:
             await self._wake.wait()
 
     def _take(self) -> engine_pb2.EngineEvent | None:
-        """The news of the choices marked first; None if another stream tells all of theirs."""
-        event = engine_pb2.EngineEvent()
-        for choice in list(islice(self._news, _MAX_CHOICES)):
-            del self._news[choice]
-            if choice.request.stream is self:  # else its gateway has resumed it over another stream
-                _tell(choice, event)
+        """News of the choices marked first, up to PACKED_BYTES; None if another stream tells all of theirs."""
+        self._waits_since_s = self._loop.time()
+        packing = _Packing()
+        for choice in list(self._news):
+            if choice.request.stream is self and not packing.add(choice):
+                self._news[choice] = self._news.pop(choice)  # the rest of it comes after the others' news
+                break
+            del self._news[choice]  # told, or its gateway has resumed it over another stream
+        event = packing.event
         return event if event.tokens or event.ended or event.prompt_scores else None
 
 
-def _tell(choice: Choice, event: engine_pb2.EngineEvent) -> None:
-    request = choice.request
-    name, attempt = request.key.request_id, request.attempt
-    if choice.prompt_sent < len(choice.prompt_logprobs):
-        tokens = tuple(choice.prompt_logprobs[choice.prompt_sent :])
-        part = PromptLogprobs(position=1 + choice.prompt_sent, tokens=tokens)
-        event.prompt_scores.append(prompt_scores_to_wire(name, attempt=attempt, choice=choice.index, part=part))
-        choice.prompt_sent = len(choice.prompt_logprobs)
-    if choice.sent < len(choice.log):
-        positions = range(choice.sent, len(choice.log))
-        event.tokens.append(
-            tokens_to_wire(
-                name,
-                attempt=attempt,
-                choice=choice.index,
-                position=choice.sent,
-                ids=choice.log[choice.sent :],
-                logprobs=[choice.logprobs[each] for each in positions] if choice.logprobs else (),
-            )
-        )
-        choice.sent = len(choice.log)
-    if choice.ending is not None and not choice.told:
-        event.ended.append(ending_to_wire(name, attempt=attempt, choice=choice.index, ending=choice.ending))
+class _Packing:
+    """One message to a gateway while it is filled."""
+
+    def __init__(self) -> None:
+        self.event = engine_pb2.EngineEvent()
+        self._room_bytes = PACKED_BYTES
+
+    def add(self, choice: Choice) -> bool:
+        """Add a choice's news in their order: prompt, tokens, ending. False once there is no room for all of them."""
+        return self._add_prompt(choice) and self._add_tokens(choice) and self._add_ending(choice)
+
+    def _add_prompt(self, choice: Choice) -> bool:
+        start, known = choice.prompt_sent, len(choice.prompt_logprobs)
+        end = start + self._take_room(known - start, _logprobs_bytes(choice))
+        if start < end:
+            part = PromptLogprobs(position=1 + start, tokens=tuple(choice.prompt_logprobs[start:end]))
+            self.event.prompt_scores.append(prompt_scores_to_wire(*_name(choice), part=part))
+            choice.prompt_sent = end
+        return end == known
+
+    def _add_tokens(self, choice: Choice) -> bool:
+        start, known = choice.sent, len(choice.log)
+        each_bytes = ID_BYTES + (_logprobs_bytes(choice) if choice.logprobs else 0)
+        end = start + self._take_room(known - start, each_bytes)
+        if start < end:
+            logprobs = choice.logprobs_of(start, end)
+            tokens = tokens_to_wire(*_name(choice), position=start, ids=choice.log[start:end], logprobs=logprobs)
+            self.event.tokens.append(tokens)
+            choice.sent = end
+        return end == known
+
+    def _add_ending(self, choice: Choice) -> bool:
+        if choice.ending is None or choice.told:
+            return True
+        if not self._take_room(1, ENDING_BYTES):
+            return False
+        self.event.ended.append(ending_to_wire(*_name(choice), ending=choice.ending))
         choice.told = True
+        return True
+
+    def _take_room(self, count: int, each_bytes: int) -> int:
+        """For how many of these there is room, which is theirs then."""
+        fitting = max(0, min(count, (self._room_bytes - HEAD_BYTES) // each_bytes))
+        if fitting:
+            self._room_bytes -= HEAD_BYTES + fitting * each_bytes
+        return fitting
+
+
+def _name(choice: Choice) -> tuple[RequestId, int, int]:
+    """Request, attempt and choice."""
+    return choice.request.key.request_id, choice.request.attempt, choice.index
+
+
+def _logprobs_bytes(choice: Choice) -> int:
+    return logprobs_bytes(choice.request.submission.sampling.top_logprobs)

@@ -11,11 +11,13 @@ import grpc.aio
 
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError
+from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError, RequestInvalid
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
 from edgepipe.link.security import Security
+from edgepipe.sampling.bounds import Text
 from edgepipe.wire.common import check_hello
 from edgepipe.wire.engines import EngineState, EngineTrace, engine_state_to_wire, trace_to_wire
+from edgepipe.wire.intake import MAX_ID_BYTES
 from edgepipe.wire.requests import (
     cancellation_from_wire,
     hello_from_wire,
@@ -74,17 +76,27 @@ class Door:
         try:
             async for message in messages:
                 self._take(stream, message)
+                if stream.abandoned:
+                    return
+        except RequestInvalid as exc:
+            logger.warning("gateway %s: %s", stream.node_id, exc)
+            stream.abandon()
         except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError) as exc:
             logger.debug("a gateway's stream broke: %s", exc)
         stream.close()
 
     def _take(self, stream: GatewayStream, message: engine_pb2.GatewayMessage) -> None:
+        """Raises RequestInvalid for an id that no answer could name."""
         kind = message.WhichOneof("message")
+        if kind not in ("submit", "cancel", "resume"):
+            return
+        if fact := Text(MAX_ID_BYTES).fault(getattr(message, kind).request_id, None):
+            raise RequestInvalid("request_id cannot be used", fact=fact)
         if kind == "submit":
             self._submit(stream, message.submit)
         elif kind == "cancel":
             self._table.cancel(stream, cancellation_from_wire(message.cancel))
-        elif kind == "resume":
+        else:
             self._table.resume(stream, resumption_from_wire(message.resume))
 
     def _submit(self, stream: GatewayStream, message: engine_pb2.Submit) -> None:

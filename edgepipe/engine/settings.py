@@ -36,7 +36,9 @@ class EngineLimits:
     max_running: int = 256  # sequences in the KV cache at once
     max_waiting: int = 1024  # sequences in the queue
     max_prefill_tokens: int = 2048  # per step
-    max_choices: int = 128  # per request, as in OpenAI's API
+    # The process has some 200 MB without requests: with what follows it stays below 1 GB whatever clients send.
+    max_new_bytes: int = 384 << 20  # of all requests' memory, beyond which new ones are refused: 40 of 128 k tokens
+    max_held_bytes: int = 512 << 20  # of the same with what their outputs add, beyond which the youngest ends
     max_finished: int = 1024  # requests whose result is kept for a gateway that resumes
     default_contexts: int = 4  # full contexts that the KV pool shall hold where nobody says how large it is
     max_failed_epochs: int = 8  # that did not open, in a row: with the pauses between them about half a minute

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from edgepipe.engine.pump import StepNews
-from edgepipe.engine.requests import Choice, GatewayStream, Request
+from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RequestInvalid
+from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError
 from edgepipe.ids import RequestId, RequestKey, SequenceId
 from edgepipe.model.facts import ModelConfig
-from edgepipe.sampling import SamplingParams
+from edgepipe.sampling import SamplingParams, TokenLogprobs
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
-from edgepipe.wire.plans import Registration
+from edgepipe.wire.intake import MAX_CHOICES, check_submission
+from edgepipe.wire.plans import Registration, registration_bytes
 from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)
 
+_NO_LOGPROBS: Mapping[SequenceId, TokenLogprobs] = MappingProxyType({})
 _SUSPECTED, _MOST_CRASHES = 2, 3  # steps of a sequence that could not be computed: it runs alone, it is refused
 
 
@@ -47,6 +51,7 @@ class RequestTable:
     def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
         """No epoch stands at first: see ``go_on``."""
         self._config = config
+        self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
         self._queue: Queue | None = None  # while an epoch stands
         self._refusal: EdgepipeError | None = None  # why none can
         self._limits = limits
@@ -57,6 +62,7 @@ class RequestTable:
         self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # when to forget, in order
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
+        self._held_bytes = 0  # by the requests above
 
     def go_on(self, queue: Queue) -> None:
         """An epoch stands: what was asked before and meanwhile is computed there, from its tokens so far."""
@@ -128,8 +134,8 @@ class RequestTable:
             return
         if known is not None:
             self._drop(known)
-        request = Request(key, submission, stream=stream)
-        count = min(submission.num_choices, self._limits.max_choices)  # more are refused below
+        request = Request(key, submission, stream=stream, held_bytes=submission_bytes(submission))
+        count = min(submission.num_choices, MAX_CHOICES)  # more are refused below
         request.choices = [self._new_choice(request, index) for index in range(count)]
         self._requests[key] = request
         self._start(request)
@@ -161,7 +167,7 @@ class RequestTable:
             request_id=request_id, attempt=attempt, prompt=(), sampling=SamplingParams(temperature=0.0)
         )
         request = Request(RequestKey(stream.node_id, request_id), submission, stream=stream)
-        count = min(max(1, num_choices), self._limits.max_choices)
+        count = min(max(1, num_choices), MAX_CHOICES)
         request.choices = [self._new_choice(request, index) for index in range(count)]
         self._refuse(request, error)
 
@@ -171,15 +177,12 @@ class RequestTable:
             if (choice := self._choices.get(sequence)) is not None:
                 choice.add_prompt_logprobs(part)
                 self._mark(choice)
-        for sequence, logprobs in news.logprobs.items():
-            if (choice := self._choices.get(sequence)) is not None:
-                choice.logprobs[len(choice.log)] = logprobs
         for sequence, error in news.failures.items():
             if (choice := self._choices.get(sequence)) is not None:
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
-        self.note(news.events)
+        self.note(news.events, news.logprobs)
 
-    def note(self, events: Iterable[Event]) -> None:
+    def note(self, events: Iterable[Event], logprobs: Mapping[SequenceId, TokenLogprobs] = _NO_LOGPROBS) -> None:
         """What the scheduler reports: log it, then mark it to be told."""
         for event in events:
             choice = self._choices.get(event.sequence)
@@ -188,9 +191,14 @@ class RequestTable:
             if isinstance(event, TokenSampled):
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
-                choice.log.append(event.token_id)
+                scores = logprobs.get(event.sequence)
+                if scores is None and choice.sampling.logprobs:
+                    self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
+                    continue
+                choice.add(event.token_id, scores)
                 if choice.crashes >= _SUSPECTED:
                     choice.crashes = 0  # it was alone in this step, and the step came back
+                self._hold(choice.request, choice.request.token_bytes)
                 self._mark(choice)
             else:
                 ending = Ending(
@@ -199,19 +207,22 @@ class RequestTable:
                     cached_prompt_tokens=event.cached_prompt_tokens,
                 )
                 self._end(choice, ending)
+        if self._held_bytes > self._limits.max_held_bytes:
+            self._shed()
 
     def registration(self, sequence: SequenceId, tokens: Sequence[int]) -> Registration:
         """How stages learn of a sequence that a step begins (again). ``tokens``: those known now, prompt and output;
         the log here may lack the newest."""
         choice = self._choices[sequence]
         submission = choice.request.submission
-        sampling, prompt_tokens = submission.sampling, len(submission.prompt)
+        sampling, prompt_tokens = choice.sampling, len(submission.prompt)
         return Registration(
             sequence=sequence,
-            sampling=sampling if choice.index == 0 else replace(sampling, prompt_logprobs=False),
+            sampling=sampling,
             choice=choice.index,
             prompt_tokens=prompt_tokens,
-            prompt=submission.prompt if sampling.needs_prompt else (),
+            prompt=submission.prompt if sampling.prompt_logprobs else (),
+            seen=tuple(sorted(set(submission.prompt))) if sampling.penalises_prompt else (),
             generated=tuple(tokens[prompt_tokens:]) if sampling.needs_output else (),
             end_ids=tuple(sorted(self._stop_ids(submission))) if sampling.min_tokens else (),
         )
@@ -236,22 +247,26 @@ class RequestTable:
         self._requests.clear()
         self._choices.clear()
         self._finished.clear()
+        self._held_bytes = 0
         if self._forget_timer is not None:
             self._forget_timer.cancel()
             self._forget_timer = None
 
     def _start(self, request: Request) -> None:
         try:
-            self._check(request.submission)
+            check_submission(request.submission, self._bounds)
             if self._refusal is not None:
                 raise _copy(self._refusal)
             specs = [self._spec(choice) for choice in request.choices]
+            self._make_room(request)
             events = self._queue.submit(specs) if self._queue is not None else self._keep(specs)
         except EdgepipeError as error:
             error.request_id = error.request_id or request.key.request_id
             del self._requests[request.key]
-            self._refuse(request, error)
+            if request.stream is not None:
+                self.refuse(request.stream, request.key.request_id, request.attempt, len(request.choices), error)
             return
+        self._held_bytes += request.held_bytes
         self._choices.update((choice.sequence, choice) for choice in request.choices)
         self.note(events)
 
@@ -265,6 +280,51 @@ class RequestTable:
             )
         return []
 
+    def _make_room(self, request: Request) -> None:
+        """Raise QueueFull if the memory for requests does not suffice, when finished ones are forgotten, too.
+
+        What another attempt goes on with was taken before.
+        """
+        most = self._limits.max_new_bytes if request.attempt == 1 else self._limits.max_held_bytes
+        while self._finished and self._held_bytes + request.held_bytes > most:
+            self._forget(next(iter(self._finished)))
+        if self._held_bytes + request.held_bytes > most:
+            raise QueueFull(
+                "the requests that run and wait are too large together",
+                fact=f"they take {self._held_bytes >> 20} MiB of the engine's memory, this one "
+                f"{request.held_bytes / (1 << 20):.1f}; {most >> 20} MiB are the most",
+                next_step="try again in some seconds, or send a shorter prompt",
+            )
+
+    def _shed(self) -> None:
+        """Outputs have become too large together: forget finished requests, then end the youngest."""
+        most = self._limits.max_held_bytes
+        while self._finished and self._held_bytes > most:
+            self._forget(next(iter(self._finished)))
+        for request in reversed(list(self._requests.values())):
+            if self._held_bytes <= most:
+                return
+            stream = request.stream
+            self._drop(request)
+            if stream is not None:
+                error = QueueFull(
+                    "the requests that run are too large together",
+                    fact=f"they take more than {most >> 20} MiB of the engine's memory, and this one came last",
+                    next_step="send the request again later, or ask for fewer tokens",
+                    request_id=request.key.request_id,
+                )
+                stream.drop(request)
+                self.refuse(stream, request.key.request_id, request.attempt, len(request.choices), error)
+
+    def _fail(self, choice: Choice, error: EdgepipeError) -> None:
+        if self._queue is not None:
+            self._queue.cancel(choice.sequence, at_position=0)
+        self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+
+    def _hold(self, request: Request, more_bytes: int) -> None:
+        request.held_bytes += more_bytes
+        self._held_bytes += more_bytes
+
     def _cancel(self, choice: Choice, at_position: int) -> None:
         choice.wanted = at_position if choice.wanted is None else min(choice.wanted, at_position)
         if self._queue is not None:
@@ -273,36 +333,16 @@ class RequestTable:
             self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
 
     def _refuse(self, request: Request, error: EdgepipeError) -> None:
+        error.__traceback__ = error.__context__ = None  # they hold the frames, and those the prompt
         for choice in request.choices:
             choice.ending = Ending(reason="error", num_tokens=len(choice.log), error=error)
             self._mark(choice)
 
-    def _check(self, submission: Submission) -> None:
-        """Raises RequestInvalid."""
-        if not 1 <= submission.num_choices <= self._limits.max_choices:
-            raise RequestInvalid(
-                f"{submission.num_choices} choices cannot be asked for", fact=f"at most {self._limits.max_choices} can"
-            )
-        if len(submission.generated) > submission.num_choices:
-            raise RequestInvalid("the request continues more choices than it asks for")
-        for ids in (submission.prompt, *submission.generated):
-            highest = max(ids, default=0)
-            if highest >= self._config.vocab_size:
-                raise RequestInvalid(
-                    f"token id {highest} is not in the vocabulary",
-                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
-                    next_step="encode the prompt with this model's tokenizer",
-                )
-
-        for token, _ in submission.sampling.logit_bias:
-            if token >= self._config.vocab_size:
-                raise RequestInvalid(
-                    f"logit_bias names token {token}, which is not in the vocabulary",
-                    fact=f"ids go from 0 to {self._config.vocab_size - 1}",
-                )
-
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
+        told_bytes, told_token_bytes = registration_bytes(
+            choice.sampling, prompt_tokens=len(submission.prompt), vocab_size=self._config.vocab_size
+        )
         return SequenceSpec(
             sequence=choice.sequence,
             prompt=submission.prompt,
@@ -310,8 +350,10 @@ class RequestTable:
             max_tokens=submission.max_tokens or None,
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
-            reuse_prefix=not (submission.sampling.prompt_logprobs and choice.index == 0),
+            reuse_prefix=not choice.sampling.prompt_logprobs,
             alone=choice.crashes >= _SUSPECTED,
+            told_bytes=told_bytes,
+            told_token_bytes=told_token_bytes,
         )
 
     def _stop_ids(self, submission: Submission) -> frozenset[int]:
@@ -342,6 +384,7 @@ class RequestTable:
         request = choice.request
         if request.ended:
             request.attach(request.stream)  # no expiry any more: its result is kept as long as every other
+            self._keep_result(request)
             self._finished[request.key] = self._loop.time() + self._timeouts.resume_s
             self._forget_old()
 
@@ -352,7 +395,21 @@ class RequestTable:
             if self._choices.pop(choice.sequence, None) is not None and self._queue is not None:
                 self._queue.cancel(choice.sequence, at_position=0)
         self._finished.pop(request.key, None)
-        self._requests.pop(request.key, None)
+        if self._requests.pop(request.key, None) is not None:
+            self._held_bytes -= request.held_bytes
+
+    def _keep_result(self, request: Request) -> None:
+        """An ended request is kept for gateways that resume: its output, and no longer its prompt."""
+        self._hold(request, -known_bytes(request.submission))
+        request.submission = replace(request.submission, prompt=(), generated=())
+
+    def _forget(self, key: RequestKey) -> None:
+        """Drop the result of a request, and the stream of a gateway that does not take it."""
+        del self._finished[key]
+        request = self._requests.pop(key)
+        self._held_bytes -= request.held_bytes
+        if request.stream is not None and request.stream.stalled_s > self._timeouts.resume_s:
+            request.stream.abandon()
 
     def _forget_old(self) -> None:
         """Drop results whose time is over, and the oldest beyond the bound; look again when the next one's is."""
@@ -361,8 +418,7 @@ class RequestTable:
             key, until_s = next(iter(self._finished.items()))
             if until_s > now_s and len(self._finished) <= self._limits.max_finished:
                 break
-            del self._finished[key]
-            self._requests.pop(key, None)
+            self._forget(key)
         if self._finished and self._forget_timer is None:
             self._forget_timer = self._loop.call_at(next(iter(self._finished.values())), self._on_forget_timer)
 

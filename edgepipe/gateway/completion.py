@@ -14,8 +14,12 @@ from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta
 from edgepipe.gateway.tool_call_scanner import ToolCallScanner
 from edgepipe.gateway.tool_calls import ToolFormat, call_id
-from edgepipe.sampling import TokenLogprobs
+from edgepipe.sampling import LogprobLog
+from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
+
+_TOKEN_BYTES = 64  # an integer, its places, its text
+_CHOICE_BYTES = 8192  # detokenizer, scanner, the engine's link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,20 @@ class Completion:
         return sum(len(request.prompt) for request in self.requests)
 
     @property
+    def held_bytes(self) -> int:
+        """What it takes of this process's memory before its first output token, about."""
+        sampling = self.requests[0].sampling
+        grammar = len(sampling.grammar.text) if sampling.grammar is not None else 0
+        scores = logprob_bytes(sampling.top_logprobs) if sampling.prompt_logprobs else 0
+        return (_TOKEN_BYTES + scores) * self.num_prompt_tokens + _CHOICE_BYTES * self.num_choices + grammar
+
+    @property
+    def token_bytes(self) -> int:
+        """What each output token adds to that, about: an answer that is sent whole is gathered beside its log."""
+        sampling = self.requests[0].sampling
+        return 2 * (_TOKEN_BYTES + (logprob_bytes(sampling.top_logprobs) if sampling.logprobs else 0))
+
+    @property
     def num_choices(self) -> int:
         """Choices of all prompts."""
         return sum(request.num_choices for request in self.requests)
@@ -49,7 +67,7 @@ class Counts:
 
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])  # by prompt
+    prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])  # by prompt
 
 
 @dataclass(slots=True, kw_only=True)

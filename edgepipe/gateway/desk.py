@@ -23,6 +23,9 @@ from edgepipe.gateway.text import Delta
 from edgepipe.ids import IdSource, RequestId
 from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.sampling import SamplingParams
+from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.sampling.params import MAX_COUNT
+from edgepipe.wire.intake import MAX_REQUEST_IDS, MAX_SCORES, submission_refusal
 from edgepipe.wire.requests import Submission
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
@@ -71,9 +74,11 @@ class Desk:
         text = await render_chat(assets, body, plan)
         context_length = entry.served.context_length
         prompt = await encode(assets, text, special_tokens=False, at_most=context_length, param="messages")
-        sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+        sampling = self._sampling(body, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
-        completion = self._completion(body, entry, [prompt], sampling, wanted=wanted, param="messages", plan=plan)
+        completion = self._completion(
+            body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
+        )
         return self._order(completion, entry, assets, owner)
 
     async def complete(self, body: CompletionBody, *, owner: str) -> Order:
@@ -89,16 +94,15 @@ class Desk:
         ]
         sampling = self._sampling(
             body,
-            assets,
             plan=OutputPlan(),
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
         wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        completion = self._completion(body, entry, prompts, sampling, wanted=wanted, param="prompt", plan=OutputPlan())
-        for prompt in prompts:
-            _check_ids(prompt, assets, param="prompt")
+        completion = self._completion(
+            body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=OutputPlan()
+        )
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
         return self._order(replace(completion, continues=True), entry, assets, owner, texts=texts)
 
@@ -111,6 +115,7 @@ class Desk:
             deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
             async with aclosing(deltas):
                 async for delta in deltas:
+                    order.ticket.grow(order.completion.token_bytes * len(delta.ids))
                     yield delta
         except EdgepipeError as exc:
             meter.failed(exc.code)
@@ -126,7 +131,7 @@ class Desk:
             completion=completion,
             entry=entry,
             assets=assets,
-            ticket=self.admission.enter(owner, num_prompts=len(completion.requests)),
+            ticket=self.admission.enter(owner, num_prompts=len(completion.requests), num_bytes=completion.held_bytes),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,
         )
@@ -134,14 +139,12 @@ class Desk:
     def _sampling(
         self,
         body: RequestBody,
-        assets: Assets,
         *,
         plan: OutputPlan,
         logprobs: bool,
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
-        _check_ids(list(body.logit_bias or ()), assets, param="logit_bias")
         return SamplingParams(
             temperature=_or(body.temperature, 1.0),
             seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
@@ -163,6 +166,7 @@ class Desk:
         self,
         body: RequestBody,
         entry: ModelEntry,
+        assets: Assets,
         prompts: list[list[int]],
         sampling: SamplingParams,
         *,
@@ -171,7 +175,15 @@ class Desk:
         plan: OutputPlan,
     ) -> Completion:
         context_length = entry.served.context_length
-        limits = [check_length(len(prompt), context_length, wanted=wanted, param=param) for prompt in prompts]
+        most = _scored_limit(prompts, sampling, num_choices=body.n or 1)
+        limits = [
+            min(
+                most,
+                check_length(len(prompt), context_length, wanted=wanted, param=param),
+                max(1, (MAX_REQUEST_IDS - len(prompt)) // (body.n or 1)),
+            )
+            for prompt in prompts
+        ]
         if sampling.min_tokens > min(limits):
             raise bad_request(f"min_tokens is more than the {min(limits)} tokens that may come", param="min_tokens")
         requests = tuple(
@@ -187,6 +199,9 @@ class Desk:
             )
             for prompt, max_tokens in zip(prompts, limits, strict=True)
         )
+        model = ModelBounds(vocab_size=assets.vocab_size, context_length=context_length)
+        for request in requests:
+            _check(request, model, prompt_param=param)
         return Completion(
             model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), tool_format=plan.tool_format
         )
@@ -249,12 +264,21 @@ def _echoed(assets: Assets, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else assets.decode(prompt, finish=False)
 
 
-def _check_ids(ids: Sequence[int], assets: Assets, *, param: str) -> None:
-    highest = max(ids, default=0)
-    if highest >= assets.vocab_size:
-        raise bad_request(
-            f"{param} has the token id {highest}; the model's go from 0 to {assets.vocab_size - 1}", param=param
-        )
+def _scored_limit(prompts: list[list[int]], sampling: SamplingParams, *, num_choices: int) -> int:
+    """Output tokens of each choice whose log-probabilities can be sent. Raises HttpProblem if the prompts' cannot."""
+    scored = sum(map(len, prompts)) if sampling.prompt_logprobs else 0
+    most = MAX_SCORES // (1 + sampling.top_logprobs)
+    if scored >= most:
+        message = f"logprobs: {scored} prompt tokens were given; with so many alternatives at most {most} can be used"
+        raise bad_request(message, param="logprobs")
+    return max(1, (most - scored) // (num_choices * len(prompts))) if sampling.logprobs else MAX_COUNT
+
+
+def _check(request: Submission, model: ModelBounds, *, prompt_param: str) -> None:
+    """Raise HttpProblem 400 that names the field and its bound, as the engine would refuse it."""
+    if (refused := submission_refusal(request, model)) is not None:
+        param = {"prompt": prompt_param, "num_choices": "n"}.get(refused.field, refused.field)
+        raise bad_request(f"{param}: {refused.fact}", param=param)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgepipe.errors import RemoteProtocolError
-from edgepipe.sampling import TokenLogprobs
+from edgepipe.sampling import LogprobLog, TokenLogprobs
 
 
 class RequestLog:
@@ -16,10 +16,10 @@ class RequestLog:
 
     def __init__(self, *, num_choices: int, max_tokens: int, with_logprobs: bool = False) -> None:
         self._ids: list[list[int]] = [[] for _ in range(num_choices)]
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._logprobs = [LogprobLog() for _ in range(num_choices)]
         self._with_logprobs = with_logprobs
         self._max_tokens = max_tokens
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on; choices share them
+        self.prompt_logprobs = LogprobLog()  # of the prompt from its second token on; choices share them
 
     @property
     def num_choices(self) -> int:

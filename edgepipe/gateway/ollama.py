@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -28,11 +28,12 @@ from edgepipe.gateway.schema import (
     ChatBody,
     Checked,
     CompletionBody,
+    JsonSize,
+    LongText,
     Penalty,
     RawTools,
     Stops,
     Text,
-    small,
     validate,
 )
 from edgepipe.gateway.text import Delta
@@ -66,7 +67,7 @@ class CalledFunction(Checked):
     """A call in an earlier turn; arguments are an object here."""
 
     name: Text
-    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+    arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
 
 
 class Call(Checked):
@@ -79,8 +80,8 @@ class Turn(Checked):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
-    images: Annotated[list[str], Field(max_length=0)] | None = None  # none are read
+    content: LongText = ""
+    images: Annotated[list[Text], Field(max_length=0)] | None = None  # none are read
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Text | None = None
 
@@ -105,9 +106,7 @@ class OllamaBody(Checked):
 
     model: Text
     stream: bool = True
-    format: Annotated[str | dict[str, Any] | None, AfterValidator(small(MAX_SCHEMA_CHARS))] = (
-        None  # "json", or a schema
-    )
+    format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
 
     def response_format(self) -> dict[str, Any] | None:
@@ -135,10 +134,10 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """``POST /api/generate``."""
 
-    prompt: str = ""
-    system: str | None = None
+    prompt: LongText = ""
+    system: LongText | None = None
     raw: bool = False  # without the chat template
-    images: Annotated[list[str], Field(max_length=0)] | None = None
+    images: Annotated[list[Text], Field(max_length=0)] | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
 

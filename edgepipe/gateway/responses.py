@@ -18,7 +18,7 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import RequestBody
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
-from edgepipe.sampling import TokenLogprobs
+from edgepipe.sampling import LogprobLog, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -61,7 +61,7 @@ class GatheredChoice:
 
     text: list[str] = field(default_factory=list[str])
     ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
     finish_reason: str = ""
 

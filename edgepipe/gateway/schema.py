@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
@@ -13,11 +14,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
 
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
@@ -29,6 +33,9 @@ MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context bounds it further
 MAX_TOOLS = 128
+MAX_PARTS = 2048  # of a message's content
+MAX_TEXT_CHARS = 8 << 20  # of one text: a body has no more
+MAX_PROMPT_IDS = 1 << 20  # of one prompt: one message to an engine carries them
 MAX_CONVERSATION_CHARS = 4 << 20  # templates render no more
 MAX_CALLS = 4096  # in all earlier turns together
 MAX_TOP_LOGPROBS = 20
@@ -63,6 +70,8 @@ def _joined_text(value: object) -> object:
         return value
     if not isinstance(value, list):
         raise ValueError("must be text or a list of text parts")
+    if len(cast("list[object]", value)) > MAX_PARTS:
+        raise ValueError(f"it has more than {MAX_PARTS} parts")
     texts: list[str] = []
     for part in cast("list[object]", value):
         fields = cast("dict[str, object]", part) if isinstance(part, dict) else dict[str, object]()
@@ -100,19 +109,18 @@ def _biases(value: object) -> object:
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Prompt = str | TokenIds
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
+LongText = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+Prompt = LongText | TokenIds
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 Text = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Stops = Annotated[
-    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
-    BeforeValidator(_stops, json_schema_input_type=StopString | list[StopString] | None),
-]
+_StopList = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stops = Annotated[_StopList | None, BeforeValidator(_stops, json_schema_input_type=StopString | _StopList | None)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Biases = Annotated[
-    Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None,
-    BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None),
-]
+_BiasMap = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)]
+_RawBiasMap = Annotated[dict[Text, Bias], Field(max_length=MAX_BIASED_TOKENS)]
+Biases = Annotated[_BiasMap | None, BeforeValidator(_biases, json_schema_input_type=_RawBiasMap | None)]
 
 
 _MISFIT = "misfit"
@@ -133,10 +141,11 @@ class TextPart(Checked):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: LongText
 
 
-Content = Annotated[str | None, BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart] | None)]
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[LongText | None, BeforeValidator(_joined_text, json_schema_input_type=LongText | _Parts | None)]
 
 
 class StreamOptions(Checked):
@@ -190,7 +199,7 @@ class FunctionCall(Checked):
     """What the assistant called, in an earlier turn."""
 
     name: Text
-    arguments: str = ""
+    arguments: LongText = ""
 
 
 class ToolCall(Checked):
@@ -207,7 +216,7 @@ class Message(Checked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: Text | None = None
-    reasoning_content: str | None = None
+    reasoning_content: LongText | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
 
@@ -264,40 +273,57 @@ _FORMAT_SCHEMA = {
 }
 
 
-def small(limit: int) -> Callable[[Any], Any]:
-    """What is free in form is bounded in size: it is carried around as it is."""
+@dataclass(frozen=True, slots=True)
+class JsonSize:
+    """A bound on a value that is free in form, as an annotation: checked, and told in the API's document."""
 
-    def check(value: Any) -> Any:
-        if value and (size := len(json.dumps(value))) > limit:
-            raise ValueError(f"it is too large: {size} characters of JSON, at most {limit} can be used")
+    most_chars: int  # of JSON
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), JSON_SIZE: self.most_chars}
+
+    def _check(self, value: Any) -> Any:
+        if value and (size := len(json.dumps(value))) > self.most_chars:
+            raise ValueError(f"it is too large: {size} characters of JSON, at most {self.most_chars} can be used")
         return value
 
-    return check
+
+JSON_SIZE = "x-max-json-characters"
+"""The keyword of that bound in the API's document."""
 
 
 # Read by edgepipe.gateway.structured, which checks them; here stands what the API's document tells of them.
 _RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
-RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), AfterValidator(small(MAX_TOOLS_CHARS))]
-RawToolChoice = Annotated[
-    str | dict[str, Any] | None, AfterValidator(small(MAX_SCHEMA_CHARS)), WithJsonSchema(_CHOICE_SCHEMA)
-]
-RawFormat = Annotated[
-    dict[str, Any] | None, AfterValidator(small(2 * MAX_SCHEMA_CHARS)), WithJsonSchema(_FORMAT_SCHEMA)
-]
+RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
+RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
+RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
+
+
+def _num_chars(message: Message) -> int:
+    calls = sum(len(call.function.arguments) for call in message.tool_calls or ())
+    return len(message.content or "") + len(message.reasoning_content or "") + calls
 
 
 def _bounded(messages: list[Message]) -> list[Message]:
-    if sum(len(message.content or "") for message in messages) > MAX_CONVERSATION_CHARS:
+    if sum(map(_num_chars, messages)) > MAX_CONVERSATION_CHARS:
         raise ValueError(f"they have more than {MAX_CONVERSATION_CHARS} characters together")
     if sum(len(message.tool_calls or ()) for message in messages) > MAX_CALLS:
         raise ValueError(f"they have more than {MAX_CALLS} tool calls together")
     return messages
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
+
+
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -306,9 +332,7 @@ class ChatBody(RequestBody):
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    chat_template_kwargs: (
-        Annotated[dict[str, Any], Field(max_length=32), AfterValidator(small(_MAX_KEYWORDS_CHARS))] | None
-    ) = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32), JsonSize(_MAX_KEYWORDS_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
@@ -320,11 +344,7 @@ class ChatBody(RequestBody):
 class CompletionBody(RequestBody):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[
-        list[Prompt],
-        BeforeValidator(_prompts, json_schema_input_type=str | TokenIds | list[Prompt]),
-        Field(min_length=1, max_length=MAX_PROMPTS),
-    ]
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
 
@@ -333,8 +353,8 @@ class TokenizeBody(Checked):
     """``POST /tokenize``: a text, or a conversation as its prompt."""
 
     model: Text | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    prompt: LongText | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # of a text; a template brings its own
     return_token_strs: bool | None = None
 
@@ -349,7 +369,7 @@ class DetokenizeBody(Checked):
     """``POST /detokenize``."""
 
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]
 
 
 def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:

@@ -2,13 +2,14 @@
 
 from edgepipe.sampling.device import logit_edits, sample_picked
 from edgepipe.sampling.draws import draw
-from edgepipe.sampling.logprobs import PromptLogprobs, TokenLogprobs
+from edgepipe.sampling.logprobs import LogprobLog, PromptLogprobs, TokenLogprobs
 from edgepipe.sampling.params import GrammarSpec, SamplingParams
 from edgepipe.sampling.sampler import Sampled, SampleRow, sample
 from edgepipe.sampling.sequence import OpenGrammars, SequenceSampler
 
 __all__ = [
     "GrammarSpec",
+    "LogprobLog",
     "OpenGrammars",
     "PromptLogprobs",
     "SampleRow",

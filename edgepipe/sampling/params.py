@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.sampling.bounds import Biases, Bound, Flag, Optional, Text, Within, refusal
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by less would overflow long before it changed a draw."""
 
 MAX_TEMPERATURE = 100.0  # all but even among all tokens; far above it float32 would fail
+MAX_COUNT = (1 << 31) - 1  # of tokens; the context bounds it further
+MAX_GRAMMAR_BYTES = 256 << 10  # a schema of 64 KiB, and what tool definitions add around it
 
-MAX_SEED = 2**64 - 1
-
-MAX_TOP_LOGPROBS = 20  # OpenAI's bound, and what devices keep room for
-MAX_BIASED_TOKENS = 300  # OpenAI's bound on logit_bias
-MAX_BIAS = 100.0
-MAX_PENALTY = 2.0  # of frequency and presence, either sign
-MAX_REPETITION_PENALTY = 100.0
-MAX_GRAMMAR_CHARS = 256 << 10  # a schema of 64 KiB, and what tool definitions add around it
+SAMPLING_BOUNDS: Mapping[str, Bound] = {
+    "temperature": Within(0.0, MAX_TEMPERATURE),
+    "seed": Within(0, 2**64 - 1),
+    "top_k": Within(0, MAX_COUNT),
+    "top_p": Within(0.0, 1.0, above=True),
+    "min_p": Within(0.0, 1.0),
+    "frequency_penalty": Within(-2.0, 2.0),  # OpenAI's
+    "presence_penalty": Within(-2.0, 2.0),  # OpenAI's
+    "repetition_penalty": Within(0.01, 100.0),
+    "logit_bias": Biases(300, Within(-100.0, 100.0)),  # OpenAI's
+    "logprobs": Flag(),
+    "top_logprobs": Within(0, 20),  # OpenAI's, and what devices keep room for
+    "prompt_logprobs": Flag(),
+    "min_tokens": Within(0, MAX_COUNT),
+    "grammar": Optional("text", Text(MAX_GRAMMAR_BYTES)),
+}
+"""Of every field of SamplingParams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +44,13 @@ class GrammarSpec:
     text: str
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
-            raise RequestInvalid(
-                "the output's grammar cannot be used",
-                fact=f"it has {len(self.text)} characters, at most {MAX_GRAMMAR_CHARS} can be used",
-                next_step="make the schema smaller",
-            )
+        if fact := Text(MAX_GRAMMAR_BYTES).fault(self.text, None) or ("it is empty" if not self.text else ""):
+            raise RequestInvalid("the output's grammar cannot be used", fact=fact, next_step="make the schema smaller")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Checked where it is built. Raises RequestInvalid, which the gateway hands to the client.
+    """Checked where it is built, but for token ids. Raises RequestInvalid, which the gateway hands to the client.
 
     Logits are changed in this order: repetition penalty, frequency and presence penalties, bias, then what may not
     come (end tokens before ``min_tokens``, the grammar) is barred. Then temperature, top-k, top-p of what top-k left,
@@ -50,7 +58,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0  # 0: the most likely token
-    seed: int = 0  # 0 to MAX_SEED; with choice and position it decides every draw
+    seed: int = 0  # of 64 bits; with choice and position it decides every draw
     top_k: int = 0  # only the k most likely; 0: all
     top_p: float = 1.0  # only the most likely that together have this share
     min_p: float = 0.0  # only those with at least this share of the most likely one's
@@ -65,21 +73,8 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        if not 0 <= self.seed <= MAX_SEED:
-            raise RequestInvalid(f"seed {self.seed} cannot be used", next_step=f"give an integer from 0 to {MAX_SEED}")
-        if self.top_k < 0:
-            raise RequestInvalid(f"top_k {self.top_k} cannot be used", next_step="give 0 for all tokens, or more")
-        if not 0 < self.top_p <= 1:
-            raise RequestInvalid(f"top_p {self.top_p} cannot be used", next_step="give a number above 0, up to 1")
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _within("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.min_tokens < 0:
-            raise RequestInvalid(f"min_tokens {self.min_tokens} cannot be used", next_step="give 0 or more")
-        self._check_bias()
+        if (refused := refusal(self, SAMPLING_BOUNDS, None)) is not None:
+            raise RequestInvalid(f"{refused.field} cannot be used", fact=refused.fact)
 
     @property
     def greedy(self) -> bool:
@@ -92,34 +87,11 @@ class SamplingParams:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @property
-    def needs_prompt(self) -> bool:
-        """Whether the sampler has to know the prompt's tokens."""
-        return self.repetition_penalty != 1 or self.prompt_logprobs
+    def penalises_prompt(self) -> bool:
+        """Whether logits depend on which tokens the prompt has."""
+        return self.repetition_penalty != 1
 
     @property
     def needs_output(self) -> bool:
         """Whether the sampler has to know what was sampled before."""
         return self.penalises_output or self.grammar is not None
-
-    def _check_bias(self) -> None:
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise RequestInvalid(
-                "logit_bias names too many tokens",
-                fact=f"it has {len(self.logit_bias)}, at most {MAX_BIASED_TOKENS} can be given",
-            )
-        if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
-            raise RequestInvalid("logit_bias names a token twice")
-        for token, bias in self.logit_bias:
-            if token < 0:
-                raise RequestInvalid(f"logit_bias names token {token}", next_step="token ids begin at 0")
-            _within("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-
-
-def _within(name: str, value: float, lowest: float, highest: float) -> None:
-    if math.isfinite(value) and lowest <= value <= highest:
-        return
-    raise RequestInvalid(
-        f"{name} {value} cannot be used",
-        fact=f"it goes from {lowest:g} to {highest:g}",
-        next_step="give a number such as 0.7" if name == "temperature" else "",
-    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.errors import StepFailed
+from edgepipe.errors import EdgepipeError, StepFailed
 from edgepipe.sampling.draws import draw
 from edgepipe.sampling.edits import TokenEdits
 from edgepipe.sampling.grammar import Bitmask, GrammarState, GrammarTokenizer
@@ -32,13 +32,15 @@ class SequenceSampler:
         generated: Sequence[int] = (),
         end_ids: Sequence[int] = (),
         open_grammars: OpenGrammars | None = None,
+        fault: EdgepipeError | None = None,
     ) -> None:
         """
         choice         0-based among the request's choices
-        prompt         its tokens, if ``params.needs_prompt``
+        prompt         its tokens in any order, if ``params.penalises_prompt``; each once is enough
         generated      output tokens so far, if ``params.needs_output``
         end_ids        barred before ``params.min_tokens``
         open_grammars  needed for a grammar
+        fault          why no token can be chosen: ``begin`` raises it
         """
         self.params = params
         self.lock = threading.Lock()
@@ -46,6 +48,7 @@ class SequenceSampler:
         self._prompt = prompt
         self._end_ids = np.array(end_ids, np.int64)
         self._open_grammars = open_grammars
+        self._fault = fault
         self._generated = list(generated) if params.needs_output else []
         self._edits: TokenEdits | None = None  # made by the first sampling: long prompts take a while
         self._grammar: GrammarState | None = None
@@ -62,7 +65,9 @@ class SequenceSampler:
         return draw(self.params.seed, self._choice, position)
 
     def begin(self, position: int) -> None:
-        """Stand before output position ``position``; a lower one than before truncates. Raises StepFailed."""
+        """Stand before output position ``position``; a lower one than before truncates. Raises EdgepipeError."""
+        if self._fault is not None:
+            raise self._fault
         if self.params.needs_output and len(self._generated) != position:
             if len(self._generated) < position:
                 raise StepFailed(

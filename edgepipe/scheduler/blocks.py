@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -71,7 +71,8 @@ def _runs_of(extents: Extents) -> tuple[BlockRun, ...]:
     """Make a run of each extent. Fills the slots past ``__init__``: half the time for 8,192 runs."""
     runs = tuple(map(object.__new__, repeat(BlockRun, len(extents.starts))))
     for slot, values in (("start", extents.starts), ("count", extents.lengths)):
-        deque(map(BlockRun.__dict__[slot].__set__, runs, values.tolist()), maxlen=0)
+        fill: Callable[[BlockRun, int], None] = BlockRun.__dict__[slot].__set__
+        deque(map(fill, runs, values.tolist()), maxlen=0)
     return runs
 
 
@@ -121,11 +122,6 @@ class BlockAllocator:
     def free_blocks(self) -> int:
         """Blocks that nobody refers to."""
         return self._free_blocks
-
-    @property
-    def longest_run(self) -> int:
-        """The most blocks that one run could have."""
-        return int(extents_of(self._all_free).lengths.max(initial=0))
 
     def is_free(self, block: int) -> bool:
         """Whether nobody refers to the block."""
@@ -223,11 +219,12 @@ class BlockAllocator:
 
     def has_roomy_run(self, count: int, *, room: int) -> bool:
         """Whether ``allocate`` finds one run now that hinders no table's growth, nor its own."""
-        start = self._place(extents_of(self._all_free), count, room)
-        if start is None:
+        extents = extents_of(self._all_free)
+        if extents.lengths.max(initial=0) < count:
             return False
+        start = self._place(extents, count, room)
         extent = self._free.rfind(0, 0, start) + 1
-        behind = min(max(room - count, 0), NEAR_BLOCKS)
+        behind = min(room - count, NEAR_BLOCKS)
         kept = min(self._claims[extent], NEAR_BLOCKS)
         return start - extent >= kept and self._num_free(start + count, most=behind) == behind
 
@@ -242,7 +239,7 @@ class BlockAllocator:
         lost = np.zeros(self.num_blocks + 1, np.int64)  # by all blocks before each
         np.cumsum(values, out=lost[1:])
         whole = Extents(extents.starts[:0], extents.lengths[:0])
-        growth = max(room - count, 0)
+        growth = room - count
         if extents.lengths.max(initial=0) < count:
             losses = lost[extents.starts + extents.lengths] - lost[extents.starts]
             whole, extents, count = _split_longest(extents, count, losses)
@@ -292,23 +289,18 @@ class BlockAllocator:
             start = self._free.find(1)
             self._take_run(start, 1)
             return (BlockRun(start, 1),)
-        extents = extents_of(self._all_free)
+        extents, runs = extents_of(self._all_free), tuple[BlockRun, ...]()
+        if extents.lengths.max() < count:
+            whole, extents, rest = _split_longest(extents, count)
+            self.take(ids_of(*whole))
+            runs, room, count = _runs_of(whole), room - count + rest, rest
         start = self._place(extents, count, room)
-        if start is not None:
-            self._take_run(start, count)
-            return (BlockRun(start, count),)
-        whole, extents, rest = _split_longest(extents, count)
-        self.take(ids_of(*whole))
-        start = self._place(extents, rest, room - count + rest)
-        assert start is not None, "the longest of the others holds the rest"
-        self._take_run(start, rest)
-        return (*_runs_of(whole), BlockRun(start, rest))
+        self._take_run(start, count)
+        return (*runs, BlockRun(start, count))
 
-    def _place(self, extents: Extents, count: int, room: int) -> int | None:
-        """Where a run of ``count`` blocks that may become ``room`` long begins; None if no free extent holds it."""
+    def _place(self, extents: Extents, count: int, room: int) -> int:
+        """Where a run of ``count`` blocks that may become ``room`` long begins; one of the extents is long enough."""
         extents = extents.pick(extents.lengths >= count)
-        if not len(extents.starts):
-            return None
         claims = self._all_claims[extents.starts]
         shortages = np.maximum(claims + room - extents.lengths, 0)
         least = np.flatnonzero(shortages == shortages.min())

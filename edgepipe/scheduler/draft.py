@@ -7,6 +7,13 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.sequence import Sequence
 from edgepipe.scheduler.types import ScheduledStep
 
+_MOST_REGISTRATION_BYTES = 1 << 20
+"""Of the sequences that one step begins: half a second on a link of 20 Mbit/s, a tenth of a step's least deadline."""
+
+
+_MOST_TABLE_ENTRIES = 16_384
+"""Runs of new blocks and copies in one step: a quarter of a mebibyte of its plan."""
+
 
 class Draft:
     """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
@@ -28,6 +35,7 @@ class Draft:
         self._block_starts: list[int] = []
         self._block_counts: list[int] = []
         self._registers: list[SequenceId] = []
+        self._registration_bytes = 0
 
     @property
     def replays(self) -> bool:
@@ -38,6 +46,14 @@ class Draft:
     def empty(self) -> bool:
         """Whether it has no rows."""
         return not self.decodes and not self.chunks
+
+    def may_begin(self, sequence: Sequence) -> bool:
+        """Whether what stages are told when it begins may go with this step; a step's first may always."""
+        if sequence.registered or not self._registers:
+            return True
+        entries = len(self._block_rows) + len(sequence.new_runs) + len(self.copies) + len(sequence.new_copies)
+        told_bytes = self._registration_bytes + sequence.registration_bytes
+        return told_bytes <= _MOST_REGISTRATION_BYTES and entries <= _MOST_TABLE_ENTRIES
 
     def add_decode(self, sequence: Sequence) -> None:
         """Schedule the newest token; no chunk has been added yet. This runs for every token that is ever sampled."""
@@ -56,6 +72,7 @@ class Draft:
         if not sequence.registered:
             sequence.registered = True
             self._registers.append(sequence.sequence)
+            self._registration_bytes += sequence.registration_bytes
         self._tell(sequence)
         self.chunks.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)

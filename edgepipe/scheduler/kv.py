@@ -36,7 +36,7 @@ def next_key(before: Key, token_ids: Sequence[int]) -> Key:
 NOT_CACHED = -1
 """Instead of when a block became idle."""
 
-QUEUED_BLOCKS = 1024
+QUEUED_BLOCKS = 512
 """The longest idle blocks that one sort serves: more than are evicted for most tables."""
 
 
@@ -116,10 +116,11 @@ class KVPool:
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
         """As ``BlockAllocator.allocate``, idle blocks making room. Raises KVCacheFull."""
         self._check(count)
+        room = max(room, count)
         if not self._contiguous:
             self._make_room(count)
         elif self._num_idle and not self._blocks.has_roomy_run(count, room=room):
-            return self._evict_window(count, room=max(room, count))
+            return self._evict_window(count, room=room)
         return self._blocks.allocate(count, room=room)
 
     def extend(self, table: Sequence[BlockRun], count: int = 1, *, room: int) -> tuple[BlockRun, ...]:
@@ -180,7 +181,7 @@ class KVPool:
         """Undo ``hold``, as often as a block is named."""
         times = Counter(blocks)
         ids = np.array([*times], np.int64)
-        self._settle(ids, self._blocks.drop(ids, np.array([*times.values()])))
+        self._settle(ids, self._blocks.drop(ids, np.array([*times.values()], np.int64)))
 
     def enter(self, key: Key, block: int) -> None:
         """The block, which somebody holds, is full and computed. If the cache has such a block, it keeps that one."""
@@ -277,8 +278,9 @@ class KVPool:
 
     def _evict(self, blocks: Ids | list[int]) -> None:
         """Remove idle blocks from the cache: they are free."""
-        if len(blocks) == 1:  # as for most new blocks in a full pool
-            self._forget(int(blocks[0]))
+        if len(blocks) < 2:  # as for most new blocks in a full pool
+            for block in blocks:
+                self._forget(int(block))
             return
         ids = np.asarray(blocks, np.int64)
         if self._stale:

@@ -409,7 +409,8 @@ class Scheduler:
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
         for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
-            self._add_chunk(draft, sequence, num_tokens)
+            if draft.may_begin(sequence):  # the oldest comes first, and may always
+                self._add_chunk(draft, sequence, num_tokens)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
         draft.add_chunk(sequence, num_tokens)
@@ -489,6 +490,8 @@ class Scheduler:
             priority=Priority(spec.priority),
             reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
+            told_bytes=spec.told_bytes,
+            told_token_bytes=spec.told_token_bytes,
         )
 
     def _check_length(self, prompt_tokens: int) -> None:

@@ -39,6 +39,8 @@ class Sequence:
     priority: Priority  # changes with age
     alone: bool = False  # suspected: shares no step until a token was sampled in a step of its own
     overtaken: int = 0  # interactive sequences that passed it, while it was of the batch
+    told_bytes: int = 0  # see SequenceSpec
+    told_token_bytes: int = 0
     reuse_prefix: bool = True
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
@@ -63,6 +65,11 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def registration_bytes(self) -> int:
+        """What stages are told of it when it begins now, at most."""
+        return self.told_bytes + self.told_token_bytes * self.num_output
 
     @property
     def num_blocks(self) -> int:

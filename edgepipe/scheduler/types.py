@@ -38,6 +38,8 @@ class SequenceSpec:
     priority: int = Priority.INTERACTIVE
     reuse_prefix: bool = True  # False: every prompt token is computed, because something is wanted of each
     alone: bool = False  # suspected of breaking steps: has steps of its own until one of them sampled a token
+    told_bytes: int = 0  # what stages are told of it when it begins, at most, but for its output
+    told_token_bytes: int = 0  # and of each output token known by then
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgepipe.backend.types import BlockRun, ScoreRows, StepRow
-from edgepipe.errors import RemoteProtocolError
+from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import SequenceId
 from edgepipe.sampling import SampleRow, SequenceSampler
+from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.wire.intake import registration_fault
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
+
+_MOST_TOLD = 4096  # sequences that are told and not begun: many times what an engine runs
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class SequenceState:
 
     registration: Registration
     sampler: SequenceSampler | None  # if the head is here
+    scored: bool  # its prompt's tokens get log-probabilities here
     runs: Runs = ()  # block table from token 0; neighbouring runs are merged
     num_blocks: int = 0
     end: int | None = None  # tokens whose KV stands once the newest plan has run; None before its first row
@@ -48,33 +53,64 @@ class PlannedRows:
 
 
 class SequenceTable:
-    """Applies plans in order. A plan that cannot be is a RemoteProtocolError; the table is of no use afterwards."""
+    """Applies registrations and plans in order. One that cannot be is a RemoteProtocolError; the table is of no use
+    afterwards."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, new_sampler: Callable[[Registration], SequenceSampler] | None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        model: ModelBounds,
+        new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
     ) -> None:
-        """``new_sampler``: None if the head is on another stage."""
+        """``new_sampler``: None if the head is on another stage; it is given why the sequence cannot be sampled."""
+        self._model = model
         self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._told: dict[SequenceId, Registration] = {}  # not begun yet
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def tell(self, registration: Registration) -> None:
+        """A sequence that a later plan begins, or a part of one. Raises RemoteProtocolError."""
+        known = self._told.get(registration.sequence)
+        if not registration.continues:
+            self._told[registration.sequence] = registration
+        elif known is not None:
+            self._told[registration.sequence] = known.joined(registration)
+        else:
+            raise RemoteProtocolError(f"sequence {registration.sequence} is continued and was not begun")
+        if len(self._told) > _MOST_TOLD:
+            raise RemoteProtocolError(
+                f"sequence {registration.sequence} is one too many", fact=f"{_MOST_TOLD} others are not begun yet"
+            )
 
     def apply(self, plan: StepPlan) -> PlannedRows:
         """Forget, register, append blocks, and give the step's rows. Raises RemoteProtocolError."""
         for sequence in plan.frees:
             if self._sequences.pop(sequence, None) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
-        for registration in plan.registers:
-            sampler = self._new_sampler(registration) if self._new_sampler is not None else None
-            self._sequences[registration.sequence] = SequenceState(registration, sampler)
+        for sequence in plan.registers:
+            if (registration := self._told.pop(sequence, None)) is None:
+                raise _bad(plan, f"it begins sequence {sequence}, of which nothing was told")
+            self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")
         states = [self._advance(plan, row) for row in plan.rows]
         return _rows(plan, states)
+
+    def _register(self, registration: Registration) -> SequenceState:
+        """A sequence whose ids the model does not have fails when it is sampled, alone: no step meets those ids."""
+        if self._new_sampler is None:
+            return SequenceState(registration, None, False)
+        fault = registration_fault(registration, self._model)
+        scored = registration.sampling.prompt_logprobs and fault is None
+        return SequenceState(registration, self._new_sampler(registration, fault), scored)
 
     def _advance(self, plan: StepPlan, row: PlanRow) -> SequenceState:
         state = self._sequences.get(row.sequence)
@@ -127,7 +163,7 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
     packed = 0
     for row, state in zip(plan.rows, states, strict=True):
         rows.append(StepRow(sequence=row.sequence, position=row.position, num_tokens=row.num_tokens, runs=state.runs))
-        if state.sampler is not None and state.registration.sampling.prompt_logprobs:
+        if state.scored:
             scores.add(row, state.registration, packed)
         packed += row.num_tokens
         if row.sample:

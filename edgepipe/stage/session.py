@@ -22,6 +22,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import OpenGrammars, SequenceSampler
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.reports import Reports
@@ -30,7 +31,14 @@ from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.step_work import StepWork
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import PipelineSpec, Registration, StepPlan, plan_from_wire
+from edgepipe.wire.plans import (
+    PipelineSpec,
+    Registration,
+    Registrations,
+    StepPlan,
+    plan_from_wire,
+    registrations_from_wire,
+)
 from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
@@ -89,9 +97,10 @@ class _Over(Exception):
 class Session:
     """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
-    def __init__(self, spec: PipelineSpec, tools: Tools, *, kv_since: Epoch) -> None:
+    def __init__(self, spec: PipelineSpec, tools: Tools, *, model: ModelBounds, kv_since: Epoch) -> None:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
+        self._model = model
         self._kv_since = kv_since
         self.over = False
         self._paused = False
@@ -101,6 +110,7 @@ class Session:
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
+            model=model,
             new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
         )
         self._retirement = Retirement(spec.epoch)
@@ -215,14 +225,15 @@ class Session:
             return True
         return False
 
-    def _new_sampler(self, registration: Registration) -> SequenceSampler:
+    def _new_sampler(self, registration: Registration, fault: EdgepipeError | None) -> SequenceSampler:
         sampler = SequenceSampler(
             registration.sampling,
             choice=registration.choice,
-            prompt=registration.prompt,
+            prompt=registration.seen,
             generated=registration.generated,
             end_ids=registration.end_ids,
             open_grammars=self._tools.open_grammars,
+            fault=fault,
         )
         if registration.sampling.grammar is not None:
             self._tools.samplers.warm(sampler)
@@ -287,12 +298,22 @@ class Session:
         if self.over:
             return
         try:
-            if not message.HasField("plan"):
+            if message.HasField("register"):
+                self._register(registrations_from_wire(message.register))
+            elif message.HasField("plan"):
+                self._plan(plan_from_wire(message.plan))
+                self._pump()
+            else:
                 raise RemoteProtocolError("the engine sent something that is no plan")
-            self._plan(plan_from_wire(message.plan))
-            self._pump()
         except Exception as exc:
             self.fault(_as_fault(exc, "a plan could not be prepared"))
+
+    def _register(self, told: Registrations) -> None:
+        if told.epoch != self.spec.epoch:
+            self._tools.counters.strays += 1
+            return
+        for registration in told.sequences:
+            self._table.tell(registration)
 
     def _plan(self, plan: StepPlan) -> None:
         counters = self._tools.counters
@@ -334,6 +355,8 @@ class Session:
             wrong = f"it samples at slice {plan.last_slice}, which has no head"
         elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
             wrong = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
+        elif (highest := max(plan.token_ids, default=0)) >= self._model.vocab_size:
+            wrong = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
         elif plan.copies and not plan.rows:
             wrong = "it copies blocks and has no rows"
         if wrong:

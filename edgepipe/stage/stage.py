@@ -34,6 +34,7 @@ from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
@@ -57,6 +58,7 @@ class LoadedShard:
     weight_bytes: int  # in the device's compute dtype
     kv_block_bytes: int  # of one block in all its layers
     hidden_size: int
+    model: ModelBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +315,7 @@ class Stage:
         return self._session is not None and self._session.spec.epoch == target.epoch
 
     async def _open(self, spec: PipelineSpec) -> Session:
-        self._check(spec)
+        shard = self._check(spec)
         previous = _predecessor(spec)
         self._promise(spec)
         self._security.set_neighbours(previous)
@@ -321,24 +323,26 @@ class Stage:
             self._still_promised(spec)
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            self._session = Session(spec, self._tools, kv_since=kv_since)
+            self._session = Session(spec, self._tools, model=shard.model, kv_since=kv_since)
             self._tell_change()
         return self._session
 
-    def _check(self, spec: PipelineSpec) -> None:
+    def _check(self, spec: PipelineSpec) -> LoadedShard:
+        """The shard that the pipeline is for. Raises ShardMismatch, RemoteProtocolError."""
         shard = self._shard
         loaded = () if shard is None else shard.slices
-        if set(loaded) != set(spec.slices) or len(loaded) != len(spec.slices):
+        if shard is None or set(loaded) != set(spec.slices) or len(loaded) != len(spec.slices):
             raise ShardMismatch(
                 "the stage holds other layers than the pipeline wants",
                 fact=f"loaded: {_layers(loaded)}; wanted: {_layers(spec.slices)}",
             )
-        if shard is not None and shard.hidden_size != spec.hidden_size:
+        if shard.hidden_size != spec.hidden_size:
             raise ShardMismatch(
                 "the pipeline is for another model", fact=f"hidden size {spec.hidden_size}, loaded {shard.hidden_size}"
             )
         if max(part.index for part in spec.slices) + 1 < spec.num_slices and not spec.next_address:
             raise RemoteProtocolError("the pipeline cannot be opened: the next stage has no address")
+        return shard
 
     def _promise(self, spec: PipelineSpec) -> None:
         """From here on only ``spec.epoch`` and greater ones are obeyed. Raises StaleEpoch, StageError."""
@@ -401,6 +405,7 @@ class Stage:
             weight_bytes=value_bytes * sum(config.slice_parameters(part) for part in slices),
             kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
             hidden_size=config.hidden_size,
+            model=ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length),
         )
 
 

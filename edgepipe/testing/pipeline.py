@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -26,15 +26,17 @@ from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.session import Dial
 from edgepipe.stage.stage import Stage
-from edgepipe.wire.common import error_from_wire, make_hello
+from edgepipe.wire.common import epoch_to_wire, error_from_wire, make_hello
 from edgepipe.wire.plans import (
     LinkSample,
     PipelineSpec,
+    Registration,
     StepDone,
     StepPlan,
     StepTiming,
     done_from_wire,
     plan_to_wire,
+    registrations_to_wire,
     spec_to_wire,
     timings_from_wire,
 )
@@ -94,6 +96,11 @@ class Control:
         """Tell the stage a plan."""
         self.send_raw(plan_to_wire(plan, with_token_ids=with_token_ids))
 
+    def register(self, registrations: Iterable[Registration], epoch: Epoch) -> None:
+        """Tell the stage of sequences that later plans begin."""
+        for message in registrations_to_wire(registrations, epoch=epoch_to_wire(epoch), with_sampling=True):
+            self._messages.put_nowait(message)
+
     def send_raw(self, plan: stage_pb2.Plan) -> None:
         """Tell the stage something that may be wrong."""
         self._messages.put_nowait(stage_pb2.ControlMessage(plan=plan))
@@ -147,6 +154,11 @@ class Driver:
         for index, control in enumerate(self.controls):
             if to is None or index in to:
                 control.send(plan, with_token_ids=index == 0)
+
+    def register(self, *registrations: Registration) -> None:
+        """Tell all stages of sequences that later plans begin."""
+        for control in self.controls:
+            control.register(registrations, self.epoch)
 
     async def next_done(self) -> StepDone:
         """The next retired step. Raises the fault of whichever stage ends the epoch first."""

@@ -9,6 +9,7 @@ from edgepipe.backend.types import ActivationType, DeviceProfile
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, VersionMismatch, error_class
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.wire.sizes import MAX_ERROR_BYTES, MAX_ERROR_NAME_BYTES
 from edgepipe.wire.v1 import common_pb2 as pb
 
 _ACTIVATIONS = {
@@ -50,16 +51,21 @@ def check_hello(hello: pb.Hello, *, own_name: str = "this node") -> None:
 
 
 def error_to_wire(error: EdgepipeError) -> pb.Error:
-    """An error for another process."""
+    """An error for another process; its texts are cut to what messages have room for."""
     return pb.Error(
         code=error.code,
-        what=error.what,
-        fact=error.fact,
-        next_step=error.next_step,
-        node=error.node,
-        stage=error.stage,
-        request_id=error.request_id,
+        what=_cut(error.what, MAX_ERROR_BYTES),
+        fact=_cut(error.fact, MAX_ERROR_BYTES),
+        next_step=_cut(error.next_step, MAX_ERROR_BYTES),
+        node=_cut(error.node, MAX_ERROR_NAME_BYTES),
+        stage=_cut(error.stage, MAX_ERROR_NAME_BYTES),
+        request_id=_cut(error.request_id, MAX_ERROR_NAME_BYTES),
     )
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= most_bytes else data[: most_bytes - 4].decode(errors="ignore") + " ..."
 
 
 def error_from_wire(error: pb.Error) -> EdgepipeError:

@@ -6,7 +6,8 @@ Shape letters: T packed tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
@@ -24,6 +25,7 @@ from edgepipe.wire.common import (
     slices_to_wire,
 )
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
+from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, PACKED_BYTES
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -67,15 +69,37 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A sequence that later rows name by number; a known number is replaced and its block table emptied."""
+    """A sequence that later rows name by number; a known number is replaced and its block table emptied.
+
+    A long one comes in parts: those that continue it bring columns of ids, which are appended.
+    """
 
     sequence: SequenceId
     sampling: SamplingParams
     choice: int = 0
     prompt_tokens: int  # absolute position p is output position p - prompt_tokens
-    prompt: tuple[int, ...] = ()  # its tokens, if ``sampling.needs_prompt``
+    prompt: tuple[int, ...] = ()  # its tokens in order, if ``sampling.prompt_logprobs``
+    seen: tuple[int, ...] = ()  # its tokens, each once and ascending, if ``sampling.penalises_prompt``
     generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output``
     end_ids: tuple[int, ...] = ()  # EOS and stop ids, if ``sampling.min_tokens``
+    continues: bool = False
+
+    def joined(self, part: Registration) -> Registration:
+        """This one and the part that continues it."""
+        return replace(
+            self,
+            prompt=self.prompt + part.prompt,
+            seen=self.seen + part.seen,
+            generated=self.generated + part.generated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registrations:
+    """What a stage is told of sequences before the plans that begin them."""
+
+    epoch: Epoch
+    sequences: tuple[Registration, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +111,7 @@ class StepPlan:
     last_slice: int  # whose stage sends StepDone
     rows: tuple[PlanRow, ...] = ()
     token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds
-    registers: tuple[Registration, ...] = ()  # applied before the rows
+    registers: tuple[SequenceId, ...] = ()  # begin here, told before; applied before the rows
     frees: tuple[SequenceId, ...] = ()  # applied before the registers
     copies: tuple[BlockCopy, ...] = ()
 
@@ -218,7 +242,7 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
         block_start=[run.start for _, run in blocks],
         block_count=[run.count for _, run in blocks],
         token_ids=plan.token_ids if with_token_ids else (),
-        registers=[registration_to_wire(register, with_sampling=True) for register in plan.registers],
+        registers=plan.registers,
         frees=plan.frees,
         copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],
     )
@@ -239,7 +263,7 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
             for index, (sequence, position, num_tokens, sample) in enumerate(rows)
         ),
         token_ids=tuple(message.token_ids),
-        registers=tuple(_registration_from_wire(register) for register in message.registers),
+        registers=tuple(SequenceId(sequence) for sequence in message.registers),
         frees=tuple(SequenceId(sequence) for sequence in message.frees),
         copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.copies),
     )
@@ -355,17 +379,88 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
     return blocks
 
 
-def registration_to_wire(register: Registration, *, with_sampling: bool) -> stage_pb2.Register:
-    """A sequence that later plans name by number; how it is sampled concerns the stage with the head only."""
-    return stage_pb2.Register(
-        sequence=register.sequence,
-        sampling=sampling_to_wire(register.sampling) if with_sampling else None,
-        choice=register.choice,
-        prompt_tokens=register.prompt_tokens,
-        prompt=register.prompt if with_sampling else (),
-        generated=register.generated if with_sampling else (),
-        end_ids=register.end_ids if with_sampling else (),
+def registrations_to_wire(
+    registrations: Iterable[Registration], *, epoch: common_pb2.Epoch, with_sampling: bool
+) -> list[stage_pb2.ControlMessage]:
+    """Sequences that later plans begin, in as few messages of at most PACKED_BYTES as hold them.
+
+    How a sequence is sampled concerns the stage with the head only.
+    """
+    messages: list[stage_pb2.ControlMessage] = []
+    room = 0
+    for part in _parts(registrations, with_sampling=with_sampling):
+        size = part.ByteSize() + _FIELD_BYTES
+        if size > room:
+            messages.append(stage_pb2.ControlMessage(register=stage_pb2.Registrations(epoch=epoch)))
+            room = PACKED_BYTES - messages[-1].ByteSize() - _FIELD_BYTES
+        messages[-1].register.sequences.append(part)
+        room -= size
+    return messages
+
+
+def registration_bytes(sampling: SamplingParams, *, prompt_tokens: int, vocab_size: int) -> tuple[int, int]:
+    """How large a registration can be, and how much more of it each output token known by then makes."""
+    grammar = len(sampling.grammar.text.encode()) if sampling.grammar is not None else 0
+    prompt = prompt_tokens if sampling.prompt_logprobs else 0
+    seen = min(prompt_tokens, vocab_size) if sampling.penalises_prompt else 0
+    ends = MAX_END_IDS if sampling.min_tokens else 0
+    fixed = _HEAD_BYTES + grammar + _BIAS_BYTES * len(sampling.logit_bias) + ID_BYTES * (prompt + seen + ends)
+    return fixed, ID_BYTES if sampling.needs_output else 0
+
+
+def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
+    """What a stage is told of sequences. Raises RequestInvalid, RemoteProtocolError."""
+    return Registrations(
+        epoch=epoch_from_wire(message.epoch),
+        sequences=tuple(_registration_from_wire(register) for register in message.sequences),
     )
+
+
+_HEAD_BYTES = 256  # its numbers
+_BIAS_BYTES = ID_BYTES + 8
+_FIELD_BYTES = 16  # around a part, and around the message's field
+_PART_IDS = PACKED_BYTES // 2 // ID_BYTES  # the other half is for all else, above all a grammar
+
+
+def _parts(registrations: Iterable[Registration], *, with_sampling: bool) -> Iterator[stage_pb2.Register]:
+    for registration in registrations:
+        if not with_sampling:
+            yield stage_pb2.Register(sequence=registration.sequence, prompt_tokens=registration.prompt_tokens)
+            continue
+        columns = [
+            (name, ids[start : start + _PART_IDS])
+            for name, ids in (
+                ("prompt", registration.prompt),
+                ("seen_steps", registration.seen),
+                ("generated", registration.generated),
+            )
+            for start in range(0, len(ids), _PART_IDS)
+        ]
+        part = _registration_head(registration)
+        room = _PART_IDS
+        for name, ids in columns:
+            if len(ids) > room:
+                yield part
+                part, room = stage_pb2.Register(sequence=registration.sequence, continues=True), _PART_IDS
+            getattr(part, name).extend(_steps(ids) if name == "seen_steps" else ids)
+            room -= len(ids)
+        yield part
+
+
+def _registration_head(registration: Registration) -> stage_pb2.Register:
+    """All but the long columns."""
+    return stage_pb2.Register(
+        sequence=registration.sequence,
+        sampling=sampling_to_wire(registration.sampling),
+        choice=registration.choice,
+        prompt_tokens=registration.prompt_tokens,
+        end_ids=registration.end_ids,
+    )
+
+
+def _steps(ascending: tuple[int, ...]) -> Iterator[int]:
+    """Each number less the one before it: most take one byte."""
+    return (after - before for before, after in pairwise((0, *ascending)))
 
 
 def _registration_from_wire(message: stage_pb2.Register) -> Registration:
@@ -375,8 +470,10 @@ def _registration_from_wire(message: stage_pb2.Register) -> Registration:
         choice=message.choice,
         prompt_tokens=message.prompt_tokens,
         prompt=tuple(message.prompt),
+        seen=tuple(accumulate(message.seen_steps)),
         generated=tuple(message.generated),
         end_ids=tuple(message.end_ids),
+        continues=message.continues,
     )
 
 

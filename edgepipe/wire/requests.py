@@ -124,9 +124,9 @@ def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: 
 
 def tokens_to_wire(
     request_id: RequestId,
-    *,
     attempt: int,
     choice: int,
+    *,
     position: int,
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs] = (),
@@ -143,7 +143,7 @@ def tokens_to_wire(
 
 
 def prompt_scores_to_wire(
-    request_id: RequestId, *, attempt: int, choice: int, part: PromptLogprobs
+    request_id: RequestId, attempt: int, choice: int, *, part: PromptLogprobs
 ) -> engine_pb2.PromptScores:
     """Log-probabilities of a part of the prompt."""
     return engine_pb2.PromptScores(
@@ -155,7 +155,7 @@ def prompt_scores_to_wire(
     )
 
 
-def ending_to_wire(request_id: RequestId, *, attempt: int, choice: int, ending: Ending) -> engine_pb2.Ended:
+def ending_to_wire(request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> engine_pb2.Ended:
     """The one ending of a choice."""
     return engine_pb2.Ended(
         request_id=request_id,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from edgepipe.scheduler import ScheduledStep
-from edgepipe.wire.plans import Registration, registration_to_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -14,14 +11,9 @@ def step_to_wire(
     *,
     epoch: common_pb2.Epoch,
     last_slice: int,
-    registrations: Sequence[Registration],
     with_token_ids: bool,
-    with_sampling: bool,
 ) -> stage_pb2.ControlMessage:
-    """A step for one stage; one registration per ``step.registers``.
-
-    Only the stage that embeds gets the token ids, and only the one with the head how to sample.
-    """
+    """A step for one stage; only the stage that embeds gets the token ids."""
     return stage_pb2.ControlMessage(
         plan=stage_pb2.Plan(
             epoch=epoch,
@@ -35,7 +27,7 @@ def step_to_wire(
             block_start=step.block_starts,
             block_count=step.block_counts,
             token_ids=step.token_ids if with_token_ids else (),
-            registers=[registration_to_wire(each, with_sampling=with_sampling) for each in registrations],
+            registers=step.registers,
             frees=step.frees,
             copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )

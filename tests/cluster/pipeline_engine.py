@@ -125,7 +125,7 @@ class SmallEngine:
         return Decoding(SequenceId(self._sequences), list(prompt), len(prompt), sampling)
 
     def plan(self, *group: Decoding) -> StepPlan:
-        """The next step of a micro-batch."""
+        """The next step of a micro-batch, its new sequences told already."""
         self._steps += 1
         rows, ids, registers, sampling = [], [], [], []
         for sequence in group:
@@ -136,7 +136,8 @@ class SmallEngine:
             ids += sequence.tokens[start:end]
             sequence.done_tokens = end
             if not sequence.registered:
-                registers.append(_registration(sequence))
+                self.driver.register(_registration(sequence))
+                registers.append(sequence.number)
                 sequence.registered = True
             if sample:
                 sampling.append(sequence)

@@ -21,6 +21,7 @@ from edgepipe.errors import (
 )
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import Credentials
+from edgepipe.sampling import SamplingParams
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
@@ -137,7 +138,7 @@ async def test_the_same_attempt_again_is_the_same_request() -> None:
         (submission("a", [1, 999_999], 5), RequestInvalid, "999999"),
         (submission("a", [1], 5, generated=((70_000,),)), RequestInvalid, "70000"),
         (submission("a", [1], 5, generated=((1,), (2,))), RequestInvalid, "more choices"),
-        (submission("a", [1], 5, num_choices=500), RequestInvalid, "500 choices"),
+        (submission("a", [1], 5, num_choices=500), RequestInvalid, "at most 128"),
     ],
     ids=["too long", "empty", "vocabulary", "generated", "continued choices", "choices"],
 )
@@ -241,3 +242,19 @@ async def _until_ended(call):  # type: ignore[no-untyped-def]
         yield event
         if event.ended:
             return
+
+
+async def test_a_stop_id_that_the_model_does_not_have_harms_nobody() -> None:
+    """From a gateway that does not check: the last stage would look for that id among the logits."""
+    strange = SamplingParams(temperature=0.0, min_tokens=1)
+    async with engine_lab() as lab:
+        gateway = await lab.gateway()
+        gateway.send(
+            submission("good", PROMPT, 12),
+            submission("strange", PROMPT, 5, sampling=strange, stop_token_ids=frozenset({2_000_000_000})),
+        )
+        assert (await gateway.ended("good")).ids == oracle_tokens(PROMPT, 12)
+        error = (await gateway.ended("strange")).error
+        assert isinstance(error, RequestInvalid)
+        assert "stop_token_ids" in error.what
+        assert lab.engine.state().recoveries == 0

@@ -25,23 +25,29 @@ class ControlMessage(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    REGISTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPipeline:
         """first"""
 
     @_builtins.property
     def plan(self) -> Global___Plan: ...
+    @_builtins.property
+    def register(self) -> Global___Registrations:
+        """ahead of the plans that begin the sequences"""
+
     def __init__(
         self,
         *,
         open: Global___OpenPipeline | None = ...,
         plan: Global___Plan | None = ...,
+        register: Global___Registrations | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -202,8 +208,8 @@ class Plan(_message.Message):
         """all rows' tokens, packed; only for the stage that embeds"""
 
     @_builtins.property
-    def registers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Register]:
-        """applied before the rows"""
+    def registers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """sequences that begin here, told before; applied before the rows"""
 
     @_builtins.property
     def frees(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -225,7 +231,7 @@ class Plan(_message.Message):
         block_start: _abc.Iterable[_builtins.int] | None = ...,
         block_count: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        registers: _abc.Iterable[Global___Register] | None = ...,
+        registers: _abc.Iterable[_builtins.int] | None = ...,
         frees: _abc.Iterable[_builtins.int] | None = ...,
         copies: _abc.Iterable[Global___BlockCopy] | None = ...,
     ) -> None: ...
@@ -236,6 +242,32 @@ class Plan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Registrations(_message.Message):
+    """Sequences that later plans begin; at most 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Register]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        sequences: _abc.Iterable[Global___Register] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Registrations: _TypeAlias = Registrations  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
@@ -250,21 +282,31 @@ class Register(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     END_IDS_FIELD_NUMBER: _builtins.int
+    SEEN_STEPS_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     choice: _builtins.int
     prompt_tokens: _builtins.int
     """absolute position p is output position p - prompt_tokens"""
+    continues: _builtins.bool
+    """only columns of ids, which are appended to those told before"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What the sampler's state is made from; only for the stage with the head, and only where the parameters call for it."""
+        """What the sampler's state is made from; only for the stage with the head, and only where the parameters call for it.
+        in order, for its log-probabilities
+        """
 
     @_builtins.property
     def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """EOS and stop ids: barred before min_tokens"""
+
+    @_builtins.property
+    def seen_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the prompt's ids for penalties: each once, ascending, each less the one before it"""
 
     def __init__(
         self,
@@ -276,10 +318,12 @@ class Register(_message.Message):
         prompt: _abc.Iterable[_builtins.int] | None = ...,
         generated: _abc.Iterable[_builtins.int] | None = ...,
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        seen_steps: _abc.Iterable[_builtins.int] | None = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end_ids", b"end_ids", "generated", b"generated", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "continues", b"continues", "end_ids", b"end_ids", "generated", b"generated", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "seen_steps", b"seen_steps", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

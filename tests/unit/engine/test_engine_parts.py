@@ -19,7 +19,7 @@ from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import StageState
-from edgepipe.wire.plans import Registration, StepTiming
+from edgepipe.wire.plans import Registration, StepTiming, registrations_to_wire
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
 
@@ -41,9 +41,7 @@ def test_a_steady_plan_is_small() -> None:
                 step,
                 epoch=epoch_to_wire(EPOCH),
                 last_slice=3,
-                registrations=(),
                 with_token_ids=True,
-                with_sampling=True,
             )
             sizes.append(message.ByteSize())
         scheduler.retire(step.step, [150_000] * step.num_samples)
@@ -61,22 +59,20 @@ def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -
     sampling = SamplingParams(temperature=0.5, seed=11)
     registration = Registration(sequence=SequenceId(5), sampling=sampling, choice=2, prompt_tokens=3, generated=(5,))
     first, second = (
-        step_to_wire(
-            step,
-            epoch=epoch_to_wire(EPOCH),
-            last_slice=1,
-            registrations=[registration],
-            with_token_ids=first,
-            with_sampling=not first,
-        ).plan
-        for first in (True, False)
+        step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=1, with_token_ids=embeds).plan
+        for embeds in (True, False)
+    )
+    told_first, told_second = (
+        registrations_to_wire([registration], epoch=epoch_to_wire(EPOCH), with_sampling=samples)[0].register
+        for samples in (False, True)
     )
     assert list(first.token_ids) == [7, 8, 9]
     assert not second.token_ids
-    assert (second.registers[0].sampling.seed, second.registers[0].choice) == (11, 2)
-    assert list(second.registers[0].generated) == [5]
-    assert not first.registers[0].HasField("sampling")
-    assert not first.registers[0].generated
+    assert list(first.registers) == list(second.registers) == [5]
+    assert (told_second.sequences[0].sampling.seed, told_second.sequences[0].choice) == (11, 2)
+    assert list(told_second.sequences[0].generated) == [5]
+    assert not told_first.sequences[0].HasField("sampling")
+    assert not told_first.sequences[0].generated
     assert (list(second.block_start), list(second.block_count), list(second.sample)) == ([0], [1], [True])
 
 

@@ -91,9 +91,9 @@ class VirtualStage:
     _started: int = 0
     _finished: int = 0
 
-    def send(self, message: stage_pb2.ControlMessage) -> None:
-        """A plan of the pump."""
-        self.sent(message)
+    def send(self, messages: Sequence[stage_pb2.ControlMessage]) -> None:
+        """A plan of the pump, behind what it registers."""
+        self.sent(messages[-1])
 
     def arrive(self, step: StepId, work: StepWork) -> None:
         """The step's inputs are there."""

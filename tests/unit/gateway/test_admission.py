@@ -105,3 +105,31 @@ async def test_keys_have_queues_of_their_own() -> None:
             served.http.headers["authorization"] = "Bearer second-key"
             assert (await served.chat()).status_code == 200
             assert (await running).status_code == 200
+
+
+def test_memory_is_shared_by_all_keys_and_given_back() -> None:
+    admission = Admission(AdmissionLimits(max_bytes=100))
+    first = admission.enter("one", num_bytes=60)
+    with pytest.raises(QueueFull, match="too large together"):
+        admission.enter("two", num_bytes=50)
+    second = admission.enter("two", num_bytes=20)
+    first.grow(30)  # its answer
+    with pytest.raises(QueueFull):
+        admission.enter("two", num_bytes=1)
+    admission.leave(first)
+    admission.leave(second)
+    assert admission.enter("two", num_bytes=100).admitted.is_set()
+
+
+async def test_prompts_that_are_too_large_together_get_429_and_come_again_later() -> None:
+    engine = FakeEngine(hold_after=1)
+    async with serving(engine, admission=AdmissionLimits(max_bytes=100_000)) as served:
+        first = asyncio.create_task(served.complete("x" * 900))
+        await engine.submitted.wait()
+        refused = await served.complete("x" * 900)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "queue_full"
+        engine.release.set()
+        assert (await first).status_code == 200
+        assert (await served.complete("x" * 900)).status_code == 200

@@ -287,3 +287,27 @@ def test_decode_keeps_runs_whole_while_there_is_room() -> None:
             else:
                 table.append((start, count))
     assert all(len(table) == 1 for table in runs.values())
+
+
+def test_a_step_begins_no_more_than_stages_can_be_told_at_once() -> None:
+    """Twelve sequences of 300 KB, and one that is larger than a step's bound by itself."""
+    world = World(limits(micro_batches=1, num_blocks=400))
+    sizes = dict.fromkeys(range(1, 13), 300000) | {5: 3_000_000}
+    world.submit(*(spec(number, 6, max_tokens=4, told_bytes=size) for number, size in sizes.items()))
+    world.run()
+    world.check_outputs()
+    begun = [[sizes[sequence] for sequence in step.registers] for step in world.steps if step.registers]
+    assert sum(map(len, begun)) == 12
+    assert all(sum(told) <= 1 << 20 or len(told) == 1 for told in begun)
+    assert len(begun) <= 6
+    world.assert_invariants()
+
+
+def test_what_is_told_of_a_sequence_grows_with_its_output() -> None:
+    world = World(limits(micro_batches=1, num_blocks=400))
+    known = tuple(reference(spec(1, 6, max_tokens=12), context=200)[:10])
+    specs = [spec(n, 6, max_tokens=12, generated=known, told_token_bytes=60_000) for n in (1,)]
+    specs += [spec(n, 6, max_tokens=12, told_bytes=500_000) for n in (2, 3)]
+    world.submit(*specs)
+    world.run()
+    assert [len(step.registers) for step in world.steps if step.registers] == [1, 2]

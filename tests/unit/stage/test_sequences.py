@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.backend.types import BlockCopy, BlockRun
-from edgepipe.errors import RemoteProtocolError
+from edgepipe.errors import RemoteProtocolError, RequestInvalid
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
-from edgepipe.sampling import SamplingParams, SequenceSampler
+from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, sample
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.sequences import ScoredPart, SequenceTable
-from edgepipe.wire.plans import PlanRow, Registration, StepPlan, plan_from_wire, plan_to_wire
+from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.plans import (
+    PlanRow,
+    Registration,
+    StepPlan,
+    plan_from_wire,
+    plan_to_wire,
+    registrations_from_wire,
+    registrations_to_wire,
+)
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 4
+EPOCH = Epoch(1, EngineId("engine"))
+MODEL = ModelBounds(vocab_size=32, context_length=64)
 
 
 def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registration:
@@ -25,13 +38,26 @@ def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registr
 
 def new_table() -> SequenceTable:
     return SequenceTable(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=lambda told: SequenceSampler(told.sampling)
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        model=MODEL,
+        new_sampler=lambda told, fault: SequenceSampler(
+            told.sampling, prompt=told.seen, generated=told.generated, end_ids=told.end_ids, fault=fault
+        ),
     )
+
+
+def begin(table: SequenceTable, *told: Registration) -> tuple[SequenceId, ...]:
+    """Tell the table of sequences, over the wire; a plan may begin them."""
+    for message in registrations_to_wire(told, epoch=epoch_to_wire(EPOCH), with_sampling=True):
+        for registration in registrations_from_wire(message.register).sequences:
+            table.tell(registration)
+    return tuple(each.sequence for each in told)
 
 
 def plan(step: int = 1, *rows: PlanRow, **fields: object) -> StepPlan:
     changes: dict[str, object] = {
-        "epoch": Epoch(1, EngineId("engine")),
+        "epoch": EPOCH,
         "step": StepId(step),
         "last_slice": 1,
         "rows": rows,
@@ -83,7 +109,7 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
             step,
             *rows,
             frees=tuple(map(SequenceId, frees)),
-            registers=tuple(register(sequence, prompt_tokens=prompts[sequence]) for sequence in registers),
+            registers=begin(table, *(register(sequence, prompt_tokens=prompts[sequence]) for sequence in registers)),
         )
         got = table.apply(plan_from_wire(plan_to_wire(told, with_token_ids=True)))
         assert [(r.sequence, blocks(r.runs)) for r in got.rows] == wanted
@@ -106,20 +132,21 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
         (plan(2, row(1, 4, 1, (8, 1))), "goes on at position 4"),
         (plan(2, row(1, 3, 1), row(1, 3, 1)), "two rows of one sequence"),
         (plan(2, row(1, 1, 1, sample=True)), "samples inside its prompt"),
+        (plan(2, row(1, 3, 1), registers=(SequenceId(2),)), "begins sequence 2, of which nothing was told"),
         (plan(2, row(1, 3, 1), copies=(BlockCopy(0, NUM_BLOCKS),)), "copies block 0 to 64"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_says_why(bad: StepPlan, why: str) -> None:
     table = new_table()
-    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1, prompt_tokens=3),)))
+    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=begin(table, register(1, prompt_tokens=3))))
     with pytest.raises(RemoteProtocolError, match=why):
         table.apply(bad)
 
 
 def test_registering_again_empties_the_block_table() -> None:
     table = new_table()
-    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=(register(1),)))
-    again = table.apply(plan(2, row(1, 0, 5, (20, 2)), registers=(register(1),)))
+    table.apply(plan(1, row(1, 0, 3, (7, 1)), registers=begin(table, register(1))))
+    again = table.apply(plan(2, row(1, 0, 5, (20, 2)), registers=begin(table, register(1))))
     assert blocks(again.rows[0].runs) == [20, 21]
 
 
@@ -142,7 +169,7 @@ def test_prompt_tokens_are_scored_by_those_before_them() -> None:
     sampling = SamplingParams(prompt_logprobs=True, top_logprobs=2)
     told = Registration(sequence=SequenceId(1), sampling=sampling, prompt_tokens=5, prompt=(10, 11, 12, 13, 14))
     table = new_table()
-    first = table.apply(plan(1, row(2, 0, 2, (1, 1)), row(1, 0, 3, (0, 1)), registers=(register(2), told)))
+    first = table.apply(plan(1, row(2, 0, 2, (1, 1)), row(1, 0, 3, (0, 1)), registers=begin(table, register(2), told)))
     assert first.scored == (ScoredPart(SequenceId(1), 1, 3),)
     assert first.score_rows is not None
     assert first.score_rows.rows.tolist() == [2, 3, 4]
@@ -157,6 +184,39 @@ def test_prompt_tokens_are_scored_by_those_before_them() -> None:
 
 
 def test_a_stage_without_the_head_samples_nothing() -> None:
-    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, new_sampler=None)
-    got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=True), registers=(register(1, prompt_tokens=3),)))
+    table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, model=MODEL, new_sampler=None)
+    got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=True), registers=begin(table, register(1, prompt_tokens=3))))
     assert got.samples == ()
+
+
+OUTSIDE = 2_000_000_000
+STRANGE = {
+    "end_ids": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(min_tokens=1), prompt_tokens=3, end_ids=(OUTSIDE,)
+    ),
+    "logit_bias": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(logit_bias=((OUTSIDE, 1.0),)), prompt_tokens=3
+    ),
+    "prompt": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(repetition_penalty=2.0), prompt_tokens=3, seen=(1, 2, OUTSIDE)
+    ),
+    "scored prompt": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(prompt_logprobs=True), prompt_tokens=3, prompt=(1, 2, OUTSIDE)
+    ),
+    "generated": Registration(
+        sequence=SequenceId(1), sampling=SamplingParams(presence_penalty=1.0), prompt_tokens=2, generated=(OUTSIDE,)
+    ),
+}
+
+
+@pytest.mark.parametrize("told", STRANGE.values(), ids=STRANGE.keys())
+def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(told: Registration) -> None:
+    table = new_table()
+    rows = (row(1, 0, 3, (0, 1), sample=True), row(2, 0, 3, (1, 1), sample=True))
+    got = table.apply(plan(1, *rows, registers=begin(table, told, register(2, prompt_tokens=3))))
+    assert got.score_rows is None, "a device would gather at those ids"
+    edits = logit_edits(got.samples)
+    assert max(edits.ids.tolist(), default=0) < MODEL.vocab_size
+    strange, plain = sample(np.zeros((2, MODEL.vocab_size), np.float32), got.samples)
+    assert isinstance(strange.error, RequestInvalid)
+    assert plain.error is None

@@ -1,0 +1,99 @@
+"""What a request may hold: tables that the gateway that makes a request, the engine that takes it and the stage that
+samples it check. Each checks for itself: another node may be old or hostile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edgepipe.errors import PromptTooLong, RequestInvalid
+from edgepipe.sampling.bounds import Bound, Flag, ManyTokenIds, ModelBounds, Refusal, Text, TokenIds, Within, refusal
+from edgepipe.sampling.params import MAX_COUNT, SAMPLING_BOUNDS
+from edgepipe.wire.plans import Registration
+from edgepipe.wire.requests import Submission
+from edgepipe.wire.sizes import MAX_END_IDS
+
+MAX_CHOICES = 128  # of a request, as in OpenAI's API
+MAX_STOP_IDS = 64
+MAX_SCORES = 1 << 20  # log-probabilities of prompts and output in one request: 8 MB each there, as JSON 60 MB
+MAX_REQUEST_IDS = 1_250_000  # of a prompt and all its choices' output: another attempt carries them in one message
+MAX_ID_BYTES = 256  # of a request's id
+_WIRE_MAX = (1 << 32) - 1  # what the wire's integers hold
+
+SUBMISSION_BOUNDS: Mapping[str, Bound] = {
+    "request_id": Text(MAX_ID_BYTES),
+    "attempt": Within(0, _WIRE_MAX),
+    "prompt": TokenIds(None),
+    "num_choices": Within(1, MAX_CHOICES),
+    "generated": ManyTokenIds(MAX_CHOICES, TokenIds(None)),
+    "max_tokens": Within(0, MAX_COUNT),
+    "ignore_eos": Flag(),
+    "stop_token_ids": TokenIds(MAX_STOP_IDS),
+    "priority": Within(0, 1),
+}
+"""Of every field of Submission but ``sampling``, whose fields are in SAMPLING_BOUNDS."""
+
+
+REGISTRATION_BOUNDS: Mapping[str, Bound] = {
+    "sequence": Within(0, _WIRE_MAX),
+    "choice": Within(0, MAX_CHOICES - 1),
+    "prompt_tokens": Within(0, _WIRE_MAX),
+    "prompt": TokenIds(None),
+    "seen": TokenIds(None),
+    "generated": TokenIds(None),
+    "end_ids": TokenIds(MAX_END_IDS),
+    "continues": Flag(),
+}
+"""Of every field of Registration but ``sampling``, whose fields are in SAMPLING_BOUNDS."""
+
+
+def submission_refusal(submission: Submission, model: ModelBounds) -> Refusal | None:
+    """The first field of a request that this model cannot take; ``sampling``'s are named by their own names."""
+    return (
+        refusal(submission, SUBMISSION_BOUNDS, model)
+        or refusal(submission.sampling, SAMPLING_BOUNDS, model)
+        or _contradiction(submission, model)
+    )
+
+
+def check_submission(submission: Submission, model: ModelBounds) -> None:
+    """Raise RequestInvalid, or PromptTooLong, for a request that this model cannot take."""
+    if len(submission.prompt) >= model.context_length:
+        raise PromptTooLong(
+            fact=f"the prompt has {len(submission.prompt)} tokens, the context {model.context_length} with at least "
+            "one of output",
+            next_step="shorten the prompt",
+        )
+    if (refused := submission_refusal(submission, model)) is not None:
+        raise RequestInvalid(f"{refused.field} cannot be used", fact=refused.fact)
+
+
+def registration_fault(registration: Registration, model: ModelBounds) -> RequestInvalid | None:
+    """Why a sequence cannot be sampled; its steps are computed all the same."""
+    refused = refusal(registration, REGISTRATION_BOUNDS, model) or refusal(
+        registration.sampling, SAMPLING_BOUNDS, model
+    )
+    return None if refused is None else RequestInvalid(f"{refused.field} cannot be used", fact=refused.fact)
+
+
+def _contradiction(submission: Submission, model: ModelBounds) -> Refusal | None:
+    """Fields that are within their bounds, but not together."""
+    if len(submission.generated) > submission.num_choices:
+        return Refusal(
+            "generated",
+            f"it continues more choices than the request has: {len(submission.generated)} of {submission.num_choices}",
+        )
+    num_ids = len(submission.prompt) + sum(map(len, submission.generated))
+    if num_ids > MAX_REQUEST_IDS:
+        return Refusal("prompt", f"prompt and output have {num_ids} token ids; at most {MAX_REQUEST_IDS} can be used")
+    if submission.sampling.prompt_logprobs:
+        scores = len(submission.prompt) * (1 + submission.sampling.top_logprobs)
+        if scores > MAX_SCORES:
+            return Refusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} can be asked for")
+    longest = max((len(ids) for ids in submission.generated), default=0)
+    if len(submission.prompt) + longest > model.context_length:
+        return Refusal(
+            "generated",
+            f"prompt and output have {len(submission.prompt) + longest} tokens; the context has {model.context_length}",
+        )
+    return None
