@@ -73,6 +73,15 @@ class Avoided:
             links=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in told if one.other_id),
         )
 
+    @classmethod
+    def ever_less(cls, left_out: Iterable[engine_pb2.LeftOut]) -> list[Avoided]:
+        """Everything that an engine told, then without one node after the other, the one whose time ends soonest
+        first, then without links."""
+        told = sorted(left_out, key=lambda one: one.seconds)
+        nodes, links = [one for one in told if not one.other_id], [one for one in told if one.other_id]
+        fewer = [cls.of([*nodes[count:], *links]) for count in range(len(nodes) + 1)]
+        return list(dict.fromkeys([*fewer, cls()]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
@@ -118,13 +127,13 @@ class Replanner:
     async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
         """Survivors keep their stages where lost ones fit on others; else everything is placed anew.
 
-        Where there is none without the nodes that the engine avoids, it is with them; likewise links, if need be.
+        Where no placement avoids all that the engine does, the nodes come back first whose time ends soonest, and links
+        last.
         Raises NoFeasiblePlacement, ModelUnknown.
         """
         spec = wanted.spec
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        told = Avoided.of(wanted.left_out)
-        tries = list(dict.fromkeys([told, Avoided(links=told.links), Avoided()]))
+        tries = Avoided.ever_less(wanted.left_out)
         known: Known | None = None
         while True:
             avoided = tries.pop(0)

@@ -28,8 +28,8 @@ async def relay(host: LanHost, port: int) -> AsyncGenerator[int]:
                 await asyncio.gather(_pass(reader, far_writer), _pass(far_reader, writer))
             finally:
                 far_writer.transport.abort()
-        except OSError:
-            pass  # the client sees its connection break
+        except (OSError, asyncio.CancelledError):
+            pass  # the client sees its connection break; asyncio would complain of a handler that was cancelled
         finally:
             writer.transport.abort()
             handlers.discard(task)

@@ -25,6 +25,11 @@ async def test_chats_go_on_elsewhere_when_a_device_breaks_for_good(clients: Clie
     await lasting_faults.broken_for_good(clients)
 
 
+async def test_a_repaired_device_is_used_again_when_the_next_one_breaks(clients: Clients):
+    await lasting_faults.broken_for_good(clients)
+
+
+@pytest.mark.long
 async def test_chats_are_answered_again_when_broken_devices_are_repaired(clients: Clients):
     await lasting_faults.broken_for_a_while(clients)
 
@@ -37,6 +42,7 @@ async def test_a_drain_that_was_refused_is_done_once_there_is_room(clients: Clie
     await lasting_faults.refused_move(clients)
 
 
+@pytest.mark.long
 async def test_a_chat_does_not_notice_that_a_machine_leaves_which_refused_a_stage(clients: Clients):
     await lasting_faults.refused_move_then_lost(clients)
 
@@ -55,6 +61,7 @@ async def test_a_new_chat_is_answered_beside_a_request_whose_steps_failed(contig
     await hang_ups.suspected_request(contiguous)
 
 
+@pytest.mark.long
 async def test_answers_with_large_grammars_go_on_when_a_step_has_failed(tmp_path: Path):
     async with large_messages.wide(tmp_path) as clients:
         await large_messages.large_grammars(clients)

@@ -39,12 +39,6 @@ LASTING_FAULTS = (
         strike=lasting_faults.slept_too_long,
     ),
     LastingFault(
-        what="a machine wakes before its network",
-        cluster=lasting_faults.pair,
-        strike=lasting_faults.woke_without_network,
-        needs_lan=True,
-    ),
-    LastingFault(
         what="a drain is refused, then possible",
         cluster=lasting_faults.home,
         strike=lasting_faults.refused_move,
@@ -53,6 +47,12 @@ LASTING_FAULTS = (
         what="a machine that refused a stage is lost",
         cluster=lasting_faults.home,
         strike=lasting_faults.refused_move_then_lost,
+    ),
+    LastingFault(
+        what="a machine wakes before its network",
+        cluster=lasting_faults.pair,
+        strike=lasting_faults.woke_without_network,
+        needs_lan=True,
     ),
     LastingFault(
         what="a machine with a tenth of the memory joins, serves and leaves",

@@ -109,6 +109,14 @@ async def test_a_third_node_takes_the_place_where_no_order_of_the_two_is_left() 
     assert await order(FakePeers("abc"), wanted(barred="b", links=["ac"])) == "ca"
 
 
+async def test_a_machine_that_failed_long_ago_is_tried_before_the_one_that_fails_now() -> None:
+    asked = wanted(barred="b")
+    asked.left_out.add(node_id="c", seconds=5)
+    assert await order(FakePeers("abc"), asked) == "ac"
+    asked.left_out[1].seconds = 60
+    assert await order(FakePeers("abc"), asked) == "ab"
+
+
 async def test_barred_links_count_beside_those_that_nodes_know_to_be_broken() -> None:
     peers = FakePeers("abc", broken=["ab", "ba"])
     assert await order(peers, wanted(links=["ac", "bc", "cb"])) == "ca"

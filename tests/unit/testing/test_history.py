@@ -72,6 +72,9 @@ def test_endings_are_counted():
     hung = right()
     del hung.events[-3:]
     assert rules(hung) == ["I10"]
+    assert rules(hung, under_way=["s1"]) == []
+    hung.add(Ended(at_s=2.6, stream="s1", how="error", what="stage_lost"))
+    assert "I8" in rules(hung, under_way=["s1"])
     assert rules(right(), most_pause_s=1.0) == ["I10"]
 
 
