@@ -1,7 +1,7 @@
 """Every stage busy: a ring of emulated devices over a LAN against ideal links, the simulator and other schedules.
 
-Run as ``scripts/bench engine [--full] [PART ...]``; parts: ``lan throttling sizing model truth simulator``. Nodes,
-stages, links, plans and engine are real processes; in the first three only the devices' arithmetic is replaced.
+Run as ``scripts/bench engine [--full] [PART ...]``; parts: ``lan throttling sizing model truth simulator kv``.
+Nodes, stages, links, plans and engine are real processes; in the first three only the devices' arithmetic is replaced.
 ``--full`` runs everything at its full length on them.
 """
 
@@ -284,6 +284,13 @@ def truth_rows(full: bool) -> list[Row]:
     return measured(1_000_000 if full else 40_000)
 
 
+def kv_rows(full: bool) -> list[Row]:
+    """The KV pool's calls on the engine's event loop, in pools full of fragments."""
+    from kv_cost import kv_rows as measured
+
+    return measured()
+
+
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "lan": lan_rows,
     "throttling": throttling_rows,
@@ -291,6 +298,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "model": model_rows,
     "truth": truth_rows,
     "simulator": simulator_rows,
+    "kv": kv_rows,
 }
 
 

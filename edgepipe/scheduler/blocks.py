@@ -81,17 +81,17 @@ def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> t
 
     ``losses`` decides between extents of one length. The longest of the others holds what is still needed.
     """
-    lengths = np.sort(extents.lengths)[::-1]
-    totals = np.cumsum(lengths)
-    num_whole = int(np.searchsorted(totals, count))
-    shortest = lengths[num_whole - 1]
+    sizes = np.bincount(extents.lengths)
+    totals = np.cumsum((sizes * np.arange(len(sizes)))[::-1])[::-1]  # blocks in extents of this length or longer
+    shortest = int(np.flatnonzero(totals >= count)[-1])
     whole = extents.lengths > shortest
+    count -= int(extents.lengths[whole].sum())
+    num_alike = (count - 1) // shortest
     alike = np.flatnonzero(extents.lengths == shortest)
-    num_alike = num_whole - int(np.count_nonzero(whole))
-    if losses is not None:
+    if losses is not None and num_alike:
         alike = alike[np.argpartition(losses[alike], num_alike - 1)]
     whole[alike[:num_alike]] = True
-    return extents.pick(whole), extents.pick(~whole), count - int(totals[num_whole - 1])
+    return extents.pick(whole), extents.pick(~whole), count - num_alike * shortest
 
 
 def _kept_clear(claims: Ids, growth: int, slack: Ids) -> Ids:
