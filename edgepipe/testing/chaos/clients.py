@@ -36,6 +36,13 @@ class Clients:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._bodies: dict[str, dict[str, Any]] = {}
 
+    @classmethod
+    async def first(cls, cluster: ChaosCluster) -> Clients:
+        """Clients of a cluster that has just been started: one has been served when this returns."""
+        clients = cls(cluster)
+        await clients.until_served(since_s=clients.now_s())
+        return clients
+
     def now_s(self) -> float:
         """On the clock of the history."""
         return self._clock.monotonic_s()

@@ -35,7 +35,7 @@ async def contiguous(folder: Path) -> AsyncGenerator[Clients]:
         options=pb.ServeSpec(kv_tokens=16 * _BLOCKS, micro_batches=1),
         backend_options="time_factor=50,contiguous_kv=1",
     ) as cluster:
-        yield Clients(cluster)
+        yield await Clients.first(cluster)
 
 
 async def hang_ups(clients: Clients) -> float:

@@ -34,7 +34,7 @@ async def wide(folder: Path) -> AsyncGenerator[Clients]:
     async with chaos_cluster(
         folder, names=("a", "b"), plan="a:0-2,b:3-5", config=config, options=pb.ServeSpec(kv_tokens=4 * _CONTEXT)
     ) as cluster:
-        yield Clients(cluster)
+        yield await Clients.first(cluster)
 
 
 @asynccontextmanager
@@ -46,7 +46,7 @@ async def apart(folder: Path) -> AsyncGenerator[Clients]:
         async with chaos_cluster(
             folder, config=config, options=pb.ServeSpec(kv_tokens=4 * _CONTEXT), lab=lab
         ) as cluster:
-            yield Clients(cluster)
+            yield await Clients.first(cluster)
 
 
 async def large_grammars(clients: Clients) -> float:

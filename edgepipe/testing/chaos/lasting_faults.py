@@ -50,7 +50,7 @@ async def home(folder: Path) -> AsyncGenerator[Clients]:
     """Three nodes, of which the model needs two: ``a`` has the engine and the clients, ``c`` nothing yet."""
     options = pb.ServeSpec(kv_tokens=_KV_TOKENS)
     async with chaos_cluster(folder, plan="a:0-2,b:3-5", config=CONFIG, options=options, **_HALF) as cluster:
-        yield Clients(cluster)
+        yield await Clients.first(cluster)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def pair(folder: Path) -> AsyncGenerator[Clients]:
         async with chaos_cluster(
             folder, names=("a", "b"), plan="a:0-2,b:3-5", config=CONFIG, options=options, lab=lab, **_HALF
         ) as cluster:
-            yield Clients(cluster)
+            yield await Clients.first(cluster)
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def growing(folder: Path) -> AsyncGenerator[Clients]:
     async with chaos_cluster(
         folder, plan="a:0-2,b:3-5", config=CONFIG, options=options, own_flags=own, late=("c",)
     ) as cluster:
-        yield Clients(cluster)
+        yield await Clients.first(cluster)
 
 
 async def broken_for_good(clients: Clients) -> float:
