@@ -5,8 +5,8 @@ are placed beyond the claims as long as there is room, and split what is left fa
 
     |AAAA|-- A's claim --|BB|-- B's claim --|          free          |
 
-The state is one array per fact, so a call costs a few passes over the arrays, however fragmented the pool is. Calls for
-one block read and write single elements: a pass of numpy would cost more.
+Each fact is one array over all blocks. A call costs a few numpy passes over them, however fragmented the pool is. Calls
+for one block read and write single elements instead, which costs less than a pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
 """``[num_blocks]``: one flag per block."""
 
 NEAR_BLOCKS = 128
-"""Growth of a table that is worth evictions: longer than most answers, at 16 tokens a block."""
+"""Room for growth that evictions may cost: 2,048 tokens in blocks of 16, longer than most answers."""
 
 
 class Extents(NamedTuple):
@@ -77,9 +77,10 @@ def _runs_of(extents: Extents) -> tuple[BlockRun, ...]:
 
 
 def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> tuple[Extents, Extents, int]:
-    """Split extents into the longest, which are needed whole, and the others; return how many blocks are still needed.
+    """Split extents into the longest, which a table of ``count`` blocks takes whole, and the others.
 
-    ``losses`` decides between extents of one length. The longest of the others holds what is still needed.
+    Returns both, and how many blocks are still needed; one of the others holds them. ``losses`` ``[extents]`` decides
+    between extents of one length. No extent holds ``count`` blocks, all together do.
     """
     sizes = np.bincount(extents.lengths)
     totals = np.cumsum((sizes * np.arange(len(sizes)))[::-1])[::-1]  # blocks in extents of this length or longer
@@ -95,9 +96,9 @@ def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> t
 
 
 def _kept_clear(claims: Ids, growth: int, slack: Ids) -> Ids:
-    """Blocks between tables with these claims and a new run behind each, ``slack`` blocks being there besides the run.
+    """Divide ``slack`` blocks between the claim in front of a new run and the run's own growth.
 
-    The whole claim where the run's own ``growth`` fits behind it, else the claim's share.
+    Returns how many blocks stay clear for the claim: all of it where both fit, else its share.
     """
     wanted = np.maximum(claims + growth, 1)
     return np.where(wanted > slack, slack * claims // wanted, claims)
@@ -124,7 +125,7 @@ class BlockAllocator:
         return self._free_blocks
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody refers to the block."""
+        """Return whether the block has no reference."""
         return self._free[block] == 1
 
     def free_behind(self, block: int) -> int:
@@ -160,7 +161,7 @@ class BlockAllocator:
         return runs
 
     def take(self, blocks: Ids) -> None:
-        """Refer to blocks that are free now."""
+        """Refer to free blocks."""
         self._all_references[blocks] = 1
         self._all_free[blocks] = False
         self._free_blocks -= len(blocks)
@@ -195,7 +196,7 @@ class BlockAllocator:
         left = self._all_references[blocks] - times
         freed = left <= 0
         num_freed = int(np.count_nonzero(freed))
-        if num_freed and left.min() < 0:
+        if num_freed + np.count_nonzero(left) > len(blocks):  # some are below 0
             raise RuntimeError(f"a block was given back twice: {blocks}")
         self._all_references[blocks] = left
         self._all_free[blocks] = freed
@@ -218,7 +219,8 @@ class BlockAllocator:
         return end
 
     def has_roomy_run(self, count: int, *, room: int) -> bool:
-        """Whether ``allocate`` finds one run now that hinders no table's growth, nor its own."""
+        """Return whether ``allocate`` would find one run with ``NEAR_BLOCKS`` clear behind it, and behind the table
+        in front of it; fewer where a table needs fewer."""
         extents = extents_of(self._all_free)
         if extents.lengths.max(initial=0) < count:
             return False
@@ -229,11 +231,11 @@ class BlockAllocator:
         return start - extent >= kept and self._num_free(start + count, most=behind) == behind
 
     def choose_available(self, values: Ids, count: int, *, room: int) -> Extents:
-        """Choose free and idle blocks for a new table of ``count`` blocks, in one run if there is one.
+        """Choose free and idle blocks for a new table of ``count`` blocks: one run if an extent of them is long enough,
+        else the longest extents.
 
-        ``values`` ``[num_blocks]``: what evicting an idle block loses, above 0; 0 for every other block. Of all runs
-        the one that loses least is chosen, of those that leave tables and itself room to grow while there are such.
-        Without a run, the longest extents make few of them.
+        ``values`` ``[num_blocks]``: what evicting an idle block loses, above 0; 0 for every other block. The run that
+        loses least wins, among those with room to grow.
         """
         extents = extents_of(self._all_free | (values > 0))
         lost = np.zeros(self.num_blocks + 1, np.int64)  # by all blocks before each
@@ -254,9 +256,10 @@ class BlockAllocator:
         return runs
 
     def _cheapest_window(self, extents: Extents, losses: Ids, count: int, growth: int) -> int:
-        """Where those ``count`` blocks of an extent begin that lose least; one of the extents is long enough.
+        """Find where the ``count`` blocks begin that lose least. One of the extents is long enough.
 
-        ``losses``: of the ``count`` blocks from each block on.
+        ``losses``: of the ``count`` blocks from each block on. Claims and ``growth`` count up to ``NEAR_BLOCKS``;
+        growth is halved until an extent has room for it.
         """
         growth = min(growth, NEAR_BLOCKS)
         extents = extents.pick(extents.lengths >= count)
@@ -276,7 +279,7 @@ class BlockAllocator:
             raise KVCacheFull(fact=f"{count} blocks are needed, {self._free_blocks} of {self.num_blocks} are free")
 
     def _num_free(self, start: int, *, most: int) -> int:
-        """How many blocks from ``start`` on are free, at most ``most``."""
+        """Count the free blocks from ``start`` on, at most ``most``."""
         end = self._free.find(0, start, start + most)
         return (min(start + most, self.num_blocks) if end < 0 else end) - start
 
@@ -285,7 +288,7 @@ class BlockAllocator:
 
     def _gather(self, count: int, room: int) -> tuple[BlockRun, ...]:
         """Take one run, or the longest free extents until there are enough blocks."""
-        if count == self._free_blocks == 1:  # as always in a full pool
+        if count == self._free_blocks == 1:  # nothing to choose: the usual case in a full pool
             start = self._free.find(1)
             self._take_run(start, 1)
             return (BlockRun(start, 1),)
@@ -299,7 +302,7 @@ class BlockAllocator:
         return (*runs, BlockRun(start, count))
 
     def _place(self, extents: Extents, count: int, room: int) -> int:
-        """Where a run of ``count`` blocks that may become ``room`` long begins; one of the extents is long enough."""
+        """Find where a run of ``count`` blocks begins that may become ``room`` long. One of the extents holds it."""
         extents = extents.pick(extents.lengths >= count)
         claims = self._all_claims[extents.starts]
         shortages = np.maximum(claims + room - extents.lengths, 0)

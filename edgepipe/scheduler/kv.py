@@ -1,7 +1,7 @@
 """The KV pool: tables get blocks from it, and what nobody needs any more is kept for prompts that begin alike.
 
 A block that is full, and whose step has retired, is known by the *key* of all tokens up to its end. The cache refers
-to it like a table does; while nobody else does, it is idle, and the one that has been idle longest makes room first.
+to it like a table does. While no table and no copy does, the block is idle: the pool may evict it to make room.
 
 The cache outlives an epoch (``carry_over``): what running sequences had computed is found by their tokens again. Where
 a stage has lost its memory its part of every block is missing, while later stages still have theirs (``lose``). Such a
@@ -34,10 +34,10 @@ def next_key(before: Key, token_ids: Sequence[int]) -> Key:
 
 
 NOT_CACHED = -1
-"""Instead of when a block became idle."""
+"""Stored instead of the time at which a block became idle."""
 
 QUEUED_BLOCKS = 512
-"""The longest idle blocks that one sort serves: more than are evicted for most tables."""
+"""Longest idle blocks that one sort provides for later evictions: more than most tables need."""
 
 
 def as_runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
@@ -58,26 +58,28 @@ def as_runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
 class KVPool:
     """Blocks of a pipeline. ``contiguous``: tables are runs where that is possible, even if the cache loses blocks.
 
-    A contiguous pool evicts by window: of all runs of free and idle blocks that are long enough, a new table gets the
-    one that loses least. An idle block's value is its place in the order of idleness, 1 for the longest idle; a window
-    loses the sum. So old chats go before new ones, and of two windows of one age the one with fewer idle blocks goes.
-    The number of idle blocks does not come first: each chat ends with a free block, so windows over short chats would
-    win over windows over old ones. And the free blocks that an old window leaves save the next table an eviction.
+    A contiguous pool evicts by window. A new table gets one run of free and idle blocks, the run that loses least. An
+    idle block's value is its place in the order of idleness: 1 for the longest idle. A run loses the sum of the values.
+    So old chats go before new ones, and between chats of one age the run with fewer idle blocks wins. The number of
+    idle blocks does not come first: every chat ends with a free block, so the count would favour short chats over old
+    ones, and free blocks that stay free save the next eviction.
 
-    Another pool evicts the blocks that have been idle longest, wherever they are.
+    Any other pool evicts the longest idle blocks, wherever they are.
     """
 
     def __init__(self, num_blocks: int, *, contiguous: bool) -> None:
         self.num_blocks = num_blocks
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
-        self._by_key: dict[Key, int] = {}  # in the order in which blocks were entered; evicted ones, too
-        self._keys = [b""] * num_blocks  # the last key of each block
-        self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache, and somebody holds it
+        self._by_key: dict[Key, int] = {}  # in the order of ``enter``, evicted blocks included
+        self._keys = [
+            b""
+        ] * num_blocks  # the last key of each block: evicted ones keep it until another takes its place
+        self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache and held
         self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
-        self._now = 0  # counts what became idle
+        self._now = 0  # blocks that became idle so far: the clock of ``_idle_since``
         self._num_idle = self._num_cached = 0
-        self._queue: Iterator[tuple[int, int]] = iter(())  # the longest idle blocks, and since when; may have changed
+        self._queue: Iterator[tuple[int, int]] = iter(())  # longest idle blocks, and since when at that time
         self._coming: dict[Key, SequenceId] = {}  # who is computing what is not known yet, or stale
         self._stale: set[int] = set()  # in the cache, missing on stages up to the one with ``stale_to``
         self.stale_to: int | None = None  # slice; None while nothing has been lost
@@ -178,7 +180,7 @@ class KVPool:
         self._all_idle_since[ids] = 0
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """Undo ``hold``, as often as a block is named."""
+        """Undo ``hold``. A block may occur several times: each undoes one."""
         times = Counter(blocks)
         ids = np.array([*times], np.int64)
         self._settle(ids, self._blocks.drop(ids, np.array([*times.values()], np.int64)))
@@ -215,7 +217,7 @@ class KVPool:
         return self._coming.get(key)
 
     def _settle(self, blocks: Ids, references: Ids) -> None:
-        """Note which of the blocks only the cache refers to now, given the references that each has left."""
+        """Make those blocks idle to which only the cache refers; ``references``: what each has left."""
         self._make_idle(blocks[(references == 1) & (self._all_idle_since[blocks] == 0)])
 
     def _make_idle(self, blocks: Ids) -> None:
@@ -242,14 +244,14 @@ class KVPool:
                 self._queue = zip(blocks[:QUEUED_BLOCKS].tolist(), since[:QUEUED_BLOCKS].tolist(), strict=True)
 
     def _evict_window(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
-        """Take the blocks whose eviction loses least, in one run where that is possible."""
+        """Take the free and idle blocks that lose least, in one run where that is possible."""
         extents = self._blocks.choose_available(self._values(), count, room=room)
         blocks = ids_of(*extents)
         self._evict(blocks[self._all_idle_since[blocks] > 0])
         return self._blocks.take_extents(extents, growth=room - count)
 
     def _clear_behind(self, table: Sequence[BlockRun], count: int) -> int:
-        """Evict what is idle right behind a table; return how many blocks are free there, at most ``count``."""
+        """Evict the idle blocks right behind a table. Return how many are free there then, at most ``count``."""
         end = table[-1].start + table[-1].count
         idle: list[int] = []
         stop = min(end + count, self.num_blocks)
@@ -263,22 +265,22 @@ class KVPool:
         return stop - end
 
     def _idle_in_order(self) -> tuple[Ids, Ids]:
-        """List the idle blocks, the longest idle first, and since when each is."""
+        """List the idle blocks, longest idle first, and since when each is idle."""
         idle = np.flatnonzero(self._all_idle_since > 0)
         bits = self.num_blocks.bit_length()
         order = np.sort(self._all_idle_since[idle] << bits | idle)  # in half the time of argsort
         return order & ((1 << bits) - 1), order >> bits
 
     def _values(self) -> Ids:
-        """By block: the place of an idle one among the idle ones, from 1 for the longest idle; 0 for the others."""
+        """Rank the idle blocks, from 1 for the longest idle. Returns ``[num_blocks]``, 0 for blocks that are not."""
         blocks, _ = self._idle_in_order()
         values = np.zeros(self.num_blocks, np.int64)
         values[blocks] = np.arange(1, len(blocks) + 1)
         return values
 
     def _evict(self, blocks: Ids | list[int]) -> None:
-        """Remove idle blocks from the cache: they are free."""
-        if len(blocks) < 2:  # as for most new blocks in a full pool
+        """Remove idle blocks from the cache, which frees them."""
+        if len(blocks) < 2:  # the usual case in a full pool
             for block in blocks:
                 self._forget(int(block))
             return
@@ -291,7 +293,7 @@ class KVPool:
         self._blocks.drop(ids)
 
     def _forget(self, block: int) -> None:
-        """Remove one block from the cache, whether somebody holds it or not."""
+        """Remove one block from the cache, idle or held."""
         self._stale.discard(block)
         self._num_idle -= self._idle_since[block] > 0
         self._num_cached -= 1
@@ -299,7 +301,7 @@ class KVPool:
         self._blocks.drop_one(block)
 
     def _name(self, block: int, key: Key) -> None:
-        """Let ``key`` lead to the block, and no key that the block had before."""
+        """Make ``key`` lead to the block instead of the key that it had before."""
         before = self._keys[block]
         if self._by_key.get(before) == block:
             del self._by_key[before]

@@ -368,7 +368,7 @@ def test_every_block_has_one_owner_and_the_cache_tells_the_truth() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_block_has_one_owner_and_the_cache_tells_the_truth_for_long() -> None:
-    run_state_machine_as_test(AnyUse, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(AnyUse, settings=settings(max_examples=3000, stateful_step_count=60, deadline=None))
 
 
 def lines_run(call: Callable[[], object]) -> int:
