@@ -506,7 +506,7 @@ class Engine:
             self._log("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._core.epoch, event.error)
 
     def _log(self, text: str, *values: object, asked: bool = False) -> None:
-        """Log what went wrong, as no fault if somebody ``asked`` for it; if every node is about to go, somebody did."""
+        """Log what went wrong, as information if it was ``asked`` for. It was, if every node is about to leave."""
         told = self._core.reachable
         asked = asked or (told is not None and told.leaving.issuperset(told.addresses))
         logger.log(logging.INFO if asked else logging.WARNING, text, *values)
@@ -515,7 +515,7 @@ class Engine:
         """Tell what the recovery core decided."""
         core = self._core
         if core.state is State.STOPPED:
-            return  # the end is told by who brings it about
+            return  # ``start`` and ``run`` tell of the end
         serves = core.running is not None
         self._tell(
             state=_WORDS[core.state],

@@ -27,7 +27,7 @@ class Nodes:
         return self.names.get(node_id) or node_id
 
     def address(self, node_id: NodeId) -> str:
-        """Raises PlanInvalid if the plan names a node that nobody told of."""
+        """HOST:PORT of a node. Raises PlanInvalid if its address is not known."""
         try:
             return self.addresses[node_id]
         except KeyError:
@@ -50,8 +50,8 @@ class Planner(Protocol):
     ) -> Plan:
         """The placement of ``spec`` without nodes that are gone, and without ``barred`` ones where that is possible.
 
-        Nor shall the second node of a barred link come right behind the first, where that can be avoided. Both come
-        with the seconds for which that holds still.
+        It avoids placing the second node of a barred link right behind the first. Each comes with the seconds that
+        are left.
         Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
         """
         ...
