@@ -1,8 +1,8 @@
 """PURE: whether a step that could not be computed counts against its requests or against the stage.
 
 A request breaks the steps that it is in, wherever it is. A broken device breaks steps of different requests. So the
-requests that all failed steps of a stage have in common are suspects; where there is none, the stage is at fault. A
-stage whose device fails a test step of its own is at fault at once.
+requests that all failed steps of a stage have in common are suspects. If the steps have no request in common, the stage
+is at fault. A stage whose device fails a test step of its own is at fault at once.
 """
 
 from __future__ import annotations

@@ -265,7 +265,9 @@ class Engine:
     # Events in, commands out
 
     async def _serve(self) -> None:
-        """Epoch after epoch, until stopped or until there cannot be another."""
+        """Serve epoch after epoch, until stopped or until there cannot be another."""
+        if self._core.state is State.STOPPED:
+            return  # while it started
         if self._run is None:
             commands = self._core.resume(self._now_s())
             self._show()

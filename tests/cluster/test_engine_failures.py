@@ -444,3 +444,15 @@ async def test_a_request_that_arrives_at_the_very_end_of_an_epoch_waits_for_the_
                 assert event.ended[0].reason == "length"
                 break
         assert ids == oracle_tokens(PROMPT, 8)
+
+
+async def test_an_engine_that_is_stopped_while_it_starts_does_not_serve() -> None:
+    async with engine_lab(ready=False) as lab:
+        hold = lab.nodes[1].hold = asyncio.Event()
+        await lab.until(lambda: any(state.progress >= 0.5 for state in lab.states))
+        await lab.engine.stop()
+        await lab.over.wait()
+        hold.set()
+        assert lab.failure is None
+        assert "ready" not in {state.state for state in lab.states}
+        assert [len(node.prepared) for node in lab.nodes] == [1, 1]
