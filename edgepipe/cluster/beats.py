@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
+from edgepipe.cluster.statements import KEY_BYTES, Statement, key_of, to_wire
+from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.ids import NodeId
 from edgepipe.link.trust_view import TrustedPeer
 from edgepipe.wire.v1 import common_pb2, node_pb2, trust_pb2
 
 _ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
+_PIECE_BYTES = 256 << 10  # of statements in one beat: a home's store fits into one
+_MAX_KEYS = 8192  # that are heard; a full store has some 3,000
+_KEYS_AGAIN_S = 1.0  # after which keys are told again if the stores still differ; twice as long every time
+_KEYS_MOST_S = 60.0
 
 
 class SharedTrust(Protocol):
@@ -26,12 +32,12 @@ class SharedTrust(Protocol):
         """Of all statements."""
         ...
 
-    def statements(self) -> trust_pb2.TrustSet:
-        """All of them."""
+    def held(self) -> Mapping[bytes, Statement]:
+        """All of them by key, in an order in which they can be taken in."""
         ...
 
-    def hear(self, source: NodeId, *, digest: bytes, statements: Iterable[trust_pb2.TrustStatement]) -> None:
-        """A member told its digest, and its statements if they differed."""
+    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[trust_pb2.TrustStatement]) -> None:
+        """A member told its digest, and statements that it thinks are news."""
         ...
 
     def member(self, fingerprint: str) -> TrustedPeer | None:
@@ -60,8 +66,25 @@ class Conversation:
     told_at_s: float = float("-inf")
     told_digest: bytes = b""
     heard_digest: bytes = b""
-    told_trust: tuple[bytes, bytes] | None = None  # own and other digest when the whole set was last told
-    told_in: int = 0  # the beat that told it
+    told_in: int = 0  # the beat that told the state
+    held: Mapping[bytes, Statement] | None = None  # own statements when news of them was last looked for
+    to_tell: deque[Statement] = field(default_factory=deque[Statement])
+    theirs: set[bytes] = field(default_factory=set[bytes])  # keys of what the other side told or said that it holds
+    keys_at_s: float = 0.0  # keys are told from then on, if the stores still differ
+    keys_pause_s: float = _KEYS_AGAIN_S
+
+    def heard_keys(self, keys: Iterable[bytes]) -> None:
+        """The other side told what it holds: the rest is told to it."""
+        theirs = set(keys)
+        if self.held is not None and len(theirs) <= _MAX_KEYS and all(len(key) == KEY_BYTES for key in theirs):
+            self.theirs = theirs
+            self.to_tell = deque(one for key, one in self.held.items() if key not in theirs)
+            self.wake.set()
+
+    def heard_statements(self, statements: Iterable[trust_pb2.TrustStatement]) -> None:
+        """The other side told some: they are not told back to it."""
+        if len(self.theirs) < _MAX_KEYS:
+            self.theirs.update(key_of(one.body) for one in statements)
 
 
 class Speaker:
@@ -99,20 +122,38 @@ class Speaker:
         if conversation.heard:
             beat.echo = conversation.heard
             beat.echo_delay_us = int((now - conversation.heard_at_s) * 1e6)
-        self._add_trust(beat, conversation)
+        self._add_trust(beat, conversation, now)
         self._add_state(beat, conversation, now)
         return beat
 
-    def _add_trust(self, beat: node_pb2.Beat, conversation: Conversation) -> None:
-        """The digest when it changed; all statements once per pair of digests that differ."""
-        digest = self._trust.digest
+    def farewell(self, conversation: Conversation) -> node_pb2.Beat:
+        """The last beat to a node that was removed: why."""
+        conversation.to_tell = deque(self._trust.held().values())
+        return self.beat(conversation)
+
+    def _add_trust(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
+        """The digest when it changed, with the statements that changed it. While the other's is another: what we hold,
+        at first at once and then ever more seldom, and a piece of what the other lacks."""
+        digest, held = self._trust.digest, self._trust.held()
         if conversation.told_digest != digest:
             beat.trust_digest = conversation.told_digest = digest
-        differs = (digest, conversation.heard_digest)
-        if conversation.heard_digest not in (b"", digest) and conversation.told_trust != differs:
-            beat.trust.CopyFrom(self._trust.statements())
+            if conversation.held is not None:
+                known = {*conversation.held, *conversation.theirs}
+                conversation.to_tell.extend(one for key, one in held.items() if key not in known)
+                conversation.keys_at_s = max(conversation.keys_at_s, now + _KEYS_AGAIN_S)  # it may be all there is
+        conversation.held = held
+        if conversation.heard_digest == digest:
+            conversation.to_tell.clear()
+            conversation.keys_at_s, conversation.keys_pause_s = 0.0, _KEYS_AGAIN_S
+            return
+        if conversation.to_tell:
             beat.trust_digest = digest
-            conversation.told_trust = differs
+            beat.trust.statements.extend(to_wire(_piece(conversation.to_tell)))
+        if conversation.heard_digest and now >= conversation.keys_at_s:
+            beat.trust_digest = digest
+            beat.trust_keys.extend(held)
+            conversation.keys_at_s = now + conversation.keys_pause_s
+            conversation.keys_pause_s = min(_KEYS_MOST_S, 2 * conversation.keys_pause_s)
 
     def _add_state(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
         state = self._state()
@@ -125,3 +166,13 @@ class Speaker:
             beat.known.add(node_id=node_id, address=address)
         conversation.told_version, conversation.told_at_s = state.version, now
         conversation.told_in = conversation.sequence
+
+
+def _piece(statements: deque[Statement]) -> list[Statement]:
+    """Taken from the front, as much as one beat takes."""
+    piece: list[Statement] = []
+    room = _PIECE_BYTES
+    while statements and len(piece) < MAX_PIECE_STATEMENTS and room > 0:
+        piece.append(statements.popleft())
+        room -= len(piece[-1].body)
+    return piece

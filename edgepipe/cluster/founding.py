@@ -10,7 +10,8 @@ from pathlib import Path
 from edgepipe.clock import Clock
 from edgepipe.cluster.identity import load_identity, replace_identity
 from edgepipe.cluster.private_files import make_private_folder
-from edgepipe.cluster.trust import NONCE_BYTES, TrustStore, add_statement, found_cluster, merge
+from edgepipe.cluster.statements import NONCE_BYTES
+from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid

@@ -139,7 +139,7 @@ class Heartbeats:
                 self._admission.require(self._trust.member(node_id), beat.hello)
                 self._security.require_node(context, node_id)
             if self._trust.member(node_id) is None:
-                yield self._speaker.beat(conversation)  # the last one tells it that it was removed
+                yield self._speaker.farewell(conversation)
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
             yield self._speaker.beat(conversation)
@@ -304,7 +304,10 @@ class Heartbeats:
         )
         if beat.trust_digest:
             conversation.heard_digest = beat.trust_digest
+            conversation.heard_statements(beat.trust.statements)
             self._trust.hear(node_id, digest=beat.trust_digest, statements=beat.trust.statements)
+        if beat.trust_keys:
+            conversation.heard_keys(beat.trust_keys)
         self._perform(self._membership.on_beat(heard, now=now))
         if beat.echo >= conversation.told_in > 0:
             self._note_told(node_id, conversation.told_version)

@@ -11,13 +11,13 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
-from edgepipe.cluster.trust import MAX_STATEMENT_BYTES, MAX_STATEMENTS, TrustStore, read_store
+from edgepipe.cluster.trust import TrustStore, read_store
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 _MAGIC = b"edgepipe trust 1\n"
 _HASH_BYTES = 32
-_MOST_BYTES = MAX_STATEMENTS * (MAX_STATEMENT_BYTES + 16)
+_MOST_BYTES = 17 << 20  # what earlier versions may have written; today's have less than 4 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

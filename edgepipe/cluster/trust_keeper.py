@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.trust import Statement, TrustStore, add_statement, merge, remove_statement, require_owner
+from edgepipe.cluster.statements import Statement, key_of
+from edgepipe.cluster.trust import (
+    TrustStore,
+    add_statement,
+    merge,
+    removal_statements,
+    renewed_removals,
+)
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
@@ -20,6 +29,20 @@ logger = logging.getLogger(__name__)
 
 _NAME_CHARS = 6  # of a node id, to name a peer by it
 _WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
+MAX_PIECE_STATEMENTS = 256  # told at once; who tells more is not heard
+_MAX_PIECES = 4  # of one member that wait to be checked
+_NEW_STATEMENTS = 1024  # that one member may tell at once; then so many more every second:
+_NEW_PER_S = 8.0
+_BAD_COSTS = 64  # as many new ones
+
+
+@dataclass(slots=True)
+class _Source:
+    """A member that tells statements: what waits of it, and how much more it may tell."""
+
+    pieces: deque[tuple[bytes, list[pb.TrustStatement]]]
+    allowed: float
+    as_of_s: float
 
 
 class TrustKeeper:
@@ -42,6 +65,9 @@ class TrustKeeper:
         self._dirty = asyncio.Event()
         self._writing = asyncio.Lock()
         self._listeners: set[asyncio.Event] = set()
+        self._merging = asyncio.Lock()
+        self._sources: dict[NodeId, _Source] = {}
+        self._heard = asyncio.Event()
         if loaded.damage:
             logger.error("the trust store was damaged: %s", loaded.damage)
             if self.damage:
@@ -68,9 +94,9 @@ class TrustKeeper:
         """Of all statements: equal on two nodes that know the same."""
         return self._store.digest
 
-    def statements(self) -> pb.TrustSet:
-        """All statements, for another member."""
-        return self._store.to_wire()
+    def held(self) -> Mapping[bytes, Statement]:
+        """All statements by key, in an order in which they can be taken in."""
+        return self._store.statements
 
     @property
     def belongs(self) -> bool:
@@ -122,19 +148,39 @@ class TrustKeeper:
             next_step="name it by the beginning of its id" if found else "see 'edgepipe peers'",
         )
 
-    def hear(self, source: NodeId, *, digest: bytes, statements: Iterable[pb.TrustStatement]) -> None:
-        """A connected member told what it knows. Nothing of it is believed without an owner's signature."""
-        merged = merge(self._store, statements)
-        for reason in merged.refused:
-            logger.warning("trust statement refused from=%s: %s", source, reason)
-            self.audit.record(AuditKind.BAD_STATEMENT, who=source, detail=reason)
-        mended = bool(self.damage) and digest == merged.store.digest and source in merged.store.peers
-        if mended:
-            self.damage = ""
-            logger.warning("the trust store is whole again: member %s told what was missing", source)
-            self.audit.record(AuditKind.STORE_MENDED, who=source)
-        if merged.new or mended:
-            self._take(merged.store, merged.new)
+    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+        """A connected member told its digest, and maybe statements. They are checked by ``run``, off the event loop.
+
+        Who tells too much at once, or what nobody signed, is not listened to for a while.
+        """
+        told = self._source(source)
+        if len(statements) > MAX_PIECE_STATEMENTS:
+            self._refuse(source, f"{len(statements)} statements at once")
+            told.allowed = -_BAD_COSTS * _NEW_PER_S
+            return
+        held = self._store.statements
+        new = [one for one in statements if key_of(one.body) not in held]
+        if not new and not self.damage:
+            return
+        told.allowed -= len(new)
+        if told.allowed >= 0 and len(told.pieces) < _MAX_PIECES:
+            told.pieces.append((digest, new))
+            self._heard.set()
+
+    async def take_in(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+        """Merge what a member told. Nothing of it is believed without an owner's signature."""
+        async with self._merging:
+            merged = await asyncio.to_thread(merge, self._store, statements)
+            for reason in merged.refused:
+                self._refuse(source, reason)
+            self._source(source).allowed -= _BAD_COSTS * merged.num_refused
+            mended = bool(self.damage) and digest == merged.store.digest and source in merged.store.peers
+            if mended:
+                self.damage = ""
+                logger.warning("the trust store is whole again: member %s told what was missing", source)
+                self.audit.record(AuditKind.STORE_MENDED, who=source)
+            if merged.new or mended:
+                self._take(merged.store, merged.new)
 
     async def add(self, certificate: Certificate, *, role: Role, name: str) -> None:
         """Let a machine in, or give it a greater role; returns when it is on disk. Raises TrustInvalid."""
@@ -153,55 +199,78 @@ class TrustKeeper:
         await self.add(peer.certificate, role=Role.OWNER, name=peer.name)
 
     async def remove(self, peer: TrustedPeer, *, keep_added: bool | None) -> list[TrustedPeer]:
-        """Remove a peer for ever, and with it those whom only it let in, unless ``keep_added`` vouches for them anew.
+        """Remove a peer for ever, and with it those whom only it let in, unless ``keep_added`` says that those adds
+        still count.
 
         Returns those others. Raises TrustInvalid if there are such and ``keep_added`` is None, and for this very node.
         """
-        require_owner(self._store, self.node_id)
-        if peer.node_id == self.node_id:
-            raise TrustInvalid(
-                "a node cannot remove itself",
-                fact=f"'{peer.name}' is this node",
-                next_step="remove it from another owner's machine",
-            )
-        others = [one for one in self._store.added_only_by(peer.node_id) if one.node_id != self.node_id]
+        statements = removal_statements(
+            self._store,
+            signer=self._key_pair,
+            node_id=peer.node_id,
+            now_ms=self._now_ms(),
+            keep_added=bool(keep_added),
+        )
+        others = self._store.added_only_by(peer.node_id, remover=self.node_id)
         if others and keep_added is None:
             raise TrustInvalid(
                 f"'{peer.name}' alone let others in, who would go with it",
                 fact=", ".join(one.name for one in others),
                 next_step="say what becomes of them: --keep-added or --drop-added",
             )
-        statements = [self._removal(peer)]
-        if keep_added:
-            statements += [self._vouching(one) for one in others]
-        else:
-            statements += [self._removal(one) for one in others]  # else the removed one's key could bring them back
         await self._say(statements)
         return others
 
     async def run(self) -> None:
-        """Write every change down, until cancelled; what a full disk refuses is tried again."""
+        """Check what is heard and write every change down, until cancelled; what a full disk refuses is tried again."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._check_heard(), name="trust-heard")
+            tasks.create_task(self._renew(), name="trust-renewal")
+            while True:
+                await self._dirty.wait()
+                self._dirty.clear()
+                try:
+                    await self._write()
+                except (OSError, ConfigInvalid) as exc:
+                    logger.error("the trust store cannot be written: %s", exc)
+                    asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
+
+    async def _check_heard(self) -> None:
+        """One piece of each member in turn."""
         while True:
-            await self._dirty.wait()
-            self._dirty.clear()
+            await self._heard.wait()
+            self._heard.clear()
+            while waiting := [(node_id, one) for node_id, one in self._sources.items() if one.pieces]:
+                for node_id, source in waiting:
+                    digest, statements = source.pieces.popleft()
+                    await self.take_in(node_id, digest=digest, statements=statements)
+
+    async def _renew(self) -> None:
+        """An owner says removals of the earlier form again, which did not bound what a removed owner can still say."""
+        async for _ in self.changes():
+            renewed = renewed_removals(self._store, signer=self._key_pair, now_ms=self._now_ms())
+            if not renewed or self.damage:
+                continue
             try:
-                await self._write()
-            except (OSError, ConfigInvalid) as exc:
-                logger.error("the trust store cannot be written: %s", exc)
-                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
+                await self._say(renewed)
+                logger.info("said %d removals again: they bound now what the removed can still say", len(renewed))
+            except TrustInvalid as error:
+                logger.error("removals of the earlier form were not said again: %s", error)
 
-    def _removal(self, peer: TrustedPeer) -> pb.TrustStatement:
-        return remove_statement(self._store, signer=self._key_pair, node_id=peer.node_id, now_ms=self._now_ms())
+    def _source(self, node_id: NodeId) -> _Source:
+        now_s = self._clock.monotonic_s()
+        source = self._sources.get(node_id)
+        if source is None:
+            known = self._store.peers
+            self._sources = {key: one for key, one in self._sources.items() if key in known or one.pieces}
+            source = self._sources[node_id] = _Source(deque(), float(_NEW_STATEMENTS), now_s)
+        source.allowed = min(_NEW_STATEMENTS, source.allowed + _NEW_PER_S * (now_s - source.as_of_s))
+        source.as_of_s = now_s
+        return source
 
-    def _vouching(self, peer: TrustedPeer) -> pb.TrustStatement:
-        return add_statement(
-            self._store,
-            signer=self._key_pair,
-            certificate=peer.certificate,
-            role=peer.role,
-            name=peer.name,
-            now_ms=self._now_ms(),
-        )
+    def _refuse(self, source: NodeId, reason: str) -> None:
+        logger.warning("trust statement refused from=%s: %s", source, reason)
+        self.audit.record(AuditKind.BAD_STATEMENT, who=source, detail=reason)
 
     async def _say(self, statements: list[pb.TrustStatement]) -> None:
         if self.damage:
@@ -210,10 +279,11 @@ class TrustKeeper:
                 fact=self.damage,
                 next_step="start another member of the cluster: this node asks it by itself",
             )
-        merged = merge(self._store, statements)
-        if merged.refused:
-            raise TrustInvalid("the trust store takes no more statements", fact="; ".join(merged.refused))
-        self._take(merged.store, merged.new)
+        async with self._merging:
+            merged = merge(self._store, statements)
+            if merged.refused:
+                raise TrustInvalid("the trust store takes no more statements", fact="; ".join(merged.refused))
+            self._take(merged.store, merged.new)
         try:
             await self._write()
         except (OSError, ConfigInvalid) as exc:
@@ -249,6 +319,10 @@ class TrustKeeper:
                 kind = AuditKind.ADDED
             self.audit.record(kind, who=who, detail=f"by {signer}")
             logger.info("trust: %s %s by=%s", kind, who, signer)
+        for node_id in before.removed & set(self._store.peers):
+            who = f"{self._store.peers[node_id].name} {node_id}"
+            self.audit.record(AuditKind.ADDED, who=who, detail="its removal does not count any more")
+            logger.warning("trust: %s is in again: its removal, by an owner removed since, does not count", who)
         if not self.belongs and self.node_id in before.peers:
             logger.warning("this node was removed from cluster '%s'", before.cluster_name)
 

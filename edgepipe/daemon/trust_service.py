@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgepipe.cluster.membership import Membership
-from edgepipe.cluster.trust import Statement
+from edgepipe.cluster.statements import Statement
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.joining import join_cluster
 from edgepipe.daemon.pairing_host import PairingHost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from edgepipe.cluster.codes import host_pake, joiner_pake
 from edgepipe.cluster.pairing import NONCE_BYTES, HostPairing, JoinerPairing, MakePake, Party
-from edgepipe.cluster.trust import NONCE_BYTES as FOUNDING_NONCE_BYTES
+from edgepipe.cluster.statements import NONCE_BYTES as FOUNDING_NONCE_BYTES
 from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge
 from edgepipe.errors import EdgepipeError
 from edgepipe.link.certificates import KeyPair, make_key_pair

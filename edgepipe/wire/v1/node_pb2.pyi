@@ -55,6 +55,7 @@ class Beat(_message.Message):
     SLEEPING_FIELD_NUMBER: _builtins.int
     TRUST_DIGEST_FIELD_NUMBER: _builtins.int
     TRUST_FIELD_NUMBER: _builtins.int
+    TRUST_KEYS_FIELD_NUMBER: _builtins.int
     WALL_MS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     echo: _builtins.int
@@ -82,7 +83,11 @@ class Beat(_message.Message):
 
     @_builtins.property
     def trust(self) -> _trust_pb2.TrustSet:
-        """when the other side's digest differs"""
+        """what the other side lacks, a piece at a time"""
+
+    @_builtins.property
+    def trust_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of all the sender's statements: when the digests differ"""
 
     def __init__(
         self,
@@ -97,11 +102,12 @@ class Beat(_message.Message):
         sleeping: _builtins.bool = ...,
         trust_digest: _builtins.bytes = ...,
         trust: _trust_pb2.TrustSet | None = ...,
+        trust_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         wall_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "state", b"state", "trust", b"trust"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state", "trust", b"trust", "trust_digest", b"trust_digest", "wall_ms", b"wall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "echo_delay_us", b"echo_delay_us", "hello", b"hello", "known", b"known", "leaving", b"leaving", "sequence", b"sequence", "sleeping", b"sleeping", "state", b"state", "trust", b"trust", "trust_digest", b"trust_digest", "trust_keys", b"trust_keys", "wall_ms", b"wall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

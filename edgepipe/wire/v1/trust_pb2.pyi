@@ -568,6 +568,7 @@ class TrustBody(_message.Message):
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
     SIGNER_FIELD_NUMBER: _builtins.int
     MADE_MS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
     ADD_FIELD_NUMBER: _builtins.int
     REMOVE_FIELD_NUMBER: _builtins.int
@@ -577,6 +578,8 @@ class TrustBody(_message.Message):
     """node id of the owner who says it"""
     made_ms: _builtins.int
     """since 1970 on the signer's clock; shown, never compared"""
+    number: _builtins.int
+    """of this signer's statements, from 1; 0: made before removals said what stays valid"""
     @_builtins.property
     def found(self) -> Global___Found: ...
     @_builtins.property
@@ -589,13 +592,14 @@ class TrustBody(_message.Message):
         cluster_id: _builtins.str = ...,
         signer: _builtins.str = ...,
         made_ms: _builtins.int = ...,
+        number: _builtins.int = ...,
         found: Global___Found | None = ...,
         add: Global___Add | None = ...,
         remove: Global___Remove | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "found", b"found", "remove", b"remove", "statement", b"statement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "cluster_id", b"cluster_id", "found", b"found", "made_ms", b"made_ms", "remove", b"remove", "signer", b"signer", "statement", b"statement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "cluster_id", b"cluster_id", "found", b"found", "made_ms", b"made_ms", "number", b"number", "remove", b"remove", "signer", b"signer", "statement", b"statement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_statement: _TypeAlias = _typing.Literal["found", "add", "remove"]  # noqa: Y015
     _WhichOneofArgType_statement: _TypeAlias = _typing.Literal["statement", b"statement"]  # noqa: Y015
@@ -664,20 +668,26 @@ Global___Add: _TypeAlias = Add  # noqa: Y015
 
 @_typing.final
 class Remove(_message.Message):
-    """For ever: that key is never let in again."""
+    """For ever: that key is never let in again. Of what it ever said, only ``kept`` still counts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """SHA-256 of bodies that ``node_id`` signed"""
+
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
+        kept: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "node_id", b"node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

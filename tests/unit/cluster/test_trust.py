@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgepipe.cluster.standing import MAX_PER_SIGNER
+from edgepipe.cluster.statements import NONCE_BYTES, decode, sign
 from edgepipe.cluster.trust import (
-    NONCE_BYTES,
+    MAX_IDLE_BYTES,
+    MAX_STORE_BYTES,
     TrustStore,
     add_statement,
-    decode,
     found_cluster,
     merge,
     read_store,
-    remove_statement,
+    removal_statements,
+    renewed_removals,
 )
 from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
@@ -41,7 +44,18 @@ def add(store: TrustStore, who: KeyPair, *, by: KeyPair, role: Role = Role.MEMBE
 
 
 def remove(store: TrustStore, who: KeyPair, *, by: KeyPair) -> pb.TrustStatement:
-    return remove_statement(store, signer=by, node_id=NodeId(who.fingerprint), now_ms=3)
+    """The removal alone, without what its signer would say besides of those who go with it."""
+    return removal_statements(store, signer=by, node_id=NodeId(who.fingerprint), now_ms=3)[0]
+
+
+def said(store: TrustStore, by: KeyPair, *, number: int = 99, **statement: object) -> pb.TrustStatement:
+    """Whatever ``by`` signs, with no regard for what it may."""
+    body = pb.TrustBody(cluster_id=store.cluster_id, signer=by.fingerprint, number=number)
+    return sign(pb.TrustBody.FromString(body.SerializeToString() + pb.TrustBody(**statement).SerializeToString()), by)  # pyright: ignore[reportArgumentType]
+
+
+def adds(who: KeyPair, role: Role = Role.OWNER) -> pb.Add:
+    return pb.Add(certificate=who.certificate.pem, role=role, node_name=NAMES.get(who.fingerprint, "x"))
 
 
 def with_(store: TrustStore, *statements: pb.TrustStatement) -> TrustStore:
@@ -85,18 +99,124 @@ def test_what_one_owner_removed_does_not_come_back_through_the_other():
         add(at_a, C, by=A)
 
 
-def test_two_owners_who_remove_each_other_are_both_gone():
+def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_first():
     together = two_owners()
     at_a, at_b = with_(together, remove(together, B, by=A)), with_(together, remove(together, A, by=B))
-    merged = with_(at_a, *at_b.to_wire().statements)
-    assert not {"a", "b"} & set(roles(merged))
+    for one, other in ((at_a, at_b), (at_b, at_a)):
+        merged = with_(one, *other.to_wire().statements)
+        assert roles(merged) == {"a": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
+    siblings = with_(founded(), add(founded(), B, by=A, role=Role.OWNER))
+    siblings = with_(siblings, add(siblings, C, by=A, role=Role.OWNER))
+    both = with_(siblings, remove(siblings, B, by=C), remove(siblings, C, by=B))
+    assert roles(both) == {"a": Role.OWNER, "b": Role.OWNER}, "b was let in before c"
+
+
+def test_a_removed_owner_cannot_come_back_by_an_owner_of_its_own_making():
+    """R1: b, removed, makes c an owner; c removes b and so, once, stood by itself; then it removed the founder."""
+    before = two_owners()
+    gone = with_(before, remove(before, B, by=A))
+    rogue = make_key_pair()
+    attack = [
+        said(before, B, add=adds(rogue)),
+        said(before, B, number=0, add=adds(rogue)),
+        said(before, rogue, remove=pb.Remove(node_id=B.fingerprint)),
+        said(before, rogue, number=0, remove=pb.Remove(node_id=B.fingerprint)),
+        said(before, rogue, remove=pb.Remove(node_id=A.fingerprint)),
+        said(before, B, remove=pb.Remove(node_id=A.fingerprint)),
+        said(before, B, number=0, remove=pb.Remove(node_id=A.fingerprint)),
+        said(before, B, remove=pb.Remove(node_id=D.fingerprint)),
+        said(before, B, add=adds(B)),
+    ]
+    for order in (attack, attack[::-1]):
+        assert roles(with_(gone, *order)) == roles(gone)
+        fooled = with_(before, *order)  # one that has not heard of the removal
+        assert roles(with_(fooled, *gone.to_wire().statements)) == roles(gone)
+
+
+def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says():
+    store = two_owners()
+    store = with_(store, remove(store, D, by=B))
+    gone = with_(store, *removal_statements(store, signer=A, node_id=NodeId(B.fingerprint), now_ms=4))
+    assert roles(gone) == {"a": Role.OWNER, "c": Role.MEMBER}, "what b removed while it was an owner stays out"
+    late = said(store, B, remove=pb.Remove(node_id=C.fingerprint))
+    assert roles(with_(gone, late)) == roles(gone)
+
+
+def test_whom_only_somebody_dropped_had_removed_stays_removed():
+    store = two_owners()
+    store = with_(store, add(store, E, by=B, role=Role.OWNER))
+    store = with_(store, remove(store, D, by=E))
+    gone = with_(store, *removal_statements(store, signer=A, node_id=NodeId(B.fingerprint), now_ms=4))
+    assert roles(gone) == {"a": Role.OWNER, "c": Role.MEMBER}
+
+
+def test_a_signer_that_says_too_much_takes_nobody_else_s_room():
+    """R2."""
+    store = two_owners()
+    junk = [
+        said(
+            store,
+            B,
+            number=number,
+            remove=pb.Remove(
+                node_id=f"{number:052d}".replace("0", "a").replace("1", "b").replace("8", "c").replace("9", "d")
+            ),
+        )
+        for number in range(1, 1200)
+    ]
+    full = with_(store, *junk)
+    mine = [one for one in full.statements.values() if one.signer == B.fingerprint]
+    assert MAX_PER_SIGNER <= len(mine) <= 2 * MAX_PER_SIGNER
+    assert full.to_wire().ByteSize() < MAX_STORE_BYTES
+    gone = with_(full, remove(full, B, by=A))
+    assert "b" not in roles(gone)
+    assert roles(with_(gone, add(gone, E, by=A)))["e"] is Role.MEMBER
+    idle = sum(len(one.body) for one in gone.statements.values() if one not in gone.standing.counting)
+    assert idle < MAX_IDLE_BYTES + 4096
+    again = with_(with_(store, *junk[600:]), *junk[:600])
+    assert with_(again, *full.to_wire().statements).digest == with_(full, *again.to_wire().statements).digest
+
+
+def test_nothing_rides_along_in_a_statement():
+    store = two_owners()
+    body = pb.TrustBody.FromString(said(store, A, add=adds(E)).body)
+    padded = body.SerializeToString(deterministic=True) + b"\xfa\x3f\x03abc"  # field 1023
+    assert "more than is known" in refused(store, [pb.TrustStatement(body=padded, signature=b"x")])
+    body.add.certificate += b"# and more"
+    assert "more than a certificate" in refused(
+        store, [pb.TrustStatement(body=body.SerializeToString(), signature=b"x")]
+    )
+
+
+def earlier_form(store: TrustStore, statement: pb.TrustStatement, by: KeyPair) -> pb.TrustStatement:
+    """The same, as it was said before removals said what still counts."""
+    body = pb.TrustBody.FromString(statement.body)
+    body.number = 0
+    body.remove.ClearField("kept") if body.HasField("remove") else None
+    return sign(body, by)
+
+
+def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_then_on():
+    store = two_owners()
+    store = with_(store, earlier_form(store, remove(store, D, by=B), B))
+    old = with_(store, earlier_form(store, remove(store, B, by=A), A))
+    assert roles(old) == {"a": Role.OWNER, "c": Role.MEMBER}
+    assert not renewed_removals(old, signer=C, now_ms=5)
+    new = with_(old, *renewed_removals(old, signer=A, now_ms=5))
+    assert roles(new) == roles(old)
+    assert not renewed_removals(new, signer=A, now_ms=6)
+    late = earlier_form(store, remove(store, C, by=B), B)
+    assert "c" not in roles(with_(old, late)), "the earlier form let a removed owner say this"
+    assert roles(with_(new, late)) == roles(new)
 
 
 def test_whom_only_a_removed_owner_vouched_for_stops_counting():
     together = two_owners()
     store = with_(together, remove(together, A, by=B))
     assert roles(store) == {"b": Role.OWNER}
-    assert {NAMES[one.node_id] for one in together.added_only_by(NodeId(A.fingerprint))} >= {"c", "d"}
+    assert {
+        NAMES[one.node_id] for one in together.added_only_by(NodeId(A.fingerprint), remover=NodeId(B.fingerprint))
+    } >= {"c", "d"}
 
 
 def test_another_owner_can_vouch_for_them_anew():
@@ -190,6 +310,7 @@ def test_a_member_cannot_remove_nor_speak_in_an_owners_name():
     own = body.SerializeToString()
     assert "no owner" in refused(store, [pb.TrustStatement(body=own, signature=C.sign(b"edgepipe-trust-1" + own))])
     body.signer = A.fingerprint
+    body.remove.node_id = D.fingerprint
     forged = body.SerializeToString()
     told = refused(store, [pb.TrustStatement(body=forged, signature=C.sign(b"edgepipe-trust-1" + forged))])
     assert "bad signature" in told

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from edgepipe.cluster.founding import TrustFolders, adopt_cluster, found_local_cluster, open_trust
 from edgepipe.cluster.identity import load_identity
+from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid, TrustInvalid
@@ -18,6 +20,7 @@ from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog, read_audit
 from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.v1 import trust_pb2 as pb
 
 
 def keeper(data_dir: Path, *, cluster: str = "", name: str = "") -> TrustKeeper:
@@ -31,9 +34,9 @@ def three(tmp_path: Path) -> list[TrustKeeper]:
     return [keeper(folder) for folder in folders]
 
 
-def tell(one: TrustKeeper, other: TrustKeeper) -> None:
+async def tell(one: TrustKeeper, other: TrustKeeper) -> None:
     """``other`` hears what ``one`` knows."""
-    other.hear(one.node_id, digest=one.digest, statements=one.statements().statements)
+    await other.take_in(one.node_id, digest=one.digest, statements=to_wire(one.held().values()))
 
 
 def names(one: TrustKeeper) -> set[str]:
@@ -91,7 +94,7 @@ def test_a_certificate_of_another_key_is_refused(tmp_path: Path):
 async def test_a_damaged_store_lets_nobody_in_until_a_member_was_asked(tmp_path: Path, content: bytes | None):
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
-    tell(a, b)  # b knows of the removal, and its file is damaged before it has written that
+    await tell(a, b)  # b knows of the removal, and its file is damaged before it has written that
     path = TrustFile(TrustFolders(tmp_path / "b").trust).path
     if content is None:
         path.unlink()
@@ -103,7 +106,7 @@ async def test_a_damaged_store_lets_nobody_in_until_a_member_was_asked(tmp_path:
     assert b.member(c.node_id) is None
     assert b.inbound() == ()
     assert {peer.node_id for peer in b.outbound()} >= {a.node_id}  # it may ask
-    tell(a, b)
+    await tell(a, b)
     assert not b.damage
     assert names(b) == {"a", "b"}
     assert b.member(c.node_id) is None
@@ -131,12 +134,12 @@ def test_a_lone_node_goes_on_with_what_was_saved(tmp_path: Path):
 async def test_a_removal_reaches_the_removed_and_everybody_and_lasts(tmp_path: Path):
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
-    tell(a, b)
-    tell(a, c)
+    await tell(a, b)
+    await tell(a, c)
     assert (names(a), names(b)) == ({"a", "b"}, {"a", "b"})
     assert not c.belongs
     assert c.outbound() == ()
-    tell(c, b)  # with all that it knew
+    await tell(c, b)  # with all that it knew
     assert names(b) == {"a", "b"}
     assert names(keeper(tmp_path / "a")) == {"a", "b"}
 
@@ -144,12 +147,12 @@ async def test_a_removal_reaches_the_removed_and_everybody_and_lasts(tmp_path: P
 async def test_owners_apart_agree_when_they_meet_and_removals_win(tmp_path: Path):
     a, b, c = three(tmp_path)
     await a.promote(a.find("b"))
-    tell(a, b)
+    await tell(a, b)
     await a.remove(a.find("c"), keep_added=None)
     await b.add(make_key_pair().certificate, role=Role.MEMBER, name="d")
     await b.add(c.key_pair.certificate, role=Role.OWNER, name="c")
-    tell(b, a)
-    tell(a, b)
+    await tell(b, a)
+    await tell(a, b)
     assert names(a) == names(b) == {"a", "b", "d"}
     assert a.digest == b.digest
 
@@ -157,7 +160,7 @@ async def test_owners_apart_agree_when_they_meet_and_removals_win(tmp_path: Path
 async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: Path):
     a, b, _ = three(tmp_path)
     await a.promote(a.find("b"))
-    tell(a, b)
+    await tell(a, b)
     with pytest.raises(TrustInvalid, match="alone let others in") as told:
         await b.remove(b.find("a"), keep_added=None)
     assert "c" in told.value.fact
@@ -168,7 +171,7 @@ async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: 
 async def test_whoever_is_dropped_with_an_owner_stays_out(tmp_path: Path):
     a, b, c = three(tmp_path)
     await a.promote(a.find("b"))
-    tell(a, b)
+    await tell(a, b)
     await b.remove(b.find("a"), keep_added=False)
     assert names(b) == {"b"}
     with pytest.raises(TrustInvalid, match="stays out"):
@@ -194,12 +197,51 @@ def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path):
 
 async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path):
     a, b, c = three(tmp_path)
-    statements = a.statements()
-    statements.statements[-1].signature = b"x"
-    statements.statements.add(body=b"\xff")
-    b.hear(c.node_id, digest=b"x", statements=statements.statements)
+    await a.remove(a.find("c"), keep_added=None)
+    statements = to_wire(a.held().values())
+    for one in statements:
+        one.signature = b"x"
+    await b.take_in(c.node_id, digest=b"x", statements=[*statements, pb.TrustStatement(body=b"\xff")])
     assert names(b) == {"a", "b", "c"}
     assert kinds(tmp_path / "b") == ["bad statement"]
+
+
+async def test_who_tells_too_much_or_what_nobody_signed_is_not_listened_to_for_a_while(tmp_path: Path):
+    """R6: 17,000 badly signed statements in one beat cost nothing, and as many in small pieces not much more."""
+    a, _, c = three(tmp_path)
+    clock = FakeClock()
+    b = open_trust(tmp_path / "b", cluster="", node_name="b", clock=clock)
+    await a.remove(a.find("c"), keep_added=None)
+    news = to_wire(a.held().values())
+    bad = [pb.TrustStatement(body=news[-1].body + bytes([at % 256, at // 256])) for at in range(17_000)]
+    checked = 0
+    take_in = b.take_in
+
+    async def counting(source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+        nonlocal checked
+        checked += len(statements)
+        await take_in(source, digest=digest, statements=statements)
+
+    b.take_in = counting
+    running = asyncio.create_task(b.run())
+    b.hear(c.node_id, digest=b"x", statements=bad)
+    b.hear(c.node_id, digest=b"x", statements=news)
+    await asyncio.sleep(0.05)
+    assert checked == 0
+    assert names(b) == {"a", "b", "c"}
+    clock.advance(300)
+    for start in range(0, 17_000, 100):
+        b.hear(c.node_id, digest=b"x", statements=bad[start : start + 100])
+        await asyncio.sleep(0)
+    while b._sources[c.node_id].pieces:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert checked <= 1024
+    b.hear(a.node_id, digest=a.digest, statements=news)  # another member is heard at once
+    async with asyncio.timeout(5):
+        while names(b) != {"a", "b"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_listeners_hear_of_changes_and_the_store_is_written(tmp_path: Path):
@@ -215,7 +257,7 @@ async def test_listeners_hear_of_changes_and_the_store_is_written(tmp_path: Path
     async with asyncio.timeout(5):
         listening, running = asyncio.create_task(listen()), asyncio.create_task(b.run())
         await asyncio.sleep(0)
-        tell(a, b)
+        await tell(a, b)
         await heard.wait()
         while names(keeper(tmp_path / "b")) != {"a", "b"}:  # noqa: ASYNC110 - the disk tells nobody
             await asyncio.sleep(0.01)

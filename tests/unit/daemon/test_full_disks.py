@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
+from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon import data_dir as data_dir_module
 from edgepipe.daemon import serve_book
@@ -55,7 +56,7 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
     monkeypatch.setattr(Path, "chmod", refusing(errno.EROFS))
-    b.hear(a.node_id, digest=a.digest, statements=a.statements().statements)
+    b.hear(a.node_id, digest=a.digest, statements=to_wire(a.held().values()))
     await asyncio.sleep(0.03)
     assert not keeper.done(), "the node goes on"
     monkeypatch.undo()

@@ -1,0 +1,186 @@
+"""What owners say about who belongs to the cluster: each statement read, checked for its form, and signed.
+
+Signatures cover the very bytes that travel, and those bytes are taken in one spelling only: nothing rides along in
+fields that nobody reads. PURE: no clock, no disk; keys are handed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from edgepipe.errors import CertificateInvalid, TrustInvalid
+from edgepipe.ids import NodeId
+from edgepipe.link.certificates import Certificate, KeyPair, read_certificate
+from edgepipe.link.trust_view import Role
+from edgepipe.wire.v1 import trust_pb2 as pb
+
+MAX_KEPT = 96  # statements of one signer, as many as are ever held of it: see ``standing.MAX_PER_SIGNER``
+MAX_STATEMENT_BYTES = 4096  # a removal that names so many has 3.2 KB, an add 1.2 KB
+NONCE_BYTES = 16
+KEY_BYTES = 32
+MAX_NAME_CHARS = 63
+_CONTEXT = b"edgepipe-trust-1"  # keeps a signature made for trust from meaning anything elsewhere
+_NODE_ID = re.compile(r"[a-z2-7]{52}")
+_CLUSTER_ID = re.compile(r"[a-z2-7]{26}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """One statement, decoded and well-formed; its signature is checked by whoever takes it into a store."""
+
+    body: bytes
+    signature: bytes
+    key: bytes  # its identity: SHA-256 of the body alone, since ECDSA signatures can be rewritten without the key
+    signer: NodeId
+    about: NodeId
+    role: Role | None = None  # None: a removal
+    certificate: Certificate | None = None  # of ``about``; none in removals
+    name: str = ""
+    founds: str = ""  # the cluster's name, in the founding statement only
+    cluster_id: str
+    made_ms: int
+    number: int  # of its signer's statements; 0: of the earlier form, whose removals say nothing of ``kept``
+    kept: frozenset[bytes] = frozenset()  # in removals: keys of what ``about`` signed and still counts
+
+    @property
+    def adds_owner(self) -> bool:
+        """Whether it makes somebody an owner."""
+        return self.role is Role.OWNER
+
+
+def key_of(body: bytes) -> bytes:
+    """``Statement.key`` of a body."""
+    return hashlib.sha256(body).digest()
+
+
+def certificate_of(statement: Statement) -> Certificate:
+    """Of an add, which always has one."""
+    assert statement.certificate is not None, "only removals have none"
+    return statement.certificate
+
+
+def sign(body: pb.TrustBody, signer: KeyPair) -> pb.TrustStatement:
+    """The statement that travels."""
+    data = body.SerializeToString(deterministic=True)
+    return pb.TrustStatement(body=data, signature=signer.sign(_CONTEXT + data))
+
+
+def verifies(statement: Statement, certificate: Certificate) -> bool:
+    """Whether the certificate's owner signed it."""
+    return certificate.verifies(statement.signature, _CONTEXT + statement.body)
+
+
+def to_wire(statements: Iterable[Statement]) -> list[pb.TrustStatement]:
+    """For another member or the disk."""
+    return [pb.TrustStatement(body=one.body, signature=one.signature) for one in statements]
+
+
+def decode(wire: pb.TrustStatement) -> Statement:
+    """Check a statement's form, not its signature. Raises TrustInvalid."""
+    if len(wire.body) + len(wire.signature) > MAX_STATEMENT_BYTES:
+        raise TrustInvalid("a trust statement is too long", fact=f"{len(wire.body)} bytes")
+    try:
+        body = pb.TrustBody.FromString(wire.body)
+    except DecodeError as exc:
+        raise TrustInvalid("a trust statement cannot be read") from exc
+    kind = body.WhichOneof("statement")
+    if kind is None:
+        raise TrustInvalid("a trust statement says nothing that is known here", fact="it may come from a newer version")
+    body.DiscardUnknownFields()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
+    if body.SerializeToString(deterministic=True) != wire.body:
+        raise TrustInvalid("a trust statement holds more than is known here", fact="it may come from a newer version")
+    if not _NODE_ID.fullmatch(body.signer):
+        raise TrustInvalid("a trust statement has no signer")
+    if kind == "found":
+        return _decode_found(wire, body)
+    if not _CLUSTER_ID.fullmatch(body.cluster_id):
+        raise TrustInvalid("a trust statement names no cluster")
+    return _decode_add(wire, body) if kind == "add" else _decode_removal(wire, body)
+
+
+def _decode_found(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
+    certificate = _checked(body.found.certificate)
+    about = NodeId(certificate.fingerprint)
+    if about != body.signer or body.cluster_id or len(body.found.nonce) != NONCE_BYTES:
+        raise TrustInvalid("a founding statement is not its founder's")
+    return Statement(
+        body=wire.body,
+        signature=wire.signature,
+        key=key_of(wire.body),
+        signer=about,
+        about=about,
+        role=Role.OWNER,
+        certificate=certificate,
+        name=_short(body.found.node_name),
+        founds=_short(body.found.cluster_name) or "cluster",
+        cluster_id=_cluster_id(wire.body),
+        made_ms=body.made_ms,
+        number=body.number,
+    )
+
+
+def _decode_add(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
+    if body.add.role not in list(Role):
+        raise TrustInvalid("a trust statement gives a role unknown here")
+    certificate = _checked(body.add.certificate)
+    return Statement(
+        body=wire.body,
+        signature=wire.signature,
+        key=key_of(wire.body),
+        signer=NodeId(body.signer),
+        about=NodeId(certificate.fingerprint),
+        role=Role(body.add.role),
+        certificate=certificate,
+        name=_short(body.add.node_name),
+        cluster_id=body.cluster_id,
+        made_ms=body.made_ms,
+        number=body.number,
+    )
+
+
+def _decode_removal(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
+    about, kept = body.remove.node_id, body.remove.kept
+    if not _NODE_ID.fullmatch(about):
+        raise TrustInvalid("a trust statement removes what is no node")
+    if about == body.signer:
+        raise TrustInvalid("a trust statement removes its own signer")
+    if len(kept) > MAX_KEPT or any(len(key) != KEY_BYTES for key in kept):
+        raise TrustInvalid("a removal does not say properly what stays valid", fact=f"{len(kept)} statements")
+    return Statement(
+        body=wire.body,
+        signature=wire.signature,
+        key=key_of(wire.body),
+        signer=NodeId(body.signer),
+        about=NodeId(about),
+        cluster_id=body.cluster_id,
+        made_ms=body.made_ms,
+        number=body.number,
+        kept=frozenset(kept),
+    )
+
+
+def _checked(pem: bytes) -> Certificate:
+    try:
+        certificate = read_certificate(pem)
+    except CertificateInvalid as exc:
+        raise TrustInvalid("a trust statement holds a certificate that is not accepted", fact=exc.fact) from exc
+    if certificate.pem != pem:
+        raise TrustInvalid("a trust statement holds more than a certificate")
+    return certificate
+
+
+def _short(text: str) -> str:
+    if len(text) > MAX_NAME_CHARS or not text.isprintable():
+        raise TrustInvalid("a trust statement holds a name that cannot be shown")
+    return text
+
+
+def _cluster_id(founding_body: bytes) -> str:
+    """26 characters of base32: 130 bits of the hash."""
+    return base64.b32encode(hashlib.sha256(_CONTEXT + founding_body).digest()).decode().lower()[:26]
