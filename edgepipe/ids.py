@@ -13,6 +13,9 @@ SequenceId = NewType("SequenceId", int)  # unique within a pipeline's epoch; one
 StepId = NewType("StepId", int)  # counts from 1 within an epoch
 
 
+MAX_EPOCH_STEP = 1 << 20  # a counter that is further ahead is not believed: a pipeline recovers a few times an hour
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Epoch:
     """The version of a pipeline. Totally ordered: the counter first, the engine's id breaks ties."""

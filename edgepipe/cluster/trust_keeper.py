@@ -103,6 +103,15 @@ class TrustKeeper:
         """Whether this node is in its own cluster still: it may have been removed."""
         return self.node_id in self._store.peers
 
+    @property
+    def cluster_id(self) -> str:
+        """Of the cluster."""
+        return self._store.cluster_id
+
+    def known(self, node_id: str) -> TrustedPeer | None:
+        """A node that belongs to the cluster, whatever the state of the trust store's file."""
+        return self._store.peers.get(NodeId(node_id))
+
     def member(self, fingerprint: str) -> TrustedPeer | None:
         """See ``TrustView.member``."""
         store = self._store

@@ -96,7 +96,7 @@ class ClusterViews:
         own = pb.MemberState(node=self._local.state, state="alive", self=True)
         others = [
             pb.MemberState(
-                node=member.node,
+                node=self._peers.bound(member.node),
                 state=member.status,
                 rtt_ms=member.rtt_ms,
                 gap_ms=member.gaps.p99_s(now=now_s) * 1e3,

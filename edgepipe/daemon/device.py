@@ -16,8 +16,8 @@ from edgepipe.daemon.layer_profiles import LayerProfiles
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.spare import SpareStage
 from edgepipe.daemon.system import num_memory_kills
-from edgepipe.errors import BackendUnavailable, SendTimeout, StaleEpoch
-from edgepipe.ids import Epoch, StepId
+from edgepipe.errors import BackendUnavailable, RequestInvalid, SendTimeout, StaleEpoch
+from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
 from edgepipe.link.security import Peer
 from edgepipe.model.facts import ModelConfig
 from edgepipe.wire.common import epoch_from_wire, epoch_to_wire, error_from_wire, error_to_wire
@@ -155,6 +155,11 @@ class DeviceHost:
         """Those that hold something here."""
         return sorted(self._holds)
 
+    def engine_node(self, pipeline_id: str) -> str:
+        """The node whose engine has the pipeline's stage here; empty if there is none."""
+        hold = self._holds.get(pipeline_id)
+        return hold.engine_node if hold is not None else ""
+
     def epoch_of(self, pipeline_id: str) -> Epoch | None:
         """The highest epoch of the pipeline that holds something here."""
         hold = self._holds.get(pipeline_id)
@@ -252,6 +257,12 @@ class DeviceHost:
         if known is not None and epoch <= known.epoch:
             raise StaleEpoch(
                 fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
+                node=self._node_name,
+            )
+        if epoch.counter > (known.epoch.counter if known is not None else 0) + MAX_EPOCH_STEP:
+            raise RequestInvalid(
+                "an epoch is too far ahead: nobody could replace it any more",
+                fact=f"it is {epoch}",
                 node=self._node_name,
             )
         return known

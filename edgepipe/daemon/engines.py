@@ -15,7 +15,7 @@ from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.replanning import Avoided, Replanner
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
-from edgepipe.ids import Epoch
+from edgepipe.ids import MAX_EPOCH_STEP, Epoch
 from edgepipe.wire.common import epoch_from_wire, error_to_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -201,7 +201,7 @@ class EngineHost:
             self._fail(run, error)
             raise
         known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
-        known += [reply.highest.counter for reply in replies.values()]
+        known += [one.highest.counter for one in replies.values() if one.highest.counter < max(known) + MAX_EPOCH_STEP]
         command = pb.RunEngine(
             pipeline_id=pipeline_id,
             spec=run.spec,

@@ -20,7 +20,6 @@ from edgepipe.daemon.node_presence import NodePresence
 from edgepipe.daemon.replan_watch import ReplanWatch
 from edgepipe.daemon.replanning import Replanner
 from edgepipe.daemon.replication import Replication
-from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -54,7 +53,7 @@ class NodeHosting:
         self.engines = self._new_engines(replanner)
         self._replan_watch = self._new_replan_watch(replanner)
         self.replication = self._new_replication()
-        self.book = ServeBook(basis.data_dir.path / "served.bin", on_change=self._refresh)
+        self.book = presence.book
         self.drain = self._new_drain(replanner)
         self._keeper = self._new_keeper()
         self.gateway = self._new_gateway()

@@ -16,6 +16,7 @@ from edgepipe.daemon.neighbours import Neighbours
 from edgepipe.daemon.node_basis import NodeBasis
 from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.remembered import RememberedAddresses
+from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.link.shaped import make_network
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -70,12 +71,22 @@ class NodePresence:
             on_change=self._on_member,
             on_identity_taken=on_identity_taken,
         )
+        self.book = ServeBook(
+            basis.data_dir.path / "served.bin",
+            trust=basis.trust,
+            gone=lambda node_id: self.peers.is_gone(node_id),
+            engine_state=lambda node_id, pipeline_id: self.peers.engine_state(node_id, pipeline_id),
+            clock=basis.clock,
+            on_change=self.local.refresh,
+        )
         self.peers = Peers(
             own=lambda: self.local.state,
             membership=self.membership,
             hello=basis.hello,
             security=basis.security,
             timeouts=basis.timeouts,
+            clock=basis.clock,
+            binds=self.book.binds,
         )
         self.network = make_network(basis.config.link, basis.clock)
         self.links = LinkProbes(peers=self.peers, clock=basis.clock, timeouts=basis.timeouts, network=self.network)

@@ -52,6 +52,7 @@ class NodeServers:
             book=hosting.book,
             links=presence.links,
             replication=hosting.replication,
+            record_s=basis.timeouts.dead_max_s + basis.timeouts.connect_s,
         )
         admin = AdminService(
             serving=hosting.serving,

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import grpc.aio
 
+from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
 from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, NodeUnreachable
@@ -17,7 +18,7 @@ from edgepipe.link.security import Security
 from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1.engine_pb2 import DescribeEngine
+from edgepipe.wire.v1.engine_pb2 import DescribeEngine, EngineState
 from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,14 @@ class Peers:
         hello: common_pb2.Hello,
         security: Security,
         timeouts: Timeouts,
+        clock: Clock,
+        binds: Callable[[str, EngineState], bool],
     ) -> None:
+        """``binds``: whether an engine that a node tells of was asked for there (``ServeBook.binds``)."""
         self.hello = hello
+        self._binds = binds
+        self._clock = clock
+        self._since_s = clock.monotonic_s()
         self.security = security
         self._own = own
         self._membership = membership
@@ -48,8 +55,19 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def nodes(self) -> list[pb.NodeState]:
-        """This node and every reachable member."""
-        return [self._own(), *(member.node for member in self._membership.reachable())]
+        """This node and every reachable member, without engines that nobody asked for there."""
+        return [self._own(), *(self.bound(member.node) for member in self._membership.reachable())]
+
+    def bound(self, node: pb.NodeState) -> pb.NodeState:
+        """What a node tells of itself, without engines that nobody asked for there."""
+        engines = [engine for engine in node.engines if self._binds(node.node_id, engine)]
+        if len(engines) == len(node.engines):
+            return node
+        told = pb.NodeState()
+        told.CopyFrom(node)
+        del told.engines[:]
+        told.engines.extend(engines)
+        return told
 
     def node(self, node_id: str) -> pb.NodeState:
         """One of them. Raises NodeUnreachable."""
@@ -70,9 +88,14 @@ class Peers:
         """Whether this node is being drained."""
         return self._own().draining
 
-    def knows(self, node_id: str) -> bool:
-        """Whether the node was ever met since this one started."""
-        return self.is_self(node_id) or self._membership.member(node_id) is not None
+    def is_gone(self, node_id: str) -> bool:
+        """Whether the node is away for certain, by what this one knows itself, or gives its engines away."""
+        if self.is_self(node_id):
+            return self.own_drains
+        member = self._membership.member(node_id)
+        if member is None:  # it was never met: after a power cut it may be a little late
+            return self._clock.monotonic_s() - self._since_s >= self._timeouts.dead_max_s
+        return not member.reachable or member.node.draining
 
     def reaches(self, node_id: str) -> bool:
         """Whether the node is this one or a member that is heard."""
@@ -97,9 +120,14 @@ class Peers:
         with translated(self.node(node_id).name):
             await self._stub(node_id).StandBy(pb.StandByRequest(hello=self.hello), timeout=_STAND_BY_S)
 
-    async def stop_engine(self, node_id: str, pipeline_id: str) -> None:
-        """``Node.StopEngine`` there. Raises its errors and LinkError."""
-        request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id)
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
+        """What a node tells of its engine for the pipeline; empty if it has none."""
+        engines = (engine for node in self.nodes() if node.node_id == node_id for engine in node.engines)
+        return next((engine.state for engine in engines if engine.pipeline_id == pipeline_id), "")
+
+    async def stop_engine(self, node_id: str, pipeline_id: str, record: pb.ServeRecord | None) -> None:
+        """``Node.StopEngine`` there, with the record that says so. Raises its errors and LinkError."""
+        request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id, record=record)
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
 

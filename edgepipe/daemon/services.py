@@ -21,7 +21,7 @@ from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.replication import Replication
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
-from edgepipe.errors import PairingRejected, VersionMismatch
+from edgepipe.errors import AccessDenied, PairingRejected, VersionMismatch
 from edgepipe.link.access import Kind
 from edgepipe.link.security import Security
 from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
@@ -64,7 +64,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         book: ServeBook,
         links: LinkProbes,
         replication: Replication,
+        record_s: float,
     ) -> None:
+        """``record_s``: until this node, too, believes that an engine which asks for a stage is the right one."""
+        self._record_s = record_s
         self._peers = peers
         self._replication = replication
         self._book = book
@@ -86,6 +89,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         engine = self._security.caller(context, Kind.ENGINE)
+        await self._book.until_engine(request.pipeline_id, request.hello.node_id, timeout_s=self._record_s)
         model = await self._models.adopt(
             request.model, manifest_hash=request.manifest_hash, first_source=request.weights_node
         )
@@ -97,8 +101,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
             yield event
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
-        """End a pipeline's stage here."""
+        """End a pipeline's stage here, for the node of the engine that it has or should have."""
         self._admit(request.hello)
+        self._security.require_node(context, request.hello.node_id)
+        held = self._book.held(request.pipeline_id)
+        if request.hello.node_id not in (self._device.engine_node(request.pipeline_id), held and held.engine_node):
+            raise AccessDenied("the stage is another node's to give back", fact=f"node {request.hello.node_id} asked")
         epoch = epoch_from_wire(request.epoch) if request.HasField("epoch") else None
         await self._device.release(request.pipeline_id, epoch=epoch)
         return pb.ReleaseReply()
@@ -107,6 +115,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Run the engine of a model beside this daemon."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
+        self._book.merge(request.hello.node_id, [request.record])
+        held = self._book.held(request.pipeline_id)
+        if held is None or held.stopped or not self._peers.is_self(held.engine_node):
+            raise AccessDenied("no record asks for this engine here", next_step="serve the model again")
+        request.spec.CopyFrom(held.spec)
         model = await self._models.adopt(
             request.spec.model, manifest_hash=request.spec.manifest_hash, first_source=request.hello.node_id
         )
@@ -116,9 +129,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
         """End an engine that runs here."""
         self._admit(request.hello)
-        for record in self._book.served():
-            if record.pipeline_id == request.pipeline_id:  # first, or it would be started again
-                self._book.note_stopped(record.spec.model)
+        self._book.merge(request.hello.node_id, [request.record])
+        held = self._book.held(request.pipeline_id)
+        if held is not None and not held.stopped and self._peers.is_self(held.engine_node):
+            raise AccessDenied("no record says that this model is stopped")
         await self._engines.stop(request.pipeline_id)
         return pb.StopEngineReply()
 
@@ -141,6 +155,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place a pipeline anew whose engine runs here."""
         self._admit(request.hello)
+        self._security.require_node(context, request.hello.node_id)
+        self._book.require_director(request.hello.node_id, request.pipeline_id)
         return pb.RebalanceReply(
             changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes, moves=request.moves)
         )
@@ -148,6 +164,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch parts of a model and keep them."""
         self._admit(request.hello)
+        self._security.require_node(context, request.hello.node_id)
+        self._book.require_content(request.hello.node_id, request.manifest_hash)
         async for progress in self._replication.keep(request):
             yield progress
 

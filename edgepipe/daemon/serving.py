@@ -16,6 +16,7 @@ from edgepipe.daemon.rooms import placement_need, rooms_of, stages_of
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import (
+    AccessDenied,
     EdgepipeError,
     ModelUnknown,
     NodeUnreachable,
@@ -82,7 +83,7 @@ class Serving:
                 async for event in self._rebalance(node.node_id, engine, request):
                     yield event
                 return
-            _check_served_as_asked(request, engine)
+            _check_served_as_asked(request, engine, model.manifest_hash)
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
@@ -97,7 +98,8 @@ class Serving:
                 yield pb.ServeEvent(message="measuring devices and links")
             spec, engine_node = await self._spec(request, model, context)
             yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}")
-            await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec))
+            record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
+            await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
                 ready = event.HasField("engine")
                 yield event
@@ -140,10 +142,18 @@ class Serving:
             raise ModelUnknown(
                 f"the model '{model}' is not served", fact=f"served: {served or 'none'}", next_step="see 'edgepipe ps'"
             )
+        denied: dict[str, AccessDenied] = {}
         for name in {*names, *wanted}:  # first, so that nobody starts it again
-            self._book.note_stopped(name)
+            try:
+                self._book.note_stopped(name)
+            except AccessDenied as error:
+                denied[name] = error
         for node, engine in chosen:
-            await self._peers.stop_engine(node.node_id, engine.pipeline_id)
+            if engine.model not in denied:
+                record = self._book.record(engine.pipeline_id)
+                await self._peers.stop_engine(node.node_id, engine.pipeline_id, record)
+        if denied:
+            raise next(iter(denied.values()))
         return sorted({*names, *wanted})
 
     def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
@@ -227,8 +237,8 @@ class Serving:
         ]
         return f"layers {', '.join(parts)}"
 
-    def _start_request(self, pipeline_id: str, spec: pb.ServeSpec) -> pb.StartEngineRequest:
-        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec)
+    def _start_request(self, pipeline_id: str, spec: pb.ServeSpec, record: pb.ServeRecord) -> pb.StartEngineRequest:
+        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec, record=record)
         for node_id in {stage.node_id for stage in spec.stages}:
             node = self._peers.node(node_id)
             request.nodes.add(node_id=node_id, address=node.address, name=node.name)
@@ -264,7 +274,9 @@ class Serving:
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
         try:
-            await self._peers.stop_engine(node_id, pipeline_id)
+            if (held := self._book.held(pipeline_id)) is not None:
+                self._book.note_stopped(held.spec.model)
+            await self._peers.stop_engine(node_id, pipeline_id, self._book.record(pipeline_id))
         except EdgepipeError as error:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
@@ -294,8 +306,15 @@ def model_matches(wanted: str, name: str) -> bool:
     return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
 
 
-def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineState) -> None:
-    """Raise PlanInvalid if the model is served over other nodes or layers than this caller wants."""
+def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str) -> None:
+    """Raise PlanInvalid if the model is served over other nodes or layers than this caller wants, or another model by
+    its name."""
+    if engine.manifest_hash and engine.manifest_hash != manifest_hash:
+        raise PlanInvalid(
+            f"another model is served by the name {engine.model}",
+            fact=f"its content is {engine.manifest_hash[:12]}, that of the one here {manifest_hash[:12]}",
+            next_step=f"edgepipe stop {engine.model}, then serve it again",
+        )
     parts = sorted(
         (part.layers.start, f"{part.layers.start}-{part.layers.end - 1}", stage.node_name, stage.node_id)
         for stage in engine.stages

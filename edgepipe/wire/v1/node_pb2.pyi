@@ -680,12 +680,17 @@ class StartEngineRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
     def spec(self) -> Global___ServeSpec: ...
+    @_builtins.property
+    def record(self) -> Global___ServeRecord:
+        """that says so"""
+
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Introduction]:
         """of all nodes in the spec"""
@@ -696,11 +701,12 @@ class StartEngineRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         pipeline_id: _builtins.str = ...,
         spec: Global___ServeSpec | None = ...,
+        record: Global___ServeRecord | None = ...,
         nodes: _abc.Iterable[Global___Introduction] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "record", b"record", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "record", b"record", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -727,18 +733,24 @@ class StopEngineRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def record(self) -> Global___ServeRecord:
+        """that says so"""
+
     def __init__(
         self,
         *,
         hello: _common_pb2.Hello | None = ...,
         pipeline_id: _builtins.str = ...,
+        record: Global___ServeRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "pipeline_id", b"pipeline_id", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -902,16 +914,23 @@ Global___VouchReply: _TypeAlias = VouchReply  # noqa: Y015
 
 @_typing.final
 class ServeRecord(_message.Message):
-    """Of a model that is served, or was until somebody stopped it; kept by every node, the highest version counts."""
+    """Of a model that is served, or was until somebody stopped it; kept by every node. `signature` is ECDSA P-256 with SHA-256
+    over "edgepipe-serve-1" and `body`, the serialised ServeBody exactly as it was signed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    BODY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ENGINE_NODE_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    signature: _builtins.bytes
     pipeline_id: _builtins.str
+    """The earlier form, which nobody signed: on disks only."""
     stopped: _builtins.bool
     version: _builtins.int
     engine_node: _builtins.str
@@ -921,6 +940,8 @@ class ServeRecord(_message.Message):
     def __init__(
         self,
         *,
+        body: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
         pipeline_id: _builtins.str = ...,
         spec: Global___ServeSpec | None = ...,
         stopped: _builtins.bool = ...,
@@ -929,11 +950,62 @@ class ServeRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_node", b"engine_node", "pipeline_id", b"pipeline_id", "spec", b"spec", "stopped", b"stopped", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "engine_node", b"engine_node", "pipeline_id", b"pipeline_id", "signature", b"signature", "spec", b"spec", "stopped", b"stopped", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServeRecord: _TypeAlias = ServeRecord  # noqa: Y015
+
+@_typing.final
+class ServeBody(_message.Message):
+    """What is served, with which content, by whose engine. Who may say it: edgepipe.daemon.serve_rules."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: _builtins.int
+    SIGNER_FIELD_NUMBER: _builtins.int
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_NODE_FIELD_NUMBER: _builtins.int
+    ASKER_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    cluster_id: _builtins.str
+    signer: _builtins.str
+    """node id"""
+    pipeline_id: _builtins.str
+    stopped: _builtins.bool
+    version: _builtins.int
+    """of the records of one model the highest counts"""
+    engine_node: _builtins.str
+    """node id"""
+    asker: _builtins.str
+    """node id of who had it served"""
+    begun: _builtins.bool
+    """it has answered: who finds no engine for it starts one"""
+    @_builtins.property
+    def spec(self) -> Global___ServeSpec: ...
+    def __init__(
+        self,
+        *,
+        cluster_id: _builtins.str = ...,
+        signer: _builtins.str = ...,
+        pipeline_id: _builtins.str = ...,
+        spec: Global___ServeSpec | None = ...,
+        stopped: _builtins.bool = ...,
+        version: _builtins.int = ...,
+        engine_node: _builtins.str = ...,
+        asker: _builtins.str = ...,
+        begun: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "begun", b"begun", "cluster_id", b"cluster_id", "engine_node", b"engine_node", "pipeline_id", b"pipeline_id", "signer", b"signer", "spec", b"spec", "stopped", b"stopped", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeBody: _TypeAlias = ServeBody  # noqa: Y015
 
 @_typing.final
 class ServeRecords(_message.Message):

@@ -96,8 +96,8 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
     def changing() -> AsyncIterator[None]:
         return changes()
 
-    record = pb.ServeRecord(pipeline_id="p", spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], merge=lambda _: None, note_served=lambda *_, **__: None)
+    record = pb.ServeBody(pipeline_id="p", spec=REQUEST.spec, engine_node="a")
+    book = SimpleNamespace(served=lambda: [record], renew=lambda: None, take_over=lambda _: None)
     peers = SimpleNamespace(
         own_id="a", own_drains=False, hello=None, nodes=lambda: [node], is_self=lambda node_id: node_id == "a"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_books import lone_book
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.statements import to_wire
@@ -16,7 +17,6 @@ from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon import data_dir as data_dir_module
 from edgepipe.daemon import serve_book
 from edgepipe.daemon.data_dir import DataDir
-from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.errors import ConfigInvalid
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -75,10 +75,12 @@ def _on_disk(folder: Path) -> bytes:
 async def test_what_is_served_is_known_though_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    book = ServeBook(tmp_path / "served.bin", on_change=lambda: None)
+    book = lone_book(tmp_path)
     monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
     keeper = asyncio.create_task(book.run())
-    book.note_served("p", pb.ServeSpec(model="tiny"), engine_node="a")
+    own = book._trust.key_pair.fingerprint
+    book.ask("p", pb.ServeSpec(model="tiny"), engine_node=own)
+    book.note_served("p", pb.ServeSpec(model="tiny"))
     async with asyncio.timeout(5):
         while "not written down" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -1,58 +1,285 @@
-"""What the cluster serves, as nodes remember and agree on it."""
+"""What the cluster serves, as nodes remember and agree on it; and what nobody believes."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
+
+from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.daemon.serve_rules import MAX_RUNNING_PER_MEMBER, MAX_VERSION_STEP, Facts, order, refusal
+from edgepipe.errors import AccessDenied
+from edgepipe.link.certificates import KeyPair
+from edgepipe.link.trust_view import Role
+from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 
-def book(path: Path) -> ServeBook:
-    return ServeBook(path / "served.bin", on_change=lambda: None)
+def signed(key: KeyPair, body: pb.ServeBody) -> pb.ServeRecord:
+    """Whatever a key signs, with no regard for what it may."""
+    body.signer = key.fingerprint
+    data = body.SerializeToString(deterministic=True)
+    return pb.ServeRecord(body=data, signature=key.sign(b"edgepipe-serve-1" + data))
 
 
-def spec(model: str = "tiny") -> pb.ServeSpec:
-    return pb.ServeSpec(model=model, manifest_hash="h")
+def served_by_b(folder: Path, *, owners: str = "a") -> tuple[dict[str, BookNode], dict[str, KeyPair]]:
+    """b, a plain member, had "tiny" served; its engine is on b, it has answered, and everybody knows."""
+    trust, everybody = nodes(folder, owners=owners, members="".join(set("abcd") - set(owners)))
+    b = everybody["b"]
+    b.book.ask("p", spec(), engine_node=b.node_id)
+    b.book.note_served("p", spec())
+    for one in everybody.values():
+        one.engines[b.node_id, "p"] = "ready"
+    all_hear(everybody)
+    return everybody, trust.keys
 
 
-def test_a_stop_is_newer_than_what_it_stops_and_two_nodes_agree(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    a, b = book(tmp_path), book(tmp_path / "b")
-    a.note_served("p1", spec(), engine_node="a")
-    a.note_served("p1", spec(), engine_node="a")  # nothing new
-    b.merge(a.records())
-    assert [(one.pipeline_id, one.version) for one in b.served()] == [("p1", 1)]
-    b.note_stopped("tiny")
-    b.merge(a.records())  # what a does not know yet changes nothing
-    assert b.served() == []
-    a.merge(b.records())
-    assert a.served() == []
-    a.note_served("p2", spec(), engine_node="b")
-    b.merge(a.records())
-    assert [one.pipeline_id for one in b.served()] == ["p2"]
+def test_what_a_member_has_served_everybody_knows_and_its_stop_as_well(tmp_path: Path) -> None:
+    everybody, _ = served_by_b(tmp_path)
+    b = everybody["b"]
+    assert all(one.held == {"tiny": (b.node_id, False)} for one in everybody.values())
+    assert [one.pipeline_id for one in everybody["d"].book.served()] == ["p"]
+    b.book.note_stopped("tiny")
+    all_hear(everybody)
+    assert all(one.book.served() == [] for one in everybody.values())
+    everybody["c"].book.ask("p2", spec(), engine_node=b.node_id)
+    all_hear(everybody)
+    assert [one.book.held("p2") is not None for one in everybody.values()] == [True] * 4
 
 
-def test_two_sides_that_counted_alike_end_up_with_the_same(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    a, b = book(tmp_path), book(tmp_path / "b")
-    a.note_served("p", spec(), engine_node="a")
-    b.note_served("p", spec(), engine_node="b")
-    first, second = a.records(), b.records()
-    a.merge(second)
-    b.merge(first)
-    assert a.records() == b.records()
+def test_who_may_stop_it(tmp_path: Path) -> None:
+    everybody, _ = served_by_b(tmp_path)
+    with pytest.raises(AccessDenied, match="others' wish") as told:
+        everybody["c"].book.note_stopped("tiny")
+    assert "owner" in told.value.fact
+    everybody["a"].book.note_stopped("tiny")  # the owner
+    all_hear(everybody)
+    assert all(one.book.served() == [] for one in everybody.values())
+
+
+def test_a_member_that_claims_another_s_pipeline_is_not_believed(tmp_path: Path) -> None:
+    """R3, whatever its number."""
+    everybody, keys = served_by_b(tmp_path)
+    held = everybody["a"].book.held("p")
+    assert held is not None
+    for version in (held.version + 1, held.version + MAX_VERSION_STEP, 1 << 62):
+        for change in (
+            {"engine_node": keys["c"].fingerprint},
+            {"engine_node": keys["c"].fingerprint, "asker": keys["c"].fingerprint},
+            {"engine_node": keys["c"].fingerprint, "pipeline_id": "p9", "asker": keys["c"].fingerprint},
+            {"stopped": True},
+        ):
+            body = pb.ServeBody()
+            body.CopyFrom(held)
+            body.version = version
+            for name, value in change.items():
+                setattr(body, name, value)
+            record = signed(keys["c"], body)
+            for one in everybody.values():
+                one.book.merge(keys["c"].fingerprint, [record])
+    forged = pb.ServeBody()
+    forged.CopyFrom(held)
+    forged.version, forged.engine_node = held.version + 1, keys["c"].fingerprint
+    by_c = signed(keys["c"], forged)
+    forged.signer = keys["a"].fingerprint
+    for one in everybody.values():
+        one.book.merge("c", [pb.ServeRecord(body=forged.SerializeToString(), signature=by_c.signature)])
+        assert one.held == {"tiny": (keys["b"].fingerprint, False)}
+
+
+def test_an_engine_counts_where_its_record_says_with_that_content_alone(tmp_path: Path) -> None:
+    everybody, keys = served_by_b(tmp_path)
+    book, (b, c) = everybody["d"].book, (keys["b"].fingerprint, keys["c"].fingerprint)
+    engine = engine_pb2.EngineState(pipeline_id="p", model="tiny", manifest_hash="h")
+    assert book.binds(b, engine)
+    assert not book.binds(c, engine)
+    assert not book.binds(b, engine_pb2.EngineState(pipeline_id="p", model="tiny", manifest_hash="other"))
+    assert not book.binds(b, engine_pb2.EngineState(pipeline_id="p", model="large", manifest_hash="h"))
+    assert not book.binds(c, engine_pb2.EngineState(pipeline_id="p9", model="tiny", manifest_hash="h"))
+
+
+def test_who_knows_that_the_engine_s_node_is_gone_believes_another_engine(tmp_path: Path) -> None:
+    everybody, keys = served_by_b(tmp_path, owners="d")
+    b, c, d = (everybody[name] for name in "bcd")
+    with pytest.raises(AccessDenied):
+        c.book.take_over("p")
+    for one in (c, d):
+        one.gone.add(b.node_id)
+    c.book.take_over("p")
+    everybody["a"].hears(c)
+    assert everybody["a"].held["tiny"][0] == b.node_id, "a still hears b"
+    d.hears(c)
+    assert d.held["tiny"][0] == c.node_id
+    everybody["a"].hears(d)  # an owner's node has said what it knows
+    assert everybody["a"].held["tiny"][0] == c.node_id
+    b.hears(d)
+    assert b.held["tiny"][0] == c.node_id
+    assert keys
+
+
+def test_after_a_partition_an_owner_s_node_says_which_engine_counts(tmp_path: Path) -> None:
+    """The owner is on the side of the old engine; on the other c took over."""
+    everybody, _ = served_by_b(tmp_path)
+    a, b, c, d = (everybody[name] for name in "abcd")
+    for one in (c, d):
+        one.gone.update((a.node_id, b.node_id))
+    c.book.take_over("p")
+    d.hears(c)
+    assert d.held["tiny"][0] == c.node_id
+    for one in (c, d):
+        one.gone.clear()
+    assert a.hears(c)
+    for one in everybody.values():
+        one.hears(a)
+    assert {one.held["tiny"][0] for one in everybody.values()} == {b.node_id}
+
+
+def test_without_an_owner_the_newer_claim_yields(tmp_path: Path) -> None:
+    everybody, _ = served_by_b(tmp_path)
+    _, b, c, d = (everybody[name] for name in "abcd")
+    for one in (c, d):
+        one.gone.add(b.node_id)
+    c.book.take_over("p")
+    d.hears(c)
+    for one in (c, d):
+        one.gone.clear()
+    (rival,) = c.hears(b)
+    held = c.book.held("p")
+    assert held is not None
+    assert c.book.is_unconfirmed(held)
+    c.book.hand_back(rival)
+    for one in (b, d):
+        one.hears(c)
+    assert {one.held["tiny"][0] for one in (b, c, d)} == {b.node_id}
+
+
+def test_a_member_may_have_so_many_models_served_and_no_more(tmp_path: Path) -> None:
+    _, everybody = nodes(tmp_path)
+    b = everybody["b"]
+    for number in range(MAX_RUNNING_PER_MEMBER):
+        b.book.ask(f"p{number}", spec(f"m{number}"), engine_node=b.node_id)
+    with pytest.raises(AccessDenied):
+        b.book.ask("p", spec("m"), engine_node=b.node_id)
+    everybody["a"].book.ask("p", spec("m"), engine_node=b.node_id)
+
+
+def test_what_was_served_is_believed_by_who_joins_after_its_signer_was_removed(tmp_path: Path) -> None:
+    trust, everybody = nodes(tmp_path)
+    a, b, c = (everybody[name] for name in "abc")
+    b.book.ask("p", spec(), engine_node=c.node_id)
+    a.hears(b)
+    trust.remove("b", by="a")
+    late = everybody["d"]
+    late.hears(a)
+    assert late.held == {}
+    a.book.renew()
+    late.hears(a)
+    assert late.held == {"tiny": (c.node_id, False)}
+
+
+def test_a_removed_machine_s_records_are_nobody_s(tmp_path: Path) -> None:
+    everybody, keys = served_by_b(tmp_path)
+    trust = everybody["a"].book._trust
+    assert isinstance(trust, NodeTrust)
+    trust.shared.remove("c", by="a")
+    body = pb.ServeBody(cluster_id=trust.cluster_id, pipeline_id="x", spec=spec("new"), version=1, asker="c")
+    body.engine_node = keys["c"].fingerprint
+    everybody["a"].book.merge(keys["c"].fingerprint, [signed(keys["c"], body)])
+    assert set(everybody["a"].held) == {"tiny"}
+
+
+def test_records_that_come_in_masses_are_not_all_checked(tmp_path: Path) -> None:
+    everybody, keys = served_by_b(tmp_path)
+    book = everybody["a"].book
+    for number in range(300):
+        body = pb.ServeBody(cluster_id=book._trust.cluster_id, pipeline_id=f"x{number}", spec=spec(f"m{number}"))
+        body.version, body.asker, body.engine_node = 1, keys["c"].fingerprint, keys["c"].fingerprint
+        book.merge(keys["c"].fingerprint, [signed(keys["c"], body)])
+    assert len(book._checked) < 100
+    assert len(book.records()) == 1 + MAX_RUNNING_PER_MEMBER
 
 
 async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_path: Path) -> None:
-    one = book(tmp_path)
-    one.note_served("p", spec(), engine_node="a")
-    writing = asyncio.create_task(one.run())
+    trust = shared("a", "")
+    one = node(trust, "a", tmp_path)
+    one.book.ask("p", spec(), engine_node=one.node_id)
+    one.book.note_served("p", spec())
+    writing = asyncio.create_task(one.book.run())
+    file = tmp_path / "a" / "served.bin"
     async with asyncio.timeout(10):
-        while not (tmp_path / "served.bin").exists():  # noqa: ASYNC110 - a file has no event
+        while not file.exists():  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(0.01)
     writing.cancel()
-    assert [record.pipeline_id for record in book(tmp_path).served()] == ["p"]
-    (tmp_path / "served.bin").write_bytes(b"\xff\xff")
-    assert book(tmp_path).records() == []
+    assert [record.pipeline_id for record in node(trust, "a", tmp_path).book.served()] == ["p"]
+    file.write_bytes(b"\xff\xff")
+    assert node(trust, "a", tmp_path).book.records() == []
+
+
+def test_what_was_kept_unsigned_is_said_by_an_owner_or_the_engine_s_node(tmp_path: Path) -> None:
+    """The earlier form of the file."""
+    trust = shared("a", "bc")
+    old = pb.ServeRecord(pipeline_id="p", spec=spec(), version=7, engine_node=trust.node_id("b"))
+    everybody: dict[str, BookNode] = {}
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        write_private(tmp_path / name / "served.bin", pb.ServeRecords(records=[old]).SerializeToString())
+        everybody[name] = node(trust, name, tmp_path)
+        everybody[name].book.renew()
+    assert [one.record("p").body != b"" for one in map(_book, "abc", [everybody] * 3)] == [True, True, False]  # pyright: ignore[reportOptionalMemberAccess]
+    all_hear(everybody)
+    assert all(one.held == {"tiny": (trust.node_id("b"), False)} for one in everybody.values())
+
+
+def _book(name: str, everybody: dict[str, BookNode]) -> ServeBook:
+    return everybody[name].book
+
+
+async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tmp_path: Path) -> None:
+    everybody, _ = served_by_b(tmp_path)
+    b, c, d = (everybody[name] for name in "bcd")
+    await d.book.until_engine("p", b.node_id, timeout_s=1)
+    with pytest.raises(AccessDenied):
+        await d.book.until_engine("p", c.node_id, timeout_s=0.01)
+    waiting = asyncio.create_task(d.book.until_engine("p", c.node_id, timeout_s=5))
+    await asyncio.sleep(0.01)
+    for one in (c, d):
+        one.gone.add(b.node_id)
+    c.book.take_over("p")
+    d.hears(c)
+    await waiting
+
+
+NAMES = st.sampled_from("abc")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    held=st.none() | st.tuples(NAMES, NAMES, st.integers(0, 5), st.booleans()),
+    new=st.tuples(NAMES, NAMES, NAMES, st.integers(0, 1 << 63), st.booleans(), st.sampled_from(("p", "q"))),
+    gone=st.sets(NAMES),
+)
+def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
+    held: tuple[str, str, int, bool] | None, new: tuple[str, str, str, int, bool, str], gone: set[str]
+) -> None:
+    before = None
+    if held is not None:
+        asker, engine, version, stopped = held
+        before = pb.ServeBody(pipeline_id="p", spec=spec(), asker=asker, engine_node=engine, version=version)
+        before.stopped, before.begun = stopped, True
+    signer, asker, engine, version, stopped, pipeline = new
+    after = pb.ServeBody(pipeline_id=pipeline, spec=spec(), asker=asker, engine_node=engine, version=version)
+    after.stopped, after.signer = stopped, signer
+    facts = Facts(role=Role.MEMBER, gone=gone.__contains__, running=0, runs=lambda _: True)
+    if refusal(before, after, facts):
+        return
+    assert before is None or order(after) > order(before)
+    if before is None or before.stopped or before.engine_node in (signer, *gone):
+        return
+    assert after.engine_node == before.engine_node
+    assert after.pipeline_id == before.pipeline_id
+    assert not after.stopped or signer == before.asker

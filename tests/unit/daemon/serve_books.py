@@ -1,0 +1,129 @@
+"""Nodes' serve books in one process, each with what its node knows of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgepipe.cluster.statements import NONCE_BYTES
+from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge, removal_statements
+from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.ids import NodeId
+from edgepipe.link.certificates import KeyPair, make_key_pair
+from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+@dataclass(slots=True)
+class Shared:
+    """The trust that all nodes of a test share, and its clock."""
+
+    store: TrustStore
+    keys: dict[str, KeyPair]
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def node_id(self, name: str) -> str:
+        return self.keys[name].fingerprint
+
+    def remove(self, name: str, *, by: str) -> None:
+        removal = removal_statements(
+            self.store, signer=self.keys[by], node_id=NodeId(self.node_id(name)), now_ms=9, keep_added=True
+        )
+        self.store = merge(self.store, removal).store
+
+
+@dataclass(slots=True)
+class NodeTrust:
+    """``ServeTrust`` of one node."""
+
+    shared: Shared
+    key_pair: KeyPair
+
+    @property
+    def cluster_id(self) -> str:
+        return self.shared.store.cluster_id
+
+    def known(self, node_id: str) -> TrustedPeer | None:
+        return self.shared.store.peers.get(NodeId(node_id))
+
+
+@dataclass(slots=True)
+class BookNode:
+    """A node with its book; ``gone`` and ``engines`` are what it knows by itself."""
+
+    name: str
+    node_id: str
+    book: ServeBook
+    gone: set[str]
+    engines: dict[tuple[str, str], str]  # (node id, pipeline): state
+
+    def hears(self, other: BookNode) -> list[pb.ServeBody]:
+        return self.book.merge(other.node_id, other.book.records())
+
+    @property
+    def held(self) -> dict[str, tuple[str, bool]]:
+        """Models with the node of their engine and whether they are stopped."""
+        bodies = [pb.ServeBody.FromString(record.body) for record in self.book.records()]
+        return {one.spec.model: (one.engine_node, one.stopped) for one in bodies}
+
+
+def shared(owners: str, members: str) -> Shared:
+    """A cluster whose founder is the first owner."""
+    keys = {name: make_key_pair() for name in owners + members}
+    founder = keys[owners[0]]
+    store = found_cluster(name="home", node_name=owners[0], founder=founder, nonce=bytes(NONCE_BYTES), now_ms=1)
+    for name in owners[1:] + members:
+        role = Role.OWNER if name in owners else Role.MEMBER
+        added = add_statement(store, signer=founder, certificate=keys[name].certificate, role=role, name=name, now_ms=2)
+        store = merge(store, [added]).store
+    return Shared(store, keys)
+
+
+def node(trust: Shared, name: str, folder: Path) -> BookNode:
+    """One node of it; its file is kept in ``folder``."""
+    gone: set[str] = set()
+    engines: dict[tuple[str, str], str] = {}
+    (folder / name).mkdir(exist_ok=True)
+    book = ServeBook(
+        folder / name / "served.bin",
+        trust=NodeTrust(trust, trust.keys[name]),
+        gone=gone.__contains__,
+        engine_state=lambda node_id, pipeline_id: engines.get((node_id, pipeline_id), ""),
+        clock=trust.clock,
+        on_change=lambda: None,
+    )
+    return BookNode(name, trust.node_id(name), book, gone, engines)
+
+
+def nodes(folder: Path, *, owners: str = "a", members: str = "bcd") -> tuple[Shared, dict[str, BookNode]]:
+    """A cluster with one book per node."""
+    trust = shared(owners, members)
+    return trust, {name: node(trust, name, folder) for name in owners + members}
+
+
+def spec(model: str = "tiny", manifest_hash: str = "h") -> pb.ServeSpec:
+    return pb.ServeSpec(model=model, manifest_hash=manifest_hash)
+
+
+def all_hear(everybody: dict[str, BookNode], *, but: str = "") -> None:
+    """Everybody hears everybody, twice: what one says of what it heard is heard, too."""
+    present = [one for name, one in everybody.items() if name not in but]
+    for _ in range(2):
+        for one in present:
+            for other in present:
+                if one is not other:
+                    one.hears(other)
+
+
+def lone_book(folder: Path) -> ServeBook:
+    """Of a node that is alone in its cluster, at ``folder``."""
+    trust = shared("a", "")
+    return ServeBook(
+        folder / "served.bin",
+        trust=NodeTrust(trust, trust.keys["a"]),
+        gone=lambda _: False,
+        engine_state=lambda *_: "",
+        clock=trust.clock,
+        on_change=lambda: None,
+    )
