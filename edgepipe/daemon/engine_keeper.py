@@ -138,6 +138,7 @@ class EngineKeeper:
             request.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
         try:
             model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
+            request.spec.manifest_hash = model.manifest_hash  # a record of before an upgrade has the former hash
             await self._engines.start(request, model_config=model.config_json, resuming=True)
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
