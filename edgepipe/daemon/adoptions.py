@@ -79,8 +79,7 @@ class Adoptions:
         order = {key: index for index, key in enumerate(self._tried)}
         found: list[Wanted] = []
         for node_id, keys in self._announced.items():
-            taken = {one.key for one in found}
-            missing = [key for key in keys if key not in here and key not in taken]
+            missing = [key for key in keys if key not in here]
             if missing and node_id not in self._busy:
                 found.append(Wanted(key=min(missing, key=lambda key: order.get(key, -1)), node_id=node_id))
         for wanted in found:

@@ -36,6 +36,7 @@ _CHUNK_BYTES = 512 << 10  # as activations: larger ones delay what shares the ma
 _FREE_STEP_BYTES = 64 << 20  # others need not hear of every file that somebody writes
 _MAX_OPEN = 4  # models that peers read and that stay open; the one read last is the last to be closed
 _LEAST_BYTES_PER_S = 64 << 10  # that a peer may ask for: all copies share one line, where a slower one delays others
+_MOST_BYTES_PER_S = 1 << 40
 _UNASKED_S = 600.0  # for one model that a node announced, whichever sources are asked
 
 
@@ -91,7 +92,7 @@ class Models:
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the one read last at the end
         self._scanning = asyncio.Lock()
         self._adoptions = Adoptions()
-        self._adopting: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
+        self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
         self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that nobody here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is ended
         self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
@@ -164,7 +165,7 @@ class Models:
         user. Raises ModelUnknown if nobody has it, ModelDownloadFailed if there is no room for it.
         """
         key = ModelKey(name, manifest_hash)
-        lock = self._adopting.setdefault(key, asyncio.Lock())
+        lock = self._adopting.setdefault((key, first_source), asyncio.Lock())  # a slow source delays no other
         async with lock:
             model = await asyncio.to_thread(self._local, key, keep=not wanted_by)
             if model is None:
@@ -294,7 +295,7 @@ class Models:
             raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
         if not await asyncio.to_thread(stored.holds, tensor):
             raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
-        rate = max(_LEAST_BYTES_PER_S, bytes_per_s) if bytes_per_s else 0.0
+        rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
         most = min(_CHUNK_BYTES, chunk_bytes(rate)) if rate else _CHUNK_BYTES
         while offset < entry.info.num_bytes:
             size = min(most, entry.info.num_bytes - offset)

@@ -170,8 +170,8 @@ class ModelStore:
         return puller.pull(source, on_progress, dry_run=dry_run)
 
     def list(self) -> list[StoredModel]:
-        """All models, whole ones first, by id."""
-        return sorted(self._models(), key=lambda model: (not model.whole, model.id))
+        """All models, whole ones first, by id; of one id, those that are here on other nodes' word only come last."""
+        return sorted(self._models(), key=lambda model: (not model.whole, model.id, bool(model.adopted_for)))
 
     def resolve(self, name: str, *, manifest_hash: str = "") -> StoredModel:
         """The model of that id, whole before part; with a hash, one of just that content. Raises ModelUnknown.

@@ -103,8 +103,8 @@ def test_one_model_of_each_node_is_fetched_at_a_time_and_all_have_their_turn() -
     adoptions = Adoptions()
     adoptions.note_announced({"n1": KEYS[:3], "n2": KEYS[:1], "n3": KEYS[2:4]})
     first = adoptions.due({KEYS[2]})
-    assert [(one.node_id, one.key) for one in first] == [("n1", KEYS[0]), ("n3", KEYS[3])]
-    assert [one.node_id for one in adoptions.due({KEYS[2]})] == ["n2"], "the others are busy"
+    assert [(one.node_id, one.key) for one in first] == [("n1", KEYS[0]), ("n2", KEYS[0]), ("n3", KEYS[3])]
+    assert adoptions.due({KEYS[2]}) == [], "all are busy"
     assert adoptions.rest_s(first[0], {}) == bounds.RETRY_S
     adoptions.done(first[0])
     (second,) = adoptions.due({KEYS[2]})
@@ -324,6 +324,38 @@ async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(
         members.changes.notify()
         await until(lambda: members.on_disk() == {"used"})
         keeping.cancel()
+
+
+async def test_what_a_member_announces_is_not_taken_for_what_is_here_under_that_name(members: Members) -> None:
+    """Whichever came first: a person who names a model gets the one that somebody here asked for."""
+    for name in ("first", "second"):
+        members.add(name, {"tiny": name})
+    here = members.models()
+    for asked, unasked in (("first", "second"), ("second", "first")):
+        keys = {node: members.genuine(node, "tiny").manifest_hash for node in (asked, unasked)}
+        await here.adopt("tiny", manifest_hash=keys[unasked], first_source=unasked, wanted_by=unasked)
+        await here.adopt("tiny", manifest_hash=keys[asked], first_source=asked)
+        assert (await here.adopt("tiny")).manifest_hash == keys[asked]
+        assert len(list((members.folder / "here").iterdir())) == 2
+        ModelStore(members.folder / "here").rm("tiny")
+
+
+async def test_a_slow_source_delays_no_other(members: Members) -> None:
+    members.add("slow", {"tiny": "T"})
+    members.add("quick", {"tiny": "T"})
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    members.files["slow"] = never
+    here, content = members.models(), members.genuine("slow", "tiny").manifest_hash
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(here.adopt("tiny", manifest_hash=content, first_source="slow", wanted_by="slow"))
+        await until(lambda: "slow edgepipe.json" in members.asked)
+        await here.adopt("tiny", manifest_hash=content, first_source="quick", wanted_by="quick")
+        waiting.cancel()
+    assert members.on_disk() == {"tiny"}
 
 
 async def test_a_model_of_before_is_known_under_its_former_hash_and_never_fetched_under_it(members: Members) -> None:

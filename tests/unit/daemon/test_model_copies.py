@@ -187,6 +187,13 @@ async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatc
     assert "Read-only" in caught.value.fact
 
 
+async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models):
+    async with asyncio.timeout(5):
+        for rate in (1e-9, -1.0, float("nan"), float("inf"), 1e9):
+            read = NearClient.source.read_tensor("tiny", "", "model.norm.weight", offset=0, bytes_per_s=rate)
+            assert sum([len(one.data) async for one in read]) > 0
+
+
 def test_parts_travel_as_runs():
     runs = parts_to_wire({0, 1, 2, 5, 7, 8})
     assert [(run.start, run.end) for run in runs] == [(0, 3), (5, 6), (7, 9)]
