@@ -92,7 +92,7 @@ def leaves(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_one_tokenizer_has_one_digest_however_it_is_spelled(
     data: st.DataObject, spelled: Values, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -105,7 +105,7 @@ def test_one_tokenizer_has_one_digest_however_it_is_spelled(
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_value_of_a_tokenizer_counts(
     data: st.DataObject, spelled: Values, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -179,8 +179,9 @@ def other_tokenizer() -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", ["tokenizer", "template", "ends"])
 def test_r4_another_meaning_under_the_genuine_hash_is_refused(
-    kind: str, giver: StoredModel, taker: ModelStore, tmp_path: Path
+    kind: str, giver: StoredModel, bare: StoredModel, taker: ModelStore, tmp_path: Path
 ) -> None:
+    giver = giver if kind == "tokenizer" else bare
     metadata = metadata_of(giver)
     if kind == "tokenizer":
         Tokenizer.from_gguf(other_tokenizer()).save(tmp_path / TOKENIZER_FILE)
