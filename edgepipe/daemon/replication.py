@@ -95,8 +95,12 @@ class Replication:
 
     async def keep(self, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
         """Make this node's copies. Raises as ``Models.keep_copy``, and LinkError if the link cannot be measured."""
+        asking = request.hello.node_id
         model = await self._models.adopt(
-            request.model, manifest_hash=request.manifest_hash, first_source=request.source
+            request.model,
+            manifest_hash=request.manifest_hash,
+            first_source=request.source,
+            wanted_by="" if self._peers.is_self(asking) else asking,
         )
         bytes_per_s = 0.0
         if request.paced and not self._peers.is_self(request.source):

@@ -117,13 +117,15 @@ class ServeBook:
             and engine.manifest_hash in ("", body.spec.manifest_hash)
         )
 
-    async def until_engine(self, pipeline_id: str, node_id: str, *, timeout_s: float) -> None:
-        """Until the pipeline's recorded engine is on that node. Raises AccessDenied if it is not in time."""
+    async def until_engine(self, pipeline_id: str, node_id: str, manifest_hash: str, *, timeout_s: float) -> None:
+        """Until the pipeline's recorded engine is on that node, with that content. Raises AccessDenied if it is not in
+        time."""
         try:
             async with asyncio.timeout(timeout_s):
                 async for _ in self._changes.watch():
                     body = self.held(pipeline_id)
-                    if body is not None and body.engine_node == node_id and not body.stopped:
+                    known = (body.engine_node, body.spec.manifest_hash) if body is not None else None
+                    if known == (node_id, manifest_hash) and body is not None and not body.stopped:
                         return
         except TimeoutError as exc:
             raise AccessDenied(
@@ -209,15 +211,20 @@ class ServeBook:
                 rivals.append(body)
         return rivals
 
-    def renew(self) -> None:
-        """An owner's node says again what was said by machines that do not belong to the cluster any more, or not at
-        all: who joins later would not believe it."""
+    def renew(self, present_hash: Callable[[str, str], str]) -> None:
+        """An owner's node says again what was said by machines that do not belong to the cluster any more, or what
+        nobody has signed: who joins later would not believe it. What nobody signed the engine's node says, too.
+
+        ``present_hash(model, manifest_hash)``: what a hash of an earlier kind is now; empty if that is not known yet.
+        """
         for body, record in list(self._records.values()):
-            unsigned = not record.body
-            signer = self._trust.known(body.signer)
-            mine = self._is_owner(self._own) or (unsigned and body.engine_node == self._own)
-            if mine and (unsigned or signer is None):
-                self._say(self._next(body.spec.model))
+            mine = self._is_owner(self._own) or (not record.body and body.engine_node == self._own)
+            if not mine or (record.body and self._trust.known(body.signer) is not None):
+                continue
+            if manifest_hash := present_hash(body.spec.model, body.spec.manifest_hash):
+                renewed = self._next(body.spec.model)
+                renewed.spec.manifest_hash = manifest_hash
+                self._say(renewed)
 
     async def run(self) -> None:
         """Write every change down, until cancelled."""

@@ -61,6 +61,10 @@ def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
         return ""
     if held is None or held.stopped or not facts.runs(held):
         return _refusal_to_begin(new, facts)
+    if (
+        not held.signer and new.engine_node == held.engine_node
+    ):  # of the earlier form: its engine's node says it properly
+        return _refusal_to_begin(new, facts)
     if (new.pipeline_id, new.spec.manifest_hash, new.asker) != (
         held.pipeline_id,
         held.spec.manifest_hash,

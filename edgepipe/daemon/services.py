@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from edgepipe.cluster.admission import cluster_label
@@ -21,13 +22,14 @@ from edgepipe.daemon.peers import Peers
 from edgepipe.daemon.replication import Replication
 from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.serving import Serving
-from edgepipe.errors import AccessDenied, PairingRejected, VersionMismatch
+from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
 from edgepipe.link.access import Kind
 from edgepipe.link.security import Security
 from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
+MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time and the metadata of a few models
 _MAX_LOG_LINES = 2000
 
 Admit = Callable[[common_pb2.Hello], None]
@@ -89,9 +91,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         engine = self._security.caller(context, Kind.ENGINE)
-        await self._book.until_engine(request.pipeline_id, request.hello.node_id, timeout_s=self._record_s)
+        await self._book.until_engine(
+            request.pipeline_id, request.hello.node_id, request.manifest_hash, timeout_s=self._record_s
+        )
         model = await self._models.adopt(
-            request.model, manifest_hash=request.manifest_hash, first_source=request.weights_node
+            request.model,
+            manifest_hash=request.manifest_hash,
+            first_source=request.weights_node,
+            wanted_by=self._other(request.hello),
         )
         fetching = self._models.fetch(model, list(request.slices), first_source=request.weights_node)
         async with aclosing(fetching):
@@ -121,7 +128,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise AccessDenied("no record asks for this engine here", next_step="serve the model again")
         request.spec.CopyFrom(held.spec)
         model = await self._models.adopt(
-            request.spec.model, manifest_hash=request.spec.manifest_hash, first_source=request.hello.node_id
+            request.spec.model,
+            manifest_hash=request.spec.manifest_hash,
+            first_source=request.hello.node_id,
+            wanted_by=self._other(request.hello),
         )
         await self._engines.start(request, model_config=model.config_json)
         return pb.StartEngineReply()
@@ -183,38 +193,62 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         return pb.ProfileLinksReply(links=links)
 
+    def _other(self, hello: common_pb2.Hello) -> str:
+        """The caller's node, as ``Models.adopt`` takes it: empty for this one."""
+        return "" if self._peers.is_self(hello.node_id) else hello.node_id
+
 
 class WeightsService(node_pb2_grpc.WeightsServicer):
-    """For nodes that lack tensors or files."""
+    """For nodes that lack tensors or files; each may read a few at a time."""
 
-    def __init__(self, *, admit: Admit, models: Models) -> None:
+    def __init__(self, *, admit: Admit, security: Security, models: Models) -> None:
         self._admit = admit
+        self._security = security
         self._models = models
+        self._reads: Counter[str] = Counter()  # under way, by node
 
     async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
         """What a model of this node consists of."""
         self._admit(request.hello)
-        return pb.ManifestReply(manifest=await self._models.manifest_json(request.model))
+        with self._reading(context):
+            return pb.ManifestReply(manifest=await self._models.manifest_json(request.model))
 
     async def ReadTensor(self, request: pb.ReadTensorRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A tensor's bytes from an offset on."""
         self._admit(request.hello)
-        async for chunk in self._models.read_tensor(
-            request.model,
-            request.manifest_hash,
-            request.name,
-            offset=request.offset,
-            bytes_per_s=request.bytes_per_s,
-        ):
-            yield chunk
+        with self._reading(context):
+            async for chunk in self._models.read_tensor(
+                request.model,
+                request.manifest_hash,
+                request.name,
+                offset=request.offset,
+                bytes_per_s=request.bytes_per_s,
+            ):
+                yield chunk
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A metadata file's bytes from an offset on."""
         self._admit(request.hello)
-        async for chunk in self._models.read_file(
-            request.model, request.manifest_hash, request.name, offset=request.offset
-        ):
-            yield chunk
+        with self._reading(context):
+            async for chunk in self._models.read_file(
+                request.model, request.manifest_hash, request.name, offset=request.offset
+            ):
+                yield chunk
+
+    @contextmanager
+    def _reading(self, context: Any) -> Generator[None]:
+        """Raises QueueFull to a node that reads enough already."""
+        peer = self._security.caller(context, Kind.NODE)
+        node_id = peer.node_id if peer is not None else ""
+        if self._reads[node_id] >= MAX_READS_PER_NODE:
+            raise QueueFull("this node reads from here already", fact=f"{MAX_READS_PER_NODE} reads are under way")
+        self._reads[node_id] += 1
+        try:
+            yield
+        finally:
+            self._reads[node_id] -= 1
+            if not self._reads[node_id]:
+                del self._reads[node_id]
 
 
 class ChildrenService(node_pb2_grpc.ChildrenServicer):
@@ -239,7 +273,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         status: Callable[[], pb.ClusterStatus],
         logs: LogTail,
         shut_down: Callable[[], None],
-        refresh_models: Callable[[], None],
+        refresh_models: Callable[[], Awaitable[None]],
         guests: Guests,
         drain: Drain,
         replication: Replication,
@@ -264,14 +298,14 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
         admit_command_line(request.hello)
-        self._refresh_models()
+        await self._refresh_models()
         async for event in self._serving.serve(request):
             yield event
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
         """What a plan for a model is made of."""
         admit_command_line(request.hello)
-        self._refresh_models()
+        await self._refresh_models()
         return await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
@@ -287,7 +321,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
         """Look at the disk: a command pulled or removed a model."""
         admit_command_line(request.hello)
-        self._refresh_models()
+        await self._refresh_models()
         return pb.RescanModelsReply()
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
@@ -314,7 +348,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Copy a model's parts to other disks."""
         admit_command_line(request.hello)
-        self._refresh_models()
+        await self._refresh_models()
         async for event in self._replication.replicate(request.model, copies=request.copies):
             yield event
 

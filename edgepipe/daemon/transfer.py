@@ -1,13 +1,13 @@
 """Tensors and files from peers, and tensors that no peer gives from the hub: resumed where it broke, checked by hash.
 
-Each tensor from a peer comes on a channel of its own.
+Each tensor or file from a peer comes on a channel of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_STEP = 100  # progress is told about a hundred times a transfer
 _ATTEMPTS = 3  # with the same source: a broken connection is normal, a third one in a row is not
 _LATER_S = 60.0  # a source that does not answer is asked last for so long, or every tensor would wait for it
+_FILE_WAITS = 6  # a metadata file may take so many times as long as a peer may be silent
 _HUB = "hub"  # in place of a node id
 
 
@@ -52,11 +53,16 @@ class WeightsClient:
         request = pb.ManifestRequest(hello=self._hello, model=model)
         async with self._stub(source) as stub:
             reply = await stub.GetManifest(request, timeout=self._timeouts.transfer_idle_s)
-        return Manifest.from_json(reply.manifest)
+        return await asyncio.to_thread(Manifest.from_json, reply.manifest)
 
-    async def metadata(self, source: pb.NodeState, manifest: Manifest) -> dict[str, bytes]:
-        """All metadata files. Raises as ``manifest``, and RemoteProtocolError if a file grows."""
-        return {entry.name: await self._file(source, manifest, entry.name) for entry in manifest.metadata_files}
+    async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
+        """A metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, what the source raises."""
+        request = pb.ReadFileRequest(hello=self._hello, model=manifest.model_id, name=name, manifest_hash=manifest.hash)
+        async with self._stub(source) as stub:
+            stream = stub.ReadFile(request, timeout=_FILE_WAITS * self._timeouts.transfer_idle_s)
+            async with aclosing(self._chunks(source, stream)) as chunks:
+                async for chunk in chunks:
+                    yield chunk.data
 
     async def tensor(
         self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
@@ -70,36 +76,33 @@ class WeightsClient:
             manifest_hash=manifest.hash,
             bytes_per_s=bytes_per_s,
         )
-        async with self._stub(source) as stub:
-            chunks = aiter(stub.ReadTensor(request))
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeouts.transfer_idle_s):
-                        chunk = await anext(chunks, None)
-                except TimeoutError as exc:
-                    raise SendTimeout(
-                        f"node {source.name} stopped sending", fact=f"silent for {self._timeouts.transfer_idle_s:.0f} s"
-                    ) from exc
-                if chunk is None:
-                    return
+        async with self._stub(source) as stub, aclosing(self._chunks(source, stub.ReadTensor(request))) as chunks:
+            async for chunk in chunks:
                 yield chunk
 
-    async def _file(self, source: pb.NodeState, manifest: Manifest, name: str) -> bytes:
-        most = next(entry.num_bytes for entry in manifest.metadata_files if entry.name == name)
-        request = pb.ReadFileRequest(hello=self._hello, model=manifest.model_id, name=name, manifest_hash=manifest.hash)
-        data = bytearray()
-        async with self._stub(source) as stub, asyncio.timeout(6 * self._timeouts.transfer_idle_s):
-            async for chunk in stub.ReadFile(request):
-                data += chunk.data
-                if len(data) > most:
-                    raise RemoteProtocolError(f"node {source.name} sends more of '{name}' than it promised")
-        return bytes(data)
+    async def _chunks(self, source: pb.NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
+        """Raises SendTimeout when the source falls silent."""
+        chunks = aiter(stream)
+        while True:
+            try:
+                async with asyncio.timeout(self._timeouts.transfer_idle_s):
+                    chunk = await anext(chunks, None)
+            except TimeoutError as exc:
+                raise SendTimeout(
+                    f"node {source.name} stopped sending", fact=f"silent for {self._timeouts.transfer_idle_s:.0f} s"
+                ) from exc
+            if chunk is None:
+                return
+            yield chunk
 
     @asynccontextmanager
     async def _stub(self, source: pb.NodeState) -> AsyncGenerator[node_pb2_grpc.WeightsAsyncStub]:
         async with make_channel(source.address, self._security.to_node(source.node_id)) as channel:
-            with translated(f"node {source.name}"):
-                yield node_pb2_grpc.WeightsStub(channel)
+            try:
+                with translated(f"node {source.name}"):
+                    yield node_pb2_grpc.WeightsStub(channel)
+            except ModelDownloadFailed as error:  # else a peer's word would be taken for this node's own disk
+                raise LinkError(error.what, fact=error.fact) from error
 
 
 class Source(Protocol):

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.canonical import value_digest
 from edgepipe.model.config_json import config_from_json, config_to_json
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
-from edgepipe.model.manifest import CARD_FILE
+from edgepipe.model.manifest import CARD_FILE, METADATA_LIMITS
 from edgepipe.model.rope_config import extended_context
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
 from edgepipe.units import format_bytes
 
-TOKENIZER_FILE = "tokenizer.json"
-
-_MAX_CARD_BYTES = 16 << 20
+_MAX_CARD_BYTES = METADATA_LIMITS[CARD_FILE]
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """A model's shape and chat template. End tokens, those of chats included, stand in the config."""
 
@@ -47,6 +48,22 @@ class ModelCard:
                 fact=f"its description has {format_bytes(len(data))}, at most {format_bytes(_MAX_CARD_BYTES)} are read",
             )
         return data
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form: all that the card says, whichever version of edgepipe wrote it.
+
+        Values of the shape that are their field's default are left out. So a field that is added later, with a default
+        that means the behaviour of before, changes no model's digest. A default must never change.
+        """
+        return value_digest(
+            {
+                "config": _told(self.config) | {"rope": _told(self.config.rope)},
+                "chat_templates": dict(self.template.sources),
+                "special_tokens": dict(self.template.special_tokens),
+                "emulated": self.emulated,
+            }
+        )
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelCard:
@@ -73,6 +90,12 @@ def _card(values: dict[str, Any]) -> ModelCard:
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
     )
+
+
+def _told(shape: ModelConfig | Rope) -> dict[str, Any]:
+    """The fields that have other values than their defaults."""
+    values = {field.name: (getattr(shape, field.name), field.default) for field in dataclasses.fields(shape)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _texts(fields: Fields, key: str) -> dict[str, str]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.card import TOKENIZER_FILE, ModelCard
+from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import read_gguf_header
-from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, MAX_METADATA_BYTES, FileEntry, Manifest, TensorEntry
+from edgepipe.model.manifest import (
+    CARD_FILE,
+    MANIFEST_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_LIMITS,
+    TOKENIZER_FILE,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+)
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
@@ -29,8 +41,6 @@ METADATA_NAMES = (
     INDEX_FILE,
 )
 """The files beside the weights that are taken from a source; nothing else is."""
-
-_SHARED = (CARD_FILE, TOKENIZER_FILE)  # what a node that gets tensors from a peer needs
 
 
 def check_metadata_size(name: str, num_bytes: int) -> None:
@@ -50,18 +60,55 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
     gguf = folder / GGUF_FILE
     weights = open_gguf_weights(gguf) if gguf.is_file() else open_hf_weights(folder)
     template = _install_gguf_text(folder, gguf) if gguf.is_file() else hf_template(folder)
+    tokenizer = _tokenizer_content(folder, weights.config)
     config = _with_ends(folder, weights.config)
     emulated = not gguf.is_file() and is_emulated(folder)
     card = ModelCard(config=config, template=template, emulated=emulated)
     (folder / CARD_FILE).write_bytes(card.to_json())
+    contents = {CARD_FILE: read_card(folder).digest, **tokenizer}
     manifest = Manifest(
         model_id=model_id,
         source=source,
         tensors=_hash_tensors(weights, on_progress),
-        files=_hash_files(folder, _weight_files(folder, emulated=emulated), on_progress),
+        files=_hash_files(folder, contents, _weight_files(folder, emulated=emulated), on_progress),
     )
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
     return manifest
+
+
+def metadata_contents(folder: Path) -> dict[str, str]:
+    """Return the digests of the canonical forms of a folder's metadata files, by name.
+
+    Raises ModelInvalid if the card or the tokenizer cannot be used.
+    """
+    card = read_card(folder)
+    return {CARD_FILE: card.digest, **_tokenizer_content(folder, card.config)}
+
+
+def described_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a stored model. One of an earlier version is completed, and written down where possible.
+
+    Raises ModelInvalid.
+    """
+    manifest = read_manifest(folder)
+    if manifest.described:
+        return manifest
+    contents = metadata_contents(folder)
+    files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
+    completed = replace(manifest, files=tuple(files))
+    with contextlib.suppress(OSError):  # on a disk that cannot be written it is completed whenever it is read
+        _replace_file(folder / MANIFEST_FILE, completed.to_json())
+    return completed
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """At once, since other processes may read it or do the same."""
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:
@@ -92,12 +139,17 @@ def _install_gguf_text(folder: Path, gguf: Path) -> ChatTemplate:
     return gguf_template(metadata, special_tokens(metadata))
 
 
+def _tokenizer_content(folder: Path, config: ModelConfig) -> dict[str, str]:
+    """Try the tokenizer where there is one; the digest of its canonical form under its name."""
+    path = folder / TOKENIZER_FILE
+    return {TOKENIZER_FILE: check_tokenizer(path, vocab_size=config.vocab_size)} if path.is_file() else {}
+
+
 def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
-    """Try the tokenizer where there is one, and add the chat ends that it knows."""
+    """Add the chat ends that the tokenizer knows."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return config
-    check_tokenizer(path, vocab_size=config.vocab_size)
     tokenizer = Tokenizer.from_file(path, vocab_size=config.vocab_size)
     return replace(config, eos_token_ids=tokenizer.end_ids(config.eos_token_ids))
 
@@ -119,18 +171,19 @@ def _weight_files(folder: Path, *, emulated: bool) -> tuple[str, ...]:
     return (GGUF_FILE,) if (folder / GGUF_FILE).is_file() else shard_names(folder)
 
 
-def _hash_files(folder: Path, weight_files: tuple[str, ...], on_progress: OnProgress) -> tuple[FileEntry, ...]:
+def _hash_files(
+    folder: Path, contents: Mapping[str, str], weight_files: tuple[str, ...], on_progress: OnProgress
+) -> tuple[FileEntry, ...]:
     names = [name for name in (CARD_FILE, *METADATA_NAMES) if (folder / name).is_file()]
     sizes = {name: (folder / name).stat().st_size for name in (*names, *weight_files)}
     counter = ProgressCounter(on_progress, "check", sum(sizes.values()))
     return tuple(
-        FileEntry(name=name, num_bytes=size, sha256=hash_file(folder / name, counter), metadata=name in _SHARED)
+        FileEntry(
+            name=name,
+            num_bytes=size,
+            sha256=hash_file(folder / name, counter),
+            metadata=name in METADATA_LIMITS,
+            content=contents.get(name, ""),
+        )
         for name, size in sizes.items()
     )
-
-
-def check_card(folder: Path, card: ModelCard) -> None:
-    """Try what a peer sent as metadata. Raises ModelInvalid if the tokenizer cannot be used."""
-    path = folder / TOKENIZER_FILE
-    if path.is_file():
-        check_tokenizer(path, vocab_size=card.config.vocab_size)

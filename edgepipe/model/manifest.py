@@ -1,12 +1,12 @@
 """What a model consists of, as content: every tensor and file with its size and SHA-256.
 
-Two nodes hold the same model exactly if the hashes of their manifests are equal. Names and sources do not count, nor
-does the tokenizer: rebuilt from GGUF, its file is spelled differently by different versions of the library.
+Two nodes hold the same model exactly if the hashes of their manifests are equal: the same tensors, shape, tokenizer,
+chat templates and end tokens. Names and sources do not count. Metadata files count by their canonical form
+(``canonical.py``) and not by their bytes; their SHA-256 only tells whether a file arrived undamaged.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.canonical import value_digest
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.safe_path import check_member_name
@@ -23,10 +24,16 @@ from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorInfo
 
 CARD_FILE = "edgepipe.json"
+TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 8 << 20  # a tensor takes about 190 bytes; from a peer a message's 4 MB are the limit
+MAX_TENSORS = 20_000  # 1024 layers of 17 tensors; the largest model that is read has about 1,200
 MAX_FILES = 4096
 MAX_METADATA_BYTES = 64 << 20  # of one metadata file; the largest tokenizers take about 34 MB
+METADATA_LIMITS = {CARD_FILE: 16 << 20, TOKENIZER_FILE: MAX_METADATA_BYTES}
+"""The files that nodes exchange beside tensors, and the most bytes of each: 80 MB together."""
+
+_MAX_VALUES = 16 * MAX_TENSORS + 8 * MAX_FILES  # more than the entries have
 
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -48,6 +55,7 @@ class FileEntry:
     num_bytes: int
     sha256: str
     metadata: bool
+    content: str = ""  # of metadata: SHA-256 of its canonical form; empty in manifests of earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +69,23 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the content: tensors and the model's card."""
-        content = {
-            "tensors": sorted((_tensor_json(entry) for entry in self.tensors), key=lambda item: item["name"]),
-            "card": [entry.sha256 for entry in self.files if entry.name == CARD_FILE],
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """SHA-256 over the content: tensors, and the canonical forms of the metadata files."""
+        return self._hash_with("metadata", {entry.name: entry.content for entry in self.metadata_files})
+
+    @cached_property
+    def former_hash(self) -> str:
+        """The hash that earlier versions gave this content, without the tokenizer. Only this node's own disk is
+        searched by it, for what was served before an upgrade: a peer's files are never accepted under it."""
+        return self._hash_with("card", [entry.sha256 for entry in self.files if entry.name == CARD_FILE])
+
+    @property
+    def described(self) -> bool:
+        """Whether the canonical form of every metadata file is known, so that ``hash`` covers it."""
+        return all(entry.content for entry in self.metadata_files)
+
+    def _hash_with(self, key: str, metadata: object) -> str:
+        tensors = sorted((_tensor_json(entry) for entry in self.tensors), key=lambda item: item["name"])
+        return value_digest({"tensors": tensors, key: metadata})
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
@@ -75,8 +94,13 @@ class Manifest:
 
     @property
     def metadata_files(self) -> tuple[FileEntry, ...]:
-        """Files that every node needs, whatever its layers."""
+        """Files that every node needs, whatever its layers; only those of ``METADATA_LIMITS``."""
         return tuple(entry for entry in self.files if entry.metadata)
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of the metadata files together."""
+        return sum(entry.num_bytes for entry in self.metadata_files)
 
     def to_json(self) -> bytes:
         """For a file or a peer; ``from_json`` gives an equal manifest back."""
@@ -93,12 +117,13 @@ class Manifest:
         """Parse and check: names that stay in a folder, sizes that fit shapes, nothing twice. Raises ModelInvalid."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise ModelInvalid("the model's manifest is too large", fact=f"{len(data)} bytes")
-        fields = Fields(parse_json_object(data, what="the model's manifest"), what="the model's manifest")
-        tensors = tuple(_tensor_from_json(item) for item in _objects(fields, "tensors"))
-        files = tuple(_file_from_json(item) for item in _objects(fields, "files"))
+        values = parse_json_object(data, what="the model's manifest", max_values=_MAX_VALUES)
+        fields = Fields(values, what="the model's manifest")
+        tensors = tuple(_tensor_from_json(item) for item in _objects(fields, "tensors", most=MAX_TENSORS))
+        files = tuple(_file_from_json(item) for item in _objects(fields, "files", most=MAX_FILES))
         names = [entry.info.name for entry in tensors] + [f"/{entry.name}" for entry in files]
-        if len(set(names)) != len(names) or len(files) > MAX_FILES:
-            raise fields.fail("tensors", "a name stands there twice, or there are too many files")
+        if len(set(names)) != len(names):
+            raise fields.fail("tensors", "a name stands there twice")
         return cls(model_id=fields.text("model_id"), source=fields.text("source"), tensors=tensors, files=files)
 
 
@@ -113,8 +138,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
 
 
-def _objects(fields: Fields, key: str) -> list[Fields]:
+def _objects(fields: Fields, key: str, *, most: int) -> list[Fields]:
     items = fields.items(key)
+    if len(items) > most:
+        raise fields.fail(key, f"it has {len(items)} entries, at most {most} are read")
     if not all(isinstance(item, dict) for item in items):
         raise fields.fail(key, "a list of objects is needed")
     return [Fields(cast("dict[str, object]", item), what=f"the model's manifest ({key})") for item in items]
@@ -125,7 +152,7 @@ def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _file_json(entry: FileEntry) -> dict[str, Any]:
-    return asdict(entry)
+    return {key: value for key, value in asdict(entry).items() if key != "content" or value}
 
 
 def _tensor_from_json(fields: Fields) -> TensorEntry:
@@ -144,7 +171,7 @@ def _tensor_from_json(fields: Fields) -> TensorEntry:
     info = TensorInfo(
         name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=fields.flag("rounded", default=False)
     )
-    return TensorEntry(info=info, sha256=_digest(fields))
+    return TensorEntry(info=info, sha256=_digest(fields, "sha256"))
 
 
 def _stored_bytes(shape: tuple[int, ...], scheme: str) -> int:
@@ -155,17 +182,21 @@ def _stored_bytes(shape: tuple[int, ...], scheme: str) -> int:
 
 
 def _file_from_json(fields: Fields) -> FileEntry:
+    name = check_member_name(fields.text("name"), where="the model's manifest")
     metadata = fields.flag("metadata", default=False)
+    if metadata and name not in METADATA_LIMITS:
+        raise fields.fail("metadata", f"'{name[:80]}' is no file that nodes exchange")
     return FileEntry(
-        name=check_member_name(fields.text("name"), where="the model's manifest"),
-        num_bytes=fields.integer("num_bytes", low=0, high=MAX_METADATA_BYTES if metadata else 1 << 50),
-        sha256=_digest(fields),
+        name=name,
+        num_bytes=fields.integer("num_bytes", low=0, high=METADATA_LIMITS[name] if metadata else 1 << 50),
+        sha256=_digest(fields, "sha256"),
         metadata=metadata,
+        content=_digest(fields, "content") if metadata and fields.has("content") else "",
     )
 
 
-def _digest(fields: Fields) -> str:
-    digest = fields.text("sha256")
+def _digest(fields: Fields, key: str) -> str:
+    digest = fields.text(key)
     if not _SHA256.fullmatch(digest):
-        raise fields.fail("sha256", f"{digest[:80]!r} is no SHA-256")
+        raise fields.fail(key, f"{digest[:80]!r} is no SHA-256")
     return digest

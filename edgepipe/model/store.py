@@ -6,9 +6,10 @@ later pull of the same model takes up.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -16,21 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid, ModelUnknown
-from edgepipe.model.card import TOKENIZER_FILE, ModelCard, read_card
+from edgepipe.model.adoption import ADOPTED_FOR_FILE, Adoption, is_model_folder
+from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.install import check_card
-from edgepipe.model.layout import check_layout, slice_tensors
-from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, Manifest, read_manifest
+from edgepipe.model.file_bytes import read_at
+from edgepipe.model.install import described_manifest
+from edgepipe.model.layout import slice_tensors
+from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, folder_size
-from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import Weights, open_weights
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
-_HASH_CHARS = 12  # of a manifest's hash in a folder's name
+_HASH_CHARS = 24  # of a manifest's hash in a folder's name: nobody finds another content with the same ones
 
 
 class StoredModel:
@@ -53,7 +55,7 @@ class StoredModel:
     @cached_property
     def manifest(self) -> Manifest:
         """What the whole model consists of. Raises ModelInvalid."""
-        return read_manifest(self.path)
+        return described_manifest(self.path)
 
     @property
     def manifest_hash(self) -> str:
@@ -64,6 +66,27 @@ class StoredModel:
     def whole(self) -> bool:
         """Whether it was pulled whole; False for a folder of single tensors, however many are there."""
         return not (self.path / TENSOR_FOLDER).is_dir()
+
+    @property
+    def adopted_for(self) -> str:
+        """The node on whose word the metadata was adopted, while nothing here has used it; empty for other models."""
+        try:
+            return (self.path / ADOPTED_FOR_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return ""
+
+    @property
+    def adopted_s(self) -> float:
+        """When ``adopted_for`` was noted, by the wall clock."""
+        try:
+            return (self.path / ADOPTED_FOR_FILE).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def keep(self) -> None:
+        """Keep the model whatever other nodes announce: this node's user wants it, or its tensors come."""
+        with contextlib.suppress(OSError):
+            (self.path / ADOPTED_FOR_FILE).unlink(missing_ok=True)
 
     @property
     def size_bytes(self) -> int:
@@ -93,6 +116,11 @@ class StoredModel:
             return []
         return ShardWriter(self.path, self.manifest).missing(tensor_names(self.config, slices))
 
+    def writer(self) -> ShardWriter:
+        """Fill a model of which parts are here. Raises OSError."""
+        self.keep()
+        return ShardWriter(self.path, self.manifest)
+
     def held_tensors(self) -> list[str]:
         """Names of the tensors that can be read here, for peers that look for one."""
         names = [entry.info.name for entry in self.manifest.tensors]
@@ -110,16 +138,16 @@ class StoredModel:
         whole = weights.infos[name].num_bytes
         return weights.read_range(name, offset, whole - offset if num_bytes is None else num_bytes)
 
-    def read_file(self, name: str) -> bytes:
-        """A metadata file for a peer. Raises ModelInvalid for any other name."""
+    def metadata_file(self, name: str) -> FileEntry:
+        """What is known of a file that peers may read. Raises ModelInvalid for any other name."""
         entry = next((file for file in self.manifest.metadata_files if file.name == name), None)
         if entry is None:
             raise ModelInvalid(f"'{name[:80]}' is no file that nodes exchange")
-        return (self.path / entry.name).read_bytes()
+        return entry
 
-    def metadata(self) -> dict[str, bytes]:
-        """All files that a peer needs beside tensors. Raises ModelInvalid."""
-        return {entry.name: self.read_file(entry.name) for entry in self.manifest.metadata_files}
+    def read_file(self, name: str, *, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a metadata file for a peer. Raises ModelInvalid."""
+        return read_at(self.path / self.metadata_file(name).name, offset, num_bytes, what=f"'{name}'")
 
     @cached_property
     def _served_weights(self) -> Weights:
@@ -142,14 +170,17 @@ class ModelStore:
         return puller.pull(source, on_progress, dry_run=dry_run)
 
     def list(self) -> list[StoredModel]:
-        """All models, whole ones first, by id."""
-        return sorted(self._models(), key=lambda model: (not model.whole, model.id))
+        """All models, whole ones first, by id; of one id, those that are here on other nodes' word only come last."""
+        return sorted(self._models(), key=lambda model: (not model.whole, model.id, bool(model.adopted_for)))
 
     def resolve(self, name: str, *, manifest_hash: str = "") -> StoredModel:
-        """The model of that id, whole before part; with a hash, one of just that content. Raises ModelUnknown."""
+        """The model of that id, whole before part; with a hash, one of just that content. Raises ModelUnknown.
+
+        The hash may be that of an earlier version of edgepipe.
+        """
         found = [model for model in self.list() if model.id == name]
         if manifest_hash:
-            found = [model for model in found if model.manifest_hash == manifest_hash]
+            found = [model for model in found if manifest_hash in _hashes(model)]
         if found:
             return found[0]
         raise ModelUnknown(
@@ -165,20 +196,20 @@ class ModelStore:
         except ModelUnknown as error:
             error.next_step = "edgepipe models list"
             raise
-        doomed = [model for model in self._models() if model.id == name]
-        freed = sum(model.size_bytes for model in doomed)
-        for model in doomed:
-            gone = model.path.with_name(f".removing-{model.path.name}")
-            model.path.rename(gone)  # at once out of sight, so that nobody opens half a model
-            shutil.rmtree(gone)
+        return sum(self.drop(model) for model in list(self._models()) if model.id == name)
+
+    def drop(self, model: StoredModel) -> int:
+        """Delete one folder of a model; the bytes that were freed."""
+        freed = model.size_bytes
+        gone = model.path.with_name(f".removing-{model.path.name}")
+        model.path.rename(gone)  # at once out of sight, so that nobody opens half a model
+        shutil.rmtree(gone)
         return freed
 
-    def shard_writer(self, manifest: Manifest, metadata: Mapping[str, bytes]) -> ShardWriter:
-        """A folder for parts of a peer's model, made if it is not here. Raises ModelInvalid if the parts disagree."""
+    def adoption(self, manifest: Manifest, *, adopted_for: str = "") -> Adoption:
+        """Take a peer's model in, without its tensors. ``adopted_for``: see ``Adoption``. Raises ModelInvalid."""
         folder = self.root / f"{folder_name(manifest.model_id)}@{manifest.hash[:_HASH_CHARS]}"
-        if not (folder / MANIFEST_FILE).is_file():
-            self._make_shard_folder(folder, manifest, metadata)
-        return ShardWriter(folder, manifest)
+        return Adoption(folder, manifest, adopted_for=adopted_for)
 
     def find(self, model_id: str, manifest_hash: str) -> StoredModel | None:
         """The model of just that content, whole or in part, or None."""
@@ -187,26 +218,11 @@ class ModelStore:
         except ModelUnknown:
             return None
 
-    def _make_shard_folder(self, folder: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-        staging = folder.with_name(f".pulling-{folder.name}")
-        shutil.rmtree(staging, ignore_errors=True)
-        (staging / TENSOR_FOLDER).mkdir(parents=True)
-        try:
-            _write_metadata(staging, manifest, metadata)
-            card = read_card(staging)
-            if not card.emulated:
-                check_layout(card.config, {entry.info.name: entry.info for entry in manifest.tensors})
-            check_card(staging, card)
-            (staging / MANIFEST_FILE).write_bytes(manifest.to_json())
-            staging.rename(folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
     def _models(self) -> Iterator[StoredModel]:
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
-            if not path.name.startswith(".") and (path / CARD_FILE).is_file() and (path / MANIFEST_FILE).is_file():
+            if not path.name.startswith(".") and is_model_folder(path):
                 yield StoredModel(path.name.split("@")[0].replace("--", "/"), path)
 
     def _known_text(self) -> str:
@@ -228,13 +244,6 @@ def folder_name(model_id: str) -> str:
     return model_id.replace("/", "--")
 
 
-def _write_metadata(staging: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    import hashlib
-
-    for entry in manifest.metadata_files:
-        data = metadata.get(check_member_name(entry.name, where="the manifest"))
-        if data is None or "/" in entry.name:
-            raise ModelInvalid(f"the peer did not send '{entry.name}'")
-        if len(data) != entry.num_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise ModelInvalid(f"'{entry.name}' came damaged", fact="its SHA-256 is not the one that was promised")
-        (staging / entry.name).write_bytes(data)
+def _hashes(model: StoredModel) -> tuple[str, str]:
+    """Raises ModelInvalid."""
+    return model.manifest_hash, model.manifest.former_hash

@@ -17,11 +17,11 @@ class _Refused(ValueError):
     """Python's parser would have taken it; we do not."""
 
 
-def parse_json_object(data: bytes, *, what: str) -> dict[str, Any]:
+def parse_json_object(data: bytes, *, what: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """Parse a JSON object. Raises ModelInvalid; ``what`` names the file for people."""
     values = 1 + data.count(b",") + data.count(b"[") + data.count(b"{")  # before parsing, and never too few
-    if values > MAX_VALUES:
-        raise ModelInvalid(f"{what} has too many values", fact=f"about {values}, at most {MAX_VALUES} are read")
+    if values > max_values:
+        raise ModelInvalid(f"{what} has too many values", fact=f"about {values}, at most {max_values} are read")
     try:
         # The library's parser counts its own depth and raises RecursionError long before the stack ends.
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -190,4 +190,8 @@ def _part_path(path: Path) -> Path:
 
 def complete_names(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of the tensors that are complete in a model's folder."""
-    return [name for name in names if tensor_path(folder / TENSOR_FOLDER, name).exists()]
+    try:
+        here = {entry.name for entry in os.scandir(folder / TENSOR_FOLDER)}
+    except FileNotFoundError:
+        return []
+    return [name for name in names if tensor_path(folder, name).name in here]

@@ -144,8 +144,11 @@ def _panics_translated() -> Generator[None]:
         raise ModelInvalid("the model's tokenizer gave up on the text", fact=str(exc)[:200]) from exc
 
 
-def check_tokenizer(path: Path, *, vocab_size: int) -> None:
-    """Try a foreign ``tokenizer.json`` in a child with limits. Raises ModelInvalid: damaged, too large, too slow."""
+def check_tokenizer(path: Path, *, vocab_size: int) -> str:
+    """Try a foreign ``tokenizer.json`` in a child with limits; return the digest of its canonical form.
+
+    Raises ModelInvalid: damaged, too large, too slow.
+    """
     _check_size(path)
     command = (sys.executable, "-P", "-m", "edgepipe.model.tokenizer_child", str(path), str(vocab_size))
     try:
@@ -156,6 +159,7 @@ def check_tokenizer(path: Path, *, vocab_size: int) -> None:
         raise _unusable(path, "reading it took more than 10 s of CPU time, or more memory than it may have")
     if done.returncode:
         raise _unusable(path, done.stderr.decode("utf-8", "replace").strip().splitlines()[-1][:200])
+    return done.stdout.decode()
 
 
 def _load(path: Path) -> _Library:

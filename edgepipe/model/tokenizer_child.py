@@ -1,7 +1,8 @@
 """Tries a foreign ``tokenizer.json`` in a process of its own: ``python -m edgepipe.model.tokenizer_child FILE V``.
 
 Loading can recurse or allocate without end, and a pre-tokenizer's pattern can backtrack for ever. Exit code 0: the file
-loads, its ids are below V, and texts that provoke backtracking go through it and back. Else the last line says why.
+loads, its ids are below V, and texts that provoke backtracking go through it and back; the output is the digest of its
+canonical form. Else the last line of the errors says why.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.canonical import tokenizer_digest
 
 CPU_S = 10
 MEMORY_BYTES = 3 << 30  # address space; a tokenizer of 262,144 tokens takes about 0.4 GB while it loads
@@ -40,7 +42,10 @@ def main() -> None:
     except (OSError, ValueError):
         pass  # macOS refuses; the CPU limit and the size of the file bound it there
     try:
-        problem = check(Path(sys.argv[1]), int(sys.argv[2]))
+        path = Path(sys.argv[1])
+        digest = tokenizer_digest(path)
+        problem = check(path, int(sys.argv[2]))
+        sys.stdout.write(digest)
     except ModelInvalid as exc:
         problem = exc.fact or exc.what
     except Exception as exc:  # the library raises bare Exceptions

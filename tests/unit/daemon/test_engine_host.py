@@ -87,7 +87,7 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
             done.set()
 
     async def adopt(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(config_json="")
+        return SimpleNamespace(config_json="", manifest_hash="h")
 
     async def changes() -> AsyncGenerator[None]:
         yield
@@ -97,7 +97,7 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
         return changes()
 
     record = pb.ServeBody(pipeline_id="p", spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], renew=lambda: None, take_over=lambda _: None)
+    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
     peers = SimpleNamespace(
         own_id="a", own_drains=False, hello=None, nodes=lambda: [node], is_self=lambda node_id: node_id == "a"
     )
@@ -106,7 +106,7 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
         keeper = EngineKeeper(
             book=cast("Any", book),
             engines=cast("Any", engines),
-            models=cast("Any", SimpleNamespace(adopt=adopt)),
+            models=cast("Any", SimpleNamespace(adopt=adopt, present_hash=None)),
             peers=cast("Any", peers),
             clock=SystemClock(),
             timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),

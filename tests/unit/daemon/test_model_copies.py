@@ -40,12 +40,9 @@ class NearClient:
     async def manifest(self, _source: pb.NodeState, model: str) -> Manifest:
         return Manifest.from_json(await self.source.manifest_json(model))
 
-    async def metadata(self, _source: pb.NodeState, manifest: Manifest) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for entry in manifest.metadata_files:
-            chunks = self.source.read_file(manifest.model_id, manifest.hash, entry.name, offset=0)
-            found[entry.name] = b"".join([chunk.data async for chunk in chunks])
-        return found
+    async def file(self, _source: pb.NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
+        async for chunk in self.source.read_file(manifest.model_id, manifest.hash, name, offset=0):
+            yield chunk.data
 
     async def tensor(
         self, _source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
@@ -58,12 +55,12 @@ class NearClient:
             await self.gate.wait()
 
 
-def make_models(folder: Path, others: Sequence[pb.NodeState]) -> Models:
+async def make_models(folder: Path, others: Sequence[pb.NodeState]) -> Models:
     peers = SimpleNamespace(
         hello=None, security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
     )
     made = Models(models_dir=folder, peers=cast("Any", peers), timeouts=Timeouts(connect_s=1.0), on_change=lambda: None)
-    made.rescan()
+    await made.rescan()
     return made
 
 
@@ -71,12 +68,16 @@ def make_models(folder: Path, others: Sequence[pb.NodeState]) -> Models:
 async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
     """A node without the model, beside one that has it."""
     pull_with_weights(tmp_path / "there", tmp_path / "tiny")
-    NearClient.source, NearClient.asked, NearClient.gate = make_models(tmp_path / "there", []), [], asyncio.Event()
+    NearClient.source, NearClient.asked, NearClient.gate = (
+        await make_models(tmp_path / "there", []),
+        [],
+        asyncio.Event(),
+    )
     NearClient.gate.set()
     monkeypatch.setattr(models_module, "WeightsClient", NearClient)
     monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
     there = pb.NodeState(node_id="there", name="there", models=NearClient.source.on_disk())
-    return make_models(tmp_path / "here", [there])
+    return await make_models(tmp_path / "here", [there])
 
 
 async def copy(here: Models, model: LocalModel, parts: Sequence[int]) -> list[pb.PrepareProgress]:
@@ -180,10 +181,17 @@ async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatc
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(ModelStore, "shard_writer", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
         await here.adopt("tiny")
     assert "Read-only" in caught.value.fact
+
+
+async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models):
+    async with asyncio.timeout(5):
+        for rate in (1e-9, -1.0, float("nan"), float("inf"), 1e9):
+            read = NearClient.source.read_tensor("tiny", "", "model.norm.weight", offset=0, bytes_per_s=rate)
+            assert sum([len(one.data) async for one in read]) > 0
 
 
 def test_parts_travel_as_runs():

@@ -177,7 +177,7 @@ def test_what_was_served_is_believed_by_who_joins_after_its_signer_was_removed(t
     late = everybody["d"]
     late.hears(a)
     assert late.held == {}
-    a.book.renew()
+    a.book.renew(lambda _, known: known)
     late.hears(a)
     assert late.held == {"tiny": (c.node_id, False)}
 
@@ -229,10 +229,13 @@ def test_what_was_kept_unsigned_is_said_by_an_owner_or_the_engine_s_node(tmp_pat
         (tmp_path / name).mkdir()
         write_private(tmp_path / name / "served.bin", pb.ServeRecords(records=[old]).SerializeToString())
         everybody[name] = node(trust, name, tmp_path)
-        everybody[name].book.renew()
+        everybody[name].book.renew(lambda *_: "")
+        assert everybody[name].book.records() == [old], "its disk was not looked at yet"
+        everybody[name].book.renew(lambda model, known: f"new {known}")
     assert [one.record("p").body != b"" for one in map(_book, "abc", [everybody] * 3)] == [True, True, False]  # pyright: ignore[reportOptionalMemberAccess]
     all_hear(everybody)
     assert all(one.held == {"tiny": (trust.node_id("b"), False)} for one in everybody.values())
+    assert {one.book.served()[0].spec.manifest_hash for one in everybody.values()} == {"new h"}
 
 
 def _book(name: str, everybody: dict[str, BookNode]) -> ServeBook:
@@ -242,10 +245,11 @@ def _book(name: str, everybody: dict[str, BookNode]) -> ServeBook:
 async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tmp_path: Path) -> None:
     everybody, _ = served_by_b(tmp_path)
     b, c, d = (everybody[name] for name in "bcd")
-    await d.book.until_engine("p", b.node_id, timeout_s=1)
-    with pytest.raises(AccessDenied):
-        await d.book.until_engine("p", c.node_id, timeout_s=0.01)
-    waiting = asyncio.create_task(d.book.until_engine("p", c.node_id, timeout_s=5))
+    await d.book.until_engine("p", b.node_id, "h", timeout_s=1)
+    for node_id, content in ((c.node_id, "h"), (b.node_id, "other")):
+        with pytest.raises(AccessDenied):
+            await d.book.until_engine("p", node_id, content, timeout_s=0.01)
+    waiting = asyncio.create_task(d.book.until_engine("p", c.node_id, "h", timeout_s=5))
     await asyncio.sleep(0.01)
     for one in (c, d):
         one.gone.add(b.node_id)
@@ -270,7 +274,7 @@ def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
     if held is not None:
         asker, engine, version, stopped = held
         before = pb.ServeBody(pipeline_id="p", spec=spec(), asker=asker, engine_node=engine, version=version)
-        before.stopped, before.begun = stopped, True
+        before.stopped, before.begun, before.signer = stopped, True, asker
     signer, asker, engine, version, stopped, pipeline = new
     after = pb.ServeBody(pipeline_id=pipeline, spec=spec(), asker=asker, engine_node=engine, version=version)
     after.stopped, after.signer = stopped, signer

@@ -14,6 +14,8 @@ import numpy as np
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layout import model_tensors
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tensor_folder import ShardWriter
 from edgepipe.model.tokenizer import Tokenizer
 
@@ -235,6 +237,23 @@ def gguf_text() -> dict[str, object]:
 def names(folder: Path) -> set[str]:
     """What stands in a folder."""
     return {path.name for path in folder.iterdir()}
+
+
+def metadata_of(model: StoredModel) -> dict[str, bytes]:
+    """The files that a peer gets beside tensors."""
+    entries = model.manifest.metadata_files
+    return {one.name: model.read_file(one.name, offset=0, num_bytes=one.num_bytes).tobytes() for one in entries}
+
+
+def adopt(store: ModelStore, manifest: Manifest, metadata: Mapping[str, bytes]) -> StoredModel:
+    """Take a peer's model in, as a daemon does."""
+    with store.adoption(manifest) as adoption:
+        for entry in manifest.metadata_files:
+            with adoption.open(entry) as sink:
+                sink.write(metadata[entry.name])
+                sink.finish()
+        adoption.finish()
+    return store.resolve(manifest.model_id, manifest_hash=manifest.hash)
 
 
 def write_tensor(writer: ShardWriter, name: str, chunks: Iterable[bytes], *, offset: int = 0) -> bool:

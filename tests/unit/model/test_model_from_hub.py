@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from fake_hub import COMMIT, FakeHub, running
-from model_files import hf_values, random_tensors, write_gguf, write_hf_folder, write_tensor
+from model_files import adopt, hf_values, metadata_of, random_tensors, write_gguf, write_hf_folder, write_tensor
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon import models as models_module
@@ -67,7 +67,7 @@ class Place:
 
     def begun(self, name: str, data: bytes) -> None:
         """What an earlier transfer left."""
-        writer = self.store.shard_writer(self.whole.manifest, {})
+        writer = self.store.resolve(REPO).writer()
         assert not write_tensor(writer, name, [data])
 
     def file_of(self, name: str) -> str:
@@ -89,7 +89,7 @@ def make_place(tmp_path: Path, form: str) -> Place:
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
     install(folder, model_id=REPO, source=pinned_text(REPO, COMMIT), on_progress=lambda _: None)
     whole, store = ModelStore(tmp_path / "whole").resolve(REPO), ModelStore(tmp_path / "here")
-    store.shard_writer(Manifest.from_json(whole.manifest.to_json()), whole.metadata())
+    adopt(store, Manifest.from_json(whole.manifest.to_json()), metadata_of(whole))
     return Place(hub=FakeHub(repo=REPO, files=files, lfs_from=0), whole=whole, store=store, peers=[])
 
 
@@ -178,7 +178,7 @@ async def test_damaged_bytes_are_refused_and_forgotten(place: Place):
         await place.fetch()
     assert "from the hub" in caught.value.fact
     assert QUERY not in place.held()
-    (missing,) = place.store.shard_writer(place.whole.manifest, {}).missing([QUERY])
+    (missing,) = place.store.resolve(REPO).writer().missing([QUERY])
     assert missing.have_bytes == 0
 
 

@@ -1,0 +1,129 @@
+"""Takes a peer's metadata files into the store: streamed to the disk, and accepted only as what the hash covers.
+
+::
+
+    .adopting-NAME@HASH-1a2b3c4d/     while files arrive; deleted unless ``finish`` accepts them
+    NAME@HASH/                        a model without tensors, as ``tensor_folder.py`` describes it
+        adopted-for                   the id of the node on whose word it was adopted; no such file for the user's own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.card import read_card
+from edgepipe.model.install import metadata_contents
+from edgepipe.model.layout import check_layout
+from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest
+from edgepipe.model.tensor_folder import TENSOR_FOLDER
+
+ADOPTED_FOR_FILE = "adopted-for"
+
+_PREFIX = ".adopting-"
+_LEFT_OVER_S = 3600.0  # an adoption ends within minutes; an older folder is that of a process that was killed
+
+
+class Adoption:
+    """One model's folder while its metadata arrives. A context manager: what was not accepted is deleted."""
+
+    def __init__(self, folder: Path, manifest: Manifest, *, adopted_for: str) -> None:
+        """``folder``: where the model will be; ``adopted_for``: a node's id, empty for this node's own user."""
+        self._folder = folder
+        self._manifest = manifest
+        self._adopted_for = adopted_for
+        self._staging = folder.with_name(f"{_PREFIX}{folder.name}-{secrets.token_hex(4)}")
+
+    def open(self, entry: FileEntry) -> MetadataSink:
+        """Begin writing one of the manifest's metadata files."""
+        return MetadataSink(self._staging / entry.name, entry)
+
+    def finish(self) -> None:
+        """Check what came and put it in place. Raises ModelInvalid if it is not what the manifest's hash covers."""
+        self._check()
+        (self._staging / TENSOR_FOLDER).mkdir()
+        (self._staging / MANIFEST_FILE).write_bytes(self._manifest.to_json())
+        if self._adopted_for:
+            (self._staging / ADOPTED_FOR_FILE).write_text(self._adopted_for, encoding="utf-8")
+        if not is_model_folder(self._folder):
+            shutil.rmtree(self._folder, ignore_errors=True)  # what a killed process left
+            self._staging.rename(self._folder)
+
+    def _check(self) -> None:
+        promised = {entry.name: entry.content for entry in self._manifest.metadata_files}
+        if CARD_FILE not in promised:
+            raise ModelInvalid(f"the peer's model has no '{CARD_FILE}'")
+        card = read_card(self._staging)
+        if card.emulated and self._manifest.tensors:
+            raise ModelInvalid(
+                "the weights contradict the model's config", fact="a model without weights lists tensors"
+            )
+        if not card.emulated:
+            check_layout(card.config, {entry.info.name: entry.info for entry in self._manifest.tensors})
+        contents = metadata_contents(self._staging)
+        if contents != promised:
+            other = sorted(name for name in promised if contents.get(name) != promised[name])
+            raise ModelInvalid(f"'{', '.join(other)}' is not the one that the model's hash covers")
+
+    def __enter__(self) -> Adoption:
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_overs(self._folder.parent)
+        self._staging.mkdir()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+
+class MetadataSink:
+    """Takes one file's bytes in order. A context manager that closes the file."""
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self._entry = entry
+        self._file: BinaryIO = path.open("xb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._position = 0
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append. Raises ModelInvalid if more comes than the manifest promised."""
+        self._position += len(chunk)
+        if self._position > self._entry.num_bytes:
+            raise self._damaged(f"more than the promised {self._entry.num_bytes} bytes came")
+        self._file.write(chunk)
+        self._digest.update(chunk)
+
+    def finish(self) -> None:
+        """Raise ModelInvalid unless the promised bytes are here."""
+        if self._position < self._entry.num_bytes:
+            raise self._damaged(f"{self._position} of {self._entry.num_bytes} bytes came")
+        if self._digest.hexdigest() != self._entry.sha256:
+            raise self._damaged("its SHA-256 is not the one that was promised")
+
+    def __enter__(self) -> MetadataSink:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def _damaged(self, fact: str) -> ModelInvalid:
+        return ModelInvalid(f"'{self._entry.name}' came damaged", fact=fact)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model, whole or in part."""
+    return (folder / CARD_FILE).is_file() and (folder / MANIFEST_FILE).is_file()
+
+
+def _remove_left_overs(root: Path) -> None:
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except OSError:
+            continue  # another process removed it
+        if age_s > _LEFT_OVER_S:
+            shutil.rmtree(path, ignore_errors=True)

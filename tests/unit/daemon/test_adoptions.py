@@ -1,0 +1,452 @@
+"""What a node may make another one fetch, keep and read: models that hostile members announce and hand out (R4, R5)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon import adoptions as bounds
+from edgepipe.daemon import models as models_module
+from edgepipe.daemon.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
+from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.models import Models
+from edgepipe.daemon.services import MAX_READS_PER_NODE, WeightsService
+from edgepipe.daemon.transfer import WeightsClient
+from edgepipe.errors import LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown, QueueFull
+from edgepipe.link.channels import bind, make_server
+from edgepipe.link.security import Plaintext
+from edgepipe.model.adoption import MetadataSink
+from edgepipe.model.emulated_folder import config_json
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+from tests.e2e.node_models import CONFIG
+
+NODES = ("n1", "n2", "n3")
+KEYS = [ModelKey(f"m{i}", "h") for i in range(12)]
+
+# --- The decisions
+
+
+def held(key: ModelKey, node_id: str, num_bytes: int, since_s: float) -> Adopted:
+    return Adopted(key=key, node_id=node_id, num_bytes=num_bytes, since_s=since_s)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NODES), st.sampled_from(KEYS), st.integers(0, 80 << 20), st.sets(st.sampled_from(KEYS))
+        )
+    )
+)
+def test_a_nodes_word_never_fills_more_than_its_share(
+    steps: list[tuple[str, ModelKey, int, set[ModelKey]]],
+) -> None:
+    """Whatever is announced, fetched and given up in whatever order; what is announced is never deleted."""
+    adoptions, disk = Adoptions(), dict[ModelKey, Adopted]()
+    for step, (node_id, key, num_bytes, announced) in enumerate(steps):
+        adoptions.note_announced({node_id: sorted(announced)})
+        adoptions.note_held(list(disk.values()))
+        if key in disk:
+            continue
+        try:
+            with adoptions.coming(node_id, num_bytes) as surplus:
+                assert not {one.key for one in surplus} & announced
+                for one in surplus:
+                    del disk[one.key]
+                disk[key] = held(key, node_id, num_bytes, step)
+        except ModelDownloadFailed:
+            pass
+        for node in NODES:
+            sizes = [one.num_bytes for one in disk.values() if one.node_id == node]
+            assert len(sizes) <= bounds.MAX_MODELS_PER_NODE
+            assert sum(sizes) <= bounds.MAX_BYTES_PER_NODE
+
+
+def test_what_comes_at_the_same_time_counts_together() -> None:
+    adoptions = Adoptions()
+    with adoptions.coming("n1", 80 << 20), adoptions.coming("n1", 80 << 20), adoptions.coming("n1", 80 << 20):
+        with pytest.raises(ModelDownloadFailed, match="announces more models"), adoptions.coming("n1", 80 << 20):
+            pass
+        with adoptions.coming("n2", 80 << 20) as surplus:
+            assert surplus == []
+    with adoptions.coming("n1", 80 << 20):
+        pass
+
+
+def test_the_oldest_goes_first_and_only_of_that_node() -> None:
+    adoptions = Adoptions()
+    adoptions.note_held([held(key, "n1", 1, -index) for index, key in enumerate(KEYS[:8])])
+    adoptions.note_announced({"n2": [KEYS[7]]})
+    with adoptions.coming("n1", 1) as surplus:
+        assert [one.key for one in surplus] == [KEYS[6]], "the oldest is announced"
+    with adoptions.coming("n2", 1) as surplus:
+        assert surplus == []
+
+
+def test_one_model_of_each_node_is_fetched_at_a_time_and_all_have_their_turn() -> None:
+    adoptions = Adoptions()
+    adoptions.note_announced({"n1": KEYS[:3], "n2": KEYS[:1], "n3": KEYS[2:4]})
+    first = adoptions.due({KEYS[2]})
+    assert [(one.node_id, one.key) for one in first] == [("n1", KEYS[0]), ("n2", KEYS[0]), ("n3", KEYS[3])]
+    assert adoptions.due({KEYS[2]}) == [], "all are busy"
+    assert adoptions.rest_s(first[0], {}) == bounds.RETRY_S
+    adoptions.done(first[0])
+    (second,) = adoptions.due({KEYS[2]})
+    assert second.key == KEYS[1], "what failed is tried again after the others"
+    adoptions.note_held([held(KEYS[1], "n1", 8 << 20, 0)])
+    assert adoptions.rest_s(second, {KEYS[1]}) == 2.0
+    adoptions.done(second)
+    assert [one.key for one in adoptions.due({KEYS[2], KEYS[1]})] == [KEYS[0]]
+
+
+def test_what_is_remembered_of_a_node_is_bounded() -> None:
+    adoptions = Adoptions()
+    adoptions.note_announced({"n1": [ModelKey(f"x{i}", "h") for i in range(1000)]})
+    seen: set[ModelKey] = set()
+    for _ in range(200):
+        (wanted,) = adoptions.due({})
+        seen.add(wanted.key)
+        adoptions.done(wanted)
+    assert len(seen) == bounds.MAX_ANNOUNCED
+    assert [adoptions.tell("n1", "no room") for _ in range(3)] == [True, False, False]
+
+
+def test_a_model_whose_engine_is_gone_for_long_is_forgotten() -> None:
+    adoptions = Adoptions()
+    adoptions.note_held([held(KEYS[0], "n1", 1, 0), held(KEYS[1], "n1", 1, 0)])
+    adoptions.note_announced({"n1": [KEYS[0], KEYS[1]]})
+    assert adoptions.forgotten(now_s=0.0) == []
+    adoptions.note_announced({"n1": [KEYS[0]]})
+    assert adoptions.forgotten(now_s=FORGET_S) == []
+    assert [one.key for one in adoptions.forgotten(now_s=FORGET_S + 1)] == [KEYS[1]]
+
+
+# --- A node beside hostile ones
+
+
+def pull_bare(store: ModelStore, folder: Path, name: str, *, template: str) -> StoredModel:
+    """A model that has neither weights nor a tokenizer: quick to take in."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "config.json").write_text(json.dumps(config_json(CONFIG)))
+    (folder / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    store.pull(str(folder / name))
+    return store.resolve(name)
+
+
+class Members:
+    """The other members, in place of calls to them: each hands out its own store, or what a test puts in its way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: dict[str, pb.NodeState] = {}
+        self.stores: dict[str, ModelStore] = {}
+        self.manifests: dict[str, Manifest] = {}  # in place of the genuine one
+        self.files: dict[str, Callable[[], AsyncIterator[bytes]]] = {}  # in place of the genuine ones
+        self.asked: list[str] = []
+        self.changes = Changes()
+
+    def add(self, node_id: str, models: Mapping[str, str]) -> None:
+        """A member with these models, each with its template; it announces an engine of each."""
+        store = self.stores[node_id] = ModelStore(self.folder / node_id)
+        node = self.nodes[node_id] = pb.NodeState(node_id=node_id, name=node_id)
+        for name, template in models.items():
+            stored = pull_bare(store, self.folder / f"{node_id}-sources", name, template=template)
+            node.engines.append(engine_pb2.EngineState(model=name, manifest_hash=stored.manifest_hash, state="ready"))
+
+    def genuine(self, node_id: str, name: str) -> StoredModel:
+        return self.stores[node_id].resolve(name)
+
+    async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
+        self.asked.append(source.node_id)
+        if source.node_id in self.manifests:
+            return self.manifests[source.node_id]
+        return Manifest.from_json(self.stores[source.node_id].resolve(model).manifest.to_json())
+
+    async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
+        self.asked.append(f"{source.node_id} {name}")
+        if source.node_id in self.files:
+            async for data in self.files[source.node_id]():
+                yield data
+            return
+        stored = self.stores[source.node_id].resolve(manifest.model_id)
+        yield stored.read_file(name, offset=0, num_bytes=stored.metadata_file(name).num_bytes).tobytes()
+
+    def models(self) -> Models:
+        """The node under test."""
+        peers = SimpleNamespace(
+            hello=None,
+            security=None,
+            nodes=lambda: list(self.nodes.values()),
+            is_self=lambda node_id: node_id == "here",
+        )
+        return Models(
+            models_dir=self.folder / "here",
+            peers=cast("Any", peers),
+            timeouts=Timeouts(connect_s=1.0),
+            on_change=self.changes.notify,
+        )
+
+    def on_disk(self) -> set[str]:
+        root = self.folder / "here"
+        return {path.name.split("@")[0] for path in root.iterdir()} if root.exists() else set()
+
+
+@pytest.fixture
+def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Members:
+    made = Members(tmp_path)
+    monkeypatch.setattr(models_module, "WeightsClient", lambda **_: made)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    return made
+
+
+async def test_r4_who_hands_out_another_template_is_dropped_and_the_next_is_asked(members: Members) -> None:
+    """The rogue takes the genuine manifest, of which it changes what the hash does not cover."""
+    members.add("rogue", {"tiny": "evil {{ messages }}"})
+    members.add("honest", {"tiny": "{{ messages }}"})
+    genuine, evil = members.genuine("honest", "tiny").manifest, members.genuine("rogue", "tiny").manifest
+    contents = {one.name: one.content for one in genuine.metadata_files}
+    files = [replace(one, content=contents.get(one.name, "")) if one.metadata else one for one in evil.files]
+    members.manifests["rogue"] = replace(genuine, files=tuple(files))
+    assert members.manifests["rogue"].hash == genuine.hash != evil.hash
+    model = await members.models().adopt("tiny", manifest_hash=genuine.hash, first_source="rogue", wanted_by="rogue")
+    assert members.asked == ["rogue", "rogue edgepipe.json", "honest", "honest edgepipe.json"]
+    assert model.stored.card.template.sources == {"default": "{{ messages }}"}
+    assert members.on_disk() == {"tiny"}
+
+
+async def test_manifests_that_do_not_cover_their_files_or_are_of_another_model_are_refused(members: Members) -> None:
+    members.add("rogue", {"tiny": "T", "other": "U"})
+    genuine = members.genuine("rogue", "tiny").manifest
+    former = replace(genuine, files=tuple(replace(one, content="") for one in genuine.files))
+    for manifest in (former, members.genuine("rogue", "other").manifest):
+        members.manifests["rogue"] = manifest
+        with pytest.raises(ModelUnknown):
+            await members.models().adopt("tiny", wanted_by="rogue")
+        with pytest.raises(ModelUnknown):
+            await members.models().adopt("tiny", manifest_hash=former.former_hash, wanted_by="rogue")
+    assert members.asked == ["rogue"] * 4, "no file is fetched"
+
+
+async def test_r5_a_file_without_end_is_given_up_at_its_promised_length(members: Members) -> None:
+    members.add("rogue", {"tiny": "T"})
+    given_out = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal given_out
+        while True:
+            given_out += 1
+            yield b"x" * 500
+
+    members.files["rogue"] = endless
+    with pytest.raises(ModelUnknown, match="no reachable node") as caught:
+        await members.models().adopt("tiny")
+    assert "more than the promised" in caught.value.fact
+    promised = sum(one.num_bytes for one in members.genuine("rogue", "tiny").manifest.metadata_files)
+    assert given_out == promised // 500 + 1
+    assert members.on_disk() == set()
+
+
+@pytest.mark.parametrize("when", ["before", "while it comes"])
+async def test_r5_a_full_disk_is_said_and_left_as_it_was(
+    when: str, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.add("a", {"tiny": "T"})
+    members.add("b", {"tiny": "T"})
+    here = members.models()
+    if when == "before":
+        monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 10)
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(MetadataSink, "write", full)
+    with pytest.raises(ModelDownloadFailed):
+        await here.adopt("tiny", wanted_by="a")
+    assert members.asked == (["a"] if when == "before" else ["a", "a edgepipe.json"]), "the disk is this node's own"
+    assert members.on_disk() == set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_once(
+    members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_MODELS_PER_NODE", 2)
+    monkeypatch.setattr(bounds, "RETRY_S", 0.01)
+    members.add("rogue", {f"m{i}": "T" for i in range(4)})
+    members.add("honest", {"mine": "T"})
+    here = members.models()
+    with caplog.at_level(logging.WARNING):
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
+            await until(lambda: members.asked.count("rogue") >= 8)
+            assert members.on_disk() == {"m0", "m1", "mine"}
+            assert caplog.text.count("announces more models") == 1
+            del members.nodes["rogue"].engines[:1]
+            await until(lambda: members.on_disk() == {"m1", "m2", "mine"})
+            assert here.metadata_path("m0", members.genuine("rogue", "m0").manifest_hash) is None
+            keeping.cancel()
+
+
+async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.add("a", {"used": "T", "unused": "U"})
+    here = members.models()
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
+        await until(lambda: members.on_disk() == {"used", "unused"} and len(here.on_disk()) == 2)
+        await here.adopt("used")
+        await here.rescan()
+        monkeypatch.setattr(bounds, "FORGET_S", -1.0)
+        del members.nodes["a"].engines[:]
+        members.changes.notify()
+        await until(lambda: members.on_disk() == {"used"})
+        keeping.cancel()
+
+
+async def test_what_a_member_announces_is_not_taken_for_what_is_here_under_that_name(members: Members) -> None:
+    """Whichever came first: a person who names a model gets the one that somebody here asked for."""
+    for name in ("first", "second"):
+        members.add(name, {"tiny": name})
+    here = members.models()
+    for asked, unasked in (("first", "second"), ("second", "first")):
+        keys = {node: members.genuine(node, "tiny").manifest_hash for node in (asked, unasked)}
+        await here.adopt("tiny", manifest_hash=keys[unasked], first_source=unasked, wanted_by=unasked)
+        await here.adopt("tiny", manifest_hash=keys[asked], first_source=asked)
+        assert (await here.adopt("tiny")).manifest_hash == keys[asked]
+        assert len(list((members.folder / "here").iterdir())) == 2
+        ModelStore(members.folder / "here").rm("tiny")
+
+
+async def test_a_slow_source_delays_no_other(members: Members) -> None:
+    members.add("slow", {"tiny": "T"})
+    members.add("quick", {"tiny": "T"})
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    members.files["slow"] = never
+    here, content = members.models(), members.genuine("slow", "tiny").manifest_hash
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(here.adopt("tiny", manifest_hash=content, first_source="slow", wanted_by="slow"))
+        await until(lambda: "slow edgepipe.json" in members.asked)
+        await here.adopt("tiny", manifest_hash=content, first_source="quick", wanted_by="quick")
+        waiting.cancel()
+    assert members.on_disk() == {"tiny"}
+
+
+async def test_a_model_of_before_is_known_under_its_former_hash_and_never_fetched_under_it(members: Members) -> None:
+    members.add("a", {"tiny": "T"})
+    former = members.genuine("a", "tiny").manifest.former_hash
+    here = members.models()
+    with pytest.raises(ModelUnknown):
+        await here.adopt("tiny", manifest_hash=former)
+    model = await here.adopt("tiny")
+    assert model.manifest_hash == members.genuine("a", "tiny").manifest_hash
+    assert (await here.adopt("tiny", manifest_hash=former)).manifest_hash == model.manifest_hash
+    assert here.metadata_path("tiny", former) == model.path
+
+
+class FalseDisk(node_pb2_grpc.WeightsServicer):
+    """A member that says that the disk is full: its own or the caller's, who could not tell."""
+
+    async def GetManifest(self, request: Any, context: Any) -> pb.ManifestReply:
+        raise ModelDownloadFailed("the disk is full")
+
+    async def ReadFile(self, request: Any, context: Any) -> AsyncIterator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield pb.DataChunk(data=b"x")
+        raise ModelDownloadFailed("the disk is full")
+
+    ReadTensor = ReadFile
+
+
+async def test_a_peer_cannot_speak_of_this_nodes_disk(members: Members) -> None:
+    """Else the next source would not be asked."""
+    members.add("a", {"tiny": "T"})
+    server = make_server(Plaintext())
+    node_pb2_grpc.add_WeightsServicer_to_server(FalseDisk(), server)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
+    await server.start()
+    node = pb.NodeState(node_id="rogue", name="rogue", address=f"127.0.0.1:{port}")
+    client = WeightsClient(hello=common_pb2.Hello(), security=Plaintext(), timeouts=Timeouts(connect_s=1.0))
+    with pytest.raises(LinkError, match="the disk is full"):
+        await client.manifest(node, "tiny")
+    file = client.file(node, members.genuine("a", "tiny").manifest, "edgepipe.json")
+    assert await anext(file) == b"x"
+    with pytest.raises(LinkError, match="the disk is full"):
+        await anext(file)
+    await server.stop(grace=0)
+
+
+# --- What others read from here
+
+
+class Reader:
+    """A caller of the service."""
+
+    def __init__(self, service: WeightsService, node_id: str, stored: StoredModel) -> None:
+        self._service = service
+        self._context = SimpleNamespace(node_id=node_id)
+        self._request = pb.ReadFileRequest(model=stored.id, name="edgepipe.json", manifest_hash=stored.manifest_hash)
+
+    async def begin(self) -> Any:
+        """A read that has got its first bytes."""
+        chunks = self._service.ReadFile(self._request, self._context)
+        assert (await anext(chunks)).data
+        return chunks
+
+
+async def test_r5_one_node_reads_a_bounded_number_of_files_at_a_time(members: Members) -> None:
+    members.add("here", {"tiny": "T"})
+    stored = members.genuine("here", "tiny")
+    security = SimpleNamespace(caller=lambda context, _kind: context)
+    service = WeightsService(admit=lambda _hello: None, security=cast("Any", security), models=members.models())
+    rogue, honest = (Reader(service, node_id, stored) for node_id in ("rogue", "honest"))
+    reads = [await rogue.begin() for _ in range(MAX_READS_PER_NODE)]
+    with pytest.raises(QueueFull):
+        await rogue.begin()
+    async with aclosing(await honest.begin()):
+        pass
+    await reads.pop().aclose()
+    reads.append(await rogue.begin())
+    for read in reads:
+        await read.aclose()
+    assert service._reads == {}  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.add("here", {"tiny": "T"})
+    stored, here = members.genuine("here", "tiny"), members.models()
+    monkeypatch.setattr(models_module, "_CHUNK_BYTES", 100)
+    whole = (stored.path / "edgepipe.json").read_bytes()
+    read = [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=50)]
+    assert b"".join(one.data for one in read) == whole[50:]
+    assert [one.offset for one in read] == list(range(50, len(whole), 100))
+    assert [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=1 << 60)] == []
+    with pytest.raises(ModelInvalid, match="no file that nodes exchange"):
+        await anext(here.read_file("tiny", "", "config.json", offset=0))
