@@ -48,7 +48,7 @@ def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
         failed = event.failed
         who = f"{printable(failed.name) or 'somebody'} ({failed.address})"
         print(f"  ✗ {who}: {printable(failed.error.what)}", flush=True)
-        if failed.error.code == "pairing_rejected":
+        if failed.error.fact:
             print(f"    {printable(failed.error.fact)}", flush=True)
     elif event.HasField("asks"):
         asks = event.asks
