@@ -233,9 +233,15 @@ class _Demo:
         from edgepipe.cli.conversation import print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
+        from edgepipe.daemon.http_keys import read_key
 
         self._say("\n>>> " + visible(prompt, keep="\n"), style="bold")
-        target = Target(base_url=f"http://127.0.0.1:{node.http_port}", model=engine.model, num_nodes=len(engine.stages))
+        target = Target(
+            base_url=f"http://127.0.0.1:{node.http_port}",
+            model=engine.model,
+            num_nodes=len(engine.stages),
+            api_key=read_key(node.data_dir),
+        )
         messages = [{"role": "user", "content": prompt}]
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url, api_key=target.api_key) as client:
@@ -245,7 +251,11 @@ class _Demo:
         print(flush=True)
 
     async def _stay(self, node: LocalNode) -> None:
+        from edgepipe.daemon.http_keys import key_file, read_key
+
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
+        if read_key(node.data_dir):
+            self._say(f"      key     in {key_file(node.data_dir)}: other people have accounts on this computer")
         self._say(f"      chat    edgepipe chat --data-dir {node.data_dir}")
         self._say(f"      look    edgepipe status --data-dir {node.data_dir}\n")
         await asyncio.Event().wait()

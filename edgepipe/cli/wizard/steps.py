@@ -19,6 +19,7 @@ from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
+from edgepipe.daemon.http_keys import asks_on_loopback, key_file
 from edgepipe.errors import (
     ConfigInvalid,
     EdgepipeError,
@@ -153,6 +154,8 @@ def show_end(setup: Setup) -> None:
     say(f"   chat       edgepipe chat{f' --model {setup.model}' if setup.model else ''}")
     if own is not None:
         say(f"   API        http://127.0.0.1:{own.http_port}/v1")
+        if asks_on_loopback(setup.config):
+            say(f"   API key    in {key_file(setup.data_dir)}; other programs here need it, 'edgepipe chat' finds it")
     say("   look       edgepipe status            something wrong?  edgepipe doctor")
     if setup.node_pid:
         say("   the node runs until this machine is switched off, or: edgepipe node stop")
