@@ -36,6 +36,7 @@ _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _ONE_POLLER = "-event_engine_client,-event_engine_listener"
 _ONE_POLLER_UP_TO = (1, 85)  # gRPC's versions that are known to have the choice; others would complain of the names
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOCAL_KEY = ("auto", "yes", "no")
 _DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -53,7 +54,8 @@ class Config:
     http_port: int = HTTP_PORT  # of the gateway; 0: any free port
     http_host: str = "127.0.0.1"  # address that HTTP listens on besides loopback; 0.0.0.0: all. Elsewhere needs a key
     http_names: tuple[str, ...] = ()  # names under which HTTP may be asked, besides the machine's own
-    api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this machine too
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this computer too
+    local_key: str = "auto"  # whether HTTP asks this computer's own clients for a key; auto: if it has several users
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
     listen_s: float = 3.0  # commands listen so long for other nodes, which answer at once; sleeping Wi-Fi takes longer
@@ -374,6 +376,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "http_host": _ip_address,
     "http_names": _host_names,
     "api_key": _keys,
+    "local_key": _one_of(_LOCAL_KEY),
     "peers": _addresses,
     "discovery": _flag,
     "listen_s": _seconds(0.1, 60.0),

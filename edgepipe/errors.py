@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import ClassVar, Self
 
+from edgepipe.safe_text import one_line
+
 
 class Retry(Enum):
     """What a caller may do after the error."""
@@ -75,13 +77,13 @@ class EdgepipeError(Exception):
         return self
 
     def lines(self) -> list[str]:
-        """What failed, the measured fact, what to type next (empty parts left out)."""
+        """What failed, the measured fact, what to type next (empty parts left out), each safe to show on one line."""
         named = self.what.replace(",", " ").replace("'", " ").split()
         node = f"node {self.node}" if self.node and self.node not in named else ""
         stage = self.stage if self.stage not in self.what else ""
         where = ", ".join(part for part in (node, stage) if part)
         first = f"{self.what} ({where})" if where else self.what
-        return [line for line in (first, self.fact, self.next_step) if line]
+        return [one_line(line) for line in (first, self.fact, self.next_step) if line]
 
     def __str__(self) -> str:
         return " · ".join(self.lines())

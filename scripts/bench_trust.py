@@ -28,6 +28,7 @@ from trust_flood import flood_rows
 
 from edgepipe.cluster.discovery import read_texts
 from edgepipe.cluster.pairing_exchange import Attempt, PairingWindow, join
+from edgepipe.cluster.tries import FREE_FAILURES, Tries
 from edgepipe.cluster.trust import merge
 from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import EdgepipeError
@@ -75,7 +76,9 @@ async def _window(lab: PairingLab) -> tuple[PairingWindow, int]:
     async def let_in(*_: object):
         return lab.with_joiner(), {}
 
-    window = PairingWindow(make_pairing=lab.host, ask=ask, let_in=let_in, on_attempt=attempts.append)
+    window = PairingWindow(
+        make_pairing=lab.host, ask=ask, let_in=let_in, on_attempt=attempts.append, tries=Tries(guessable=False)
+    )
     return window, await window.open(host="127.0.0.1", port=0)
 
 
@@ -257,14 +260,14 @@ def _frames(rng: random.Random) -> Callable[[], object]:
 
 
 async def _through_sockets(count: int, rng: random.Random) -> tuple[int, int]:
-    """Damaged exchanges with a host on a real port; a fresh window where three tries are used up."""
+    """Damaged exchanges with a host on a real port; a fresh window before this address has to wait."""
     lab = PairingLab.make(stubbed=True)
     failures: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(str(context)))
     window, port = await _window(lab)
     before = _memory()
     for index in range(count):
-        if window.tries_left <= 0 or index % 50 == 0:
+        if index % FREE_FAILURES == 0:
             await window.close()
             window, port = await _window(lab)
         if index == count // 10:

@@ -17,6 +17,7 @@ from rich.table import Table
 from edgepipe.config import prepare_environment
 
 prepare_environment()  # every bench imports this before gRPC, which reads its settings then
+os.environ.setdefault("EDGEPIPE_LOCAL_KEY", "no")  # benches ask their nodes' HTTP as it is on one person's computer
 
 ROOT = Path(__file__).resolve().parent.parent
 _AT_START = psutil.cpu_times()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.link.security import MutualTls, Security
+from edgepipe.safe_text import one_line
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
@@ -29,14 +32,48 @@ _JOIN_S = 240.0  # the host's person has a minute
 _LOGS_S = 7 * 24 * 3600.0  # following the log ends by ^C
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+
+class _SafeChannel:
+    """A channel whose replies are safe to print: what other members say of themselves passes through their node."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``unary_unary`` and its kin, as stubs call them."""
+        make_call = getattr(self._channel, name)
+
+        def make(method: str, *, response_deserializer: Callable[[bytes], Message], **more: Any) -> Any:
+            def read(data: bytes) -> Message:
+                return safe(response_deserializer(data))
+
+            return make_call(method, response_deserializer=read, **more)
+
+        return make
+
+
+def safe(message: M) -> M:
+    """The message with every string in it, at any depth, made safe to show on one line."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in value if field.is_repeated else (value,):
+                safe(part)
+        elif field.type == FieldDescriptor.TYPE_STRING and field.is_repeated:
+            value[:] = map(one_line, value)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            setattr(message, field.name, one_line(value))
+    return message
 
 
 class Admin:
-    """One connection to the node of a data directory. Use ``connect``."""
+    """One connection to the node of a data directory. Use ``connect``. What it returns is safe to print."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = node_pb2_grpc.AdminStub(channel)
-        self._trust = trust_pb2_grpc.TrustAdminStub(channel)
+        safe_channel = cast("grpc.aio.Channel", _SafeChannel(channel))
+        self._stub = node_pb2_grpc.AdminStub(safe_channel)
+        self._trust = trust_pb2_grpc.TrustAdminStub(safe_channel)
         self._hello = make_hello(role="cli")
 
     async def status(self) -> pb.ClusterStatus:

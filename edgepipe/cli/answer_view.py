@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from edgepipe.cli.output import make_console
+from edgepipe.safe_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.1  # the unfinished block at most ten times a second
 _FENCES = ("```", "~~~")
+_KEPT = "\n\t"  # of an answer's control characters
 
 
 class AnswerView(Protocol):
@@ -42,7 +44,7 @@ class PlainView:
 
     def show(self, text: str) -> None:
         """Print the piece."""
-        print(visible(text), end="", flush=True)
+        print(visible(text, keep=_KEPT), end="", flush=True)
 
 
 class MarkdownView:
@@ -64,7 +66,7 @@ class MarkdownView:
 
     def show(self, text: str) -> None:
         """Take the piece, print the blocks that it completes, and draw the rest now and then."""
-        finished, self._open = split_blocks(self._open + visible(text))
+        finished, self._open = split_blocks(self._open + visible(text, keep=_KEPT))
         if finished:
             self._stop()
             self._print(finished)
@@ -123,11 +125,6 @@ def split_blocks(text: str) -> tuple[str, str]:
 def _continues(following: str) -> bool:
     """Whether what comes after a blank line may still belong to the list above it, or has not come yet."""
     return not following or following[0] in " \t-*+0123456789"
-
-
-def visible(text: str) -> str:
-    """Text without control characters but line ends and tabs."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _markdown(text: str) -> RenderableType:

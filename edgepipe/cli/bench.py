@@ -11,8 +11,9 @@ import typer
 from edgepipe.cli import workload_options as options
 from edgepipe.cli.comparing import Variant, read_comparisons
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import make_console, print_json, printable
+from edgepipe.cli.output import make_console, print_json
 from edgepipe.errors import ConfigInvalid
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.cli.bench_run import BenchRun, EmulatedRun, OnProgress
@@ -145,7 +146,12 @@ class _Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = make_console(stderr=True)
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("making ready", total=None)
 
@@ -158,4 +164,4 @@ class _Progress:
 
     def tell(self, what: str, done: int, total: int) -> None:
         """See ``OnProgress``."""
-        self._progress.update(self._task, description=printable(what), completed=done, total=total or None)
+        self._progress.update(self._task, description=one_line(what), completed=done, total=total or None)

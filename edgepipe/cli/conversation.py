@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.output import make_console, print_json, printable
+from edgepipe.cli.output import make_console, print_json
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.cli.find import Target
@@ -57,7 +58,7 @@ class Answer:
             parts.append(f"{self.tokens_per_s:.1f} tok/s")
         parts.append(f"first word {self.first_word_s:.1f} s")
         if self.note:
-            parts.append(printable(self.note))
+            parts.append(one_line(self.note))
         elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
         return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")

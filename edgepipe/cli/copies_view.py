@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.output import make_console, printable
+from edgepipe.cli.output import make_console
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def copies_text(copies: Mapping[str, Any] | None) -> str:
     """``2 (gamer, studio)``"""
     if copies is None:
         return "-"
-    return f"{copies['fewest']} ({', '.join(map(printable, copies['nodes']))})"
+    return f"{copies['fewest']} ({', '.join(copies['nodes'])})"
 
 
 async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
     from edgepipe.cli.admin import connect
 
     console = make_console(stderr=True)
-    columns = (TextColumn("to {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("to {task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     last: pb.ReplicateEvent | None = None
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
@@ -82,7 +82,7 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
                 last = event
                 for number, one in enumerate(event.copies):
                     if number == len(progress.tasks):
-                        progress.add_task(printable(one.node_name))
+                        progress.add_task(one.node_name)
                     progress.update(progress.task_ids[number], completed=one.bytes_done, total=one.bytes_total)
     made = last.copies if last is not None else ()
     return [{"node": one.node_name, "node_id": one.node_id, "num_bytes": one.bytes_total} for one in made]

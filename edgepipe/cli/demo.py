@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgepipe.cli.options import DataDir, ModelsDir, models_dir_of
-from edgepipe.cli.output import make_console, printable
+from edgepipe.cli.output import make_console
 from edgepipe.errors import ClusterError, ConfigInvalid, FeatureMissing, ModelUnknown, NoPeersFound, PlanInvalid
+from edgepipe.safe_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -169,7 +170,7 @@ class _Demo:
         from edgepipe.cli.local_cluster import local_cluster
 
         count = len(self._plan.nodes)
-        self._say(f"[bold]edgepipe demo[/bold] · cluster {self._plan.cluster} · {count} nodes on 127.0.0.1")
+        self._say(f"edgepipe demo · cluster {self._plan.cluster} · {count} nodes on 127.0.0.1", style="bold")
         try:
             async with local_cluster(self._plan) as nodes:
                 self._done(f"{count} node processes started")
@@ -232,9 +233,15 @@ class _Demo:
         from edgepipe.cli.conversation import print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
+        from edgepipe.daemon.http_keys import read_key
 
-        self._say(f"\n[bold]>>> {printable(prompt)}[/bold]" if self._console.is_terminal else f"\n>>> {prompt}")
-        target = Target(base_url=f"http://127.0.0.1:{node.http_port}", model=engine.model, num_nodes=len(engine.stages))
+        self._say("\n>>> " + visible(prompt, keep="\n"), style="bold")
+        target = Target(
+            base_url=f"http://127.0.0.1:{node.http_port}",
+            model=engine.model,
+            num_nodes=len(engine.stages),
+            api_key=read_key(node.data_dir),
+        )
         messages = [{"role": "user", "content": prompt}]
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url, api_key=target.api_key) as client:
@@ -244,15 +251,21 @@ class _Demo:
         print(flush=True)
 
     async def _stay(self, node: LocalNode) -> None:
+        from edgepipe.daemon.http_keys import key_file, read_key
+
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
+        if read_key(node.data_dir):
+            self._say(f"      key     in {key_file(node.data_dir)}: other people have accounts on this computer")
         self._say(f"      chat    edgepipe chat --data-dir {node.data_dir}")
         self._say(f"      look    edgepipe status --data-dir {node.data_dir}\n")
         await asyncio.Event().wait()
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+    def _say(self, text: str, *, style: str | None = None) -> None:
+        self._console.print(text, style=style, soft_wrap=True)
 
     def _done(self, text: str) -> None:
         now = time.monotonic()
-        self._console.print(f"  [green]✓[/green] {text}  [dim]{now - self._step_started:.1f} s[/dim]", soft_wrap=True)
+        self._console.print("  ✓ ", style="green", end="")
+        self._console.print(f"{text}  ", end="", soft_wrap=True)
+        self._console.print(f"{now - self._step_started:.1f} s", style="dim", soft_wrap=True)
         self._step_started = now

@@ -12,7 +12,8 @@ import typer
 
 from edgepipe.cli.findings import Finding, Level, worst
 from edgepipe.cli.options import DataDir, Json
-from edgepipe.cli.output import columns, make_console, print_json, printable, wrapped
+from edgepipe.cli.output import columns, make_console, print_json, wrapped
+from edgepipe.safe_text import one_line
 
 _DEGRADED_EXIT = 8  # warnings or problems were found
 _MARKS = {
@@ -49,13 +50,13 @@ def doctor(
 def _print_finding(finding: Finding) -> None:
     mark, style = _MARKS[finding.level]
     console, width = make_console(), columns(sys.stdout)
-    console.print(f"[{style}]{mark}[/{style}] ", end="")
-    console.print(wrapped(printable(finding.what), first="  ", width=width)[2:], markup=False, soft_wrap=True)
+    console.print(f"{mark} ", style=style, end="")
+    console.print(wrapped(one_line(finding.what), first="  ", width=width)[2:], soft_wrap=True)
     if finding.fact:
-        fact = wrapped(printable(finding.fact), first="    ", width=width)
-        console.print(fact, style="dim", markup=False, soft_wrap=True)
+        fact = wrapped(one_line(finding.fact), first="    ", width=width)
+        console.print(fact, style="dim", soft_wrap=True)
     if finding.remedy:  # one line, however long: it is there to be copied
-        console.print(f"    → {printable(finding.remedy)}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"    → {one_line(finding.remedy)}", style="dim", soft_wrap=True)
 
 
 def _print_end(findings: Sequence[Finding]) -> None:

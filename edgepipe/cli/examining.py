@@ -157,7 +157,7 @@ def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, _, port = member.node.address.rpartition(":")
-        if member.self or any((one.host, one.port) == (host, int(port)) for one in named):
+        if member.self or not port.isdecimal() or any((one.host, one.port) == (host, int(port)) for one in named):
             continue
         found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
     return found

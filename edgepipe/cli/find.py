@@ -35,23 +35,20 @@ class Target:
 
 async def find_target(data_dir: Path, model: str) -> Target:
     """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
-    return replace(await _find(data_dir, model), api_key=_api_key(data_dir))
-
-
-def _api_key(data_dir: Path) -> str:
-    """The setting, else what this machine's node wrote down for its own user."""
-    given = load_config({"data_dir": data_dir}).values.api_key
-    return given[0] if given else read_key(data_dir)
-
-
-async def _find(data_dir: Path, model: str) -> Target:
     try:
         async with connect(data_dir) as admin:
-            return await _own_target(admin, model)
+            target = await _own_target(admin, model)
+            return replace(target, api_key=_given_key(data_dir) or read_key(data_dir))
     except NodeUnreachable as exc:
         if exc.fact.startswith("nobody answers at"):
             return await _lan_target(data_dir, model)
         raise
+
+
+def _given_key(data_dir: Path) -> str:
+    """The setting. What this machine's node wrote down for its own user is for that node alone, not for the network."""
+    given = load_config({"data_dir": data_dir}).values.api_key
+    return given[0] if given else ""
 
 
 async def _own_target(admin: Admin, model: str) -> Target:
@@ -95,16 +92,16 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     from edgepipe.cluster.browsing import browse
 
     listen_s = load_config({"data_dir": data_dir}).values.listen_s
-    found = await browse(listen_s=listen_s)
+    found, key = await browse(listen_s=listen_s), _given_key(data_dir)
     for announcement in found:
         base_url = f"http://{announcement.host}:{HTTP_PORT}"
         try:
-            async with ChatClient(base_url, api_key=_api_key(data_dir)) as client:
+            async with ChatClient(base_url, api_key=key) as client:
                 served = await client.models()
         except EdgepipeError:
             continue
         if served and (not model or model in served):
-            return Target(base_url=base_url, model=model or served[0])
+            return Target(base_url=base_url, model=model or served[0], api_key=key)
     checked = f"no node at {socket_path(data_dir)}; "
     if not found:
         raise NoPeersFound(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.output import print_json, printable
+from edgepipe.cli.output import print_json
 from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.v1 import trust_pb2 as pb
 
@@ -46,20 +46,20 @@ def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
         _show_code(event.opened, long_string=start.long_string)
     elif event.HasField("failed"):
         failed = event.failed
-        who = f"{printable(failed.name) or 'somebody'} ({failed.address})"
-        print(f"  ✗ {who}: {printable(failed.error.what)}", flush=True)
-        if failed.error.code == "pairing_rejected":
-            print(f"    {printable(failed.error.fact)}", flush=True)
+        who = f"{failed.name or 'somebody'} ({failed.address})"
+        print(f"  ✗ {who}: {failed.error.what}", flush=True)
+        if failed.error.fact:
+            print(f"    {failed.error.fact}", flush=True)
     elif event.HasField("asks"):
         asks = event.asks
-        name, key = printable(asks.name), asks.node_id[:_KEY_CHARS]
+        name, key = asks.name, asks.node_id[:_KEY_CHARS]
         print(f"  ◀ '{name}' ({asks.address}) gave the right code. Its key: {key}", flush=True)
     elif event.HasField("joined"):
         joined = event.joined
         role = " as an owner: losing this machine locks nobody out" if joined.role == "owner" else ""
-        print(f"  ✓ '{printable(joined.name)}' joined{role}", flush=True)
+        print(f"  ✓ '{joined.name}' joined{role}", flush=True)
         if joined.wanted_name:
-            print(f"    it calls itself '{printable(joined.wanted_name)}', as another machine does", flush=True)
+            print(f"    it calls itself '{joined.wanted_name}', as another machine does", flush=True)
         if joined.silent:
             print("    but it never said so; if it does not show up: edgepipe peers remove", flush=True)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.safe_text import visible
 
 
 def logs(
@@ -41,5 +42,5 @@ async def _print_lines(data_dir: Path, *, lines: int, follow: bool) -> None:
 
 
 def _tail(path: Path, lines: int) -> list[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in file.readlines()[-lines:]]
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        return [visible(line.rstrip("\n")) for line in file.readlines()[-lines:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated, NoReturn
 
 import typer
@@ -32,6 +33,7 @@ from edgepipe.cli import (
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
 from edgepipe.errors import EdgepipeError
+from edgepipe.safe_text import visible
 
 
 def make_app() -> typer.Typer:
@@ -84,7 +86,8 @@ def main(args: list[str] | None = None) -> NoReturn:
         status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
         if debug:
-            raise
+            print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)
+            sys.exit(1)
         sys.exit(_show(_innermost(error)))
     sys.exit(status or 0)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgepipe.cli.options import DataDir, Json, ModelsDir, complete_model, data_dir_of, models_dir_of
-from edgepipe.cli.output import make_console, make_table, print_json, printable
+from edgepipe.cli.output import make_console, make_table, print_json
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.cli.copies_view import ModelCopies
@@ -37,7 +38,7 @@ def pull(
     if dry_run:
         _print_plan(result)
     else:
-        print(f"{printable(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
+        print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
         _tell_node(data_dir_of(data_dir))
 
 
@@ -48,11 +49,11 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     from edgepipe.model.store import ModelStore
 
     console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(printable(model), total=None)
+        task = progress.add_task(one_line(model), total=None)
 
         def show(now: PullProgress) -> None:
             progress.update(
@@ -85,7 +86,7 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     for row in rows:
         size, layers, context = format_bytes(row["size_bytes"]), str(row["layers"]), str(row["context"])
         copies = (copies_text(row["copies"]),) if known else ()
-        table.add_row(printable(row["model"]), size, layers, context, "whole" if row["whole"] else "in part", *copies)
+        table.add_row(one_line(row["model"]), size, layers, context, "whole" if row["whole"] else "in part", *copies)
     make_console().print(table)
 
 
@@ -100,7 +101,7 @@ def rm(
     from edgepipe.units import format_bytes
 
     freed = ModelStore(models_dir_of(data_dir, models_dir)).rm(model)
-    print(f"deleted {printable(model)}: {format_bytes(freed)} are free again")
+    print(f"deleted {one_line(model)}: {format_bytes(freed)} are free again")
     _tell_node(data_dir_of(data_dir))
 
 
@@ -123,10 +124,10 @@ def replicate(
     elif made:
         from edgepipe.units import format_bytes
 
-        told = ", ".join(f"{format_bytes(one['num_bytes'])} to {printable(one['node'])}" for one in made)
-        print(f"every part of {printable(model)} is on {copies} disks now: copied {told}")
+        told = ", ".join(f"{format_bytes(one['num_bytes'])} to {one_line(one['node'])}" for one in made)
+        print(f"every part of {one_line(model)} is on {copies} disks now: copied {told}")
     else:
-        print(f"every part of {printable(model)} is on {copies} disks already")
+        print(f"every part of {one_line(model)} is on {copies} disks already")
 
 
 def _tell_node(data_dir: Path) -> None:
@@ -165,6 +166,6 @@ def _print_plan(result: PullResult) -> None:
 
     table = make_table("FILE", "SIZE", right=("SIZE",))
     for file in result.files:
-        table.add_row(printable(file.name), format_bytes(file.num_bytes))
+        table.add_row(one_line(file.name), format_bytes(file.num_bytes))
     table.add_row("in all", format_bytes(result.total_bytes))
     make_console().print(table)

@@ -75,6 +75,14 @@ def start(
             "--api-key", metavar="KEY", help="Key that HTTP asks for, better in EDGEPIPE_API_KEY; repeatable."
         ),
     ] = None,
+    local_key: Annotated[
+        str | None,
+        typer.Option(
+            "--local-key",
+            metavar="WHEN",
+            help="Ask this computer's own clients for a key: auto (if it has several users), yes or no.",
+        ),
+    ] = None,
     peer: Annotated[
         list[str] | None, typer.Option("--peer", metavar="HOST:PORT", help="Another node of the cluster; repeatable.")
     ] = None,
@@ -124,6 +132,7 @@ def start(
             "http_host": http_host,
             "http_names": http_name or None,
             "api_key": api_key or None,
+            "local_key": local_key,
             "peers": peer or None,
             "data_dir": data_dir,
             "models_dir": models_dir,
@@ -278,7 +287,8 @@ def _tell(ready: NodeReady) -> None:
     host = ready.http_host if ready.http_host not in ("0.0.0.0", "::") else socket.gethostname()
     print(f"  API     http://{host}:{ready.http_port}/v1", flush=True)
     if ready.key_file is not None:
-        print(f"  key     in {ready.key_file}", flush=True)
+        where = ", needed on this computer, too" if ready.key_on_loopback else ""
+        print(f"  key     in {ready.key_file}{where}", flush=True)
     print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       (^C stops the node)", flush=True)
 
 
@@ -291,6 +301,7 @@ def _tell_json(ready: NodeReady) -> None:
             "http_port": ready.http_port,
             "http_host": ready.http_host,
             "key_file": str(ready.key_file or ""),
+            "key_on_loopback": ready.key_on_loopback,
             "socket": str(ready.socket),
             "cluster": ready.cluster,
         }

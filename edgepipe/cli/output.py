@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from edgepipe.errors import EdgepipeError
+from edgepipe.safe_text import json_text, one_line
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -21,11 +21,11 @@ _MARKS = ("error: ", "       ", "   try: ")
 
 def print_error(error: EdgepipeError) -> None:
     """What failed, the measured fact, what to type next."""
-    what, *rest = map(printable, error.lines())
+    what, *rest = error.lines()
     width = columns(sys.stderr)
     lines = [wrapped(what, first=_MARKS[0], width=width)]
     for line in rest:
-        is_step = line == printable(error.next_step)  # one line, however long: it is there to be copied
+        is_step = line == one_line(error.next_step)  # one line, however long: it is there to be copied
         lines.append(_MARKS[2] + line if is_step else wrapped(line, first=_MARKS[1], width=width))
     print("\n".join(lines), file=sys.stderr)
 
@@ -34,7 +34,7 @@ def print_bug(error: BaseException) -> None:
     """One line for a mistake of our own."""
     kind = type(error).__name__
     print(
-        f"error: edgepipe made a mistake ({kind}: {printable(str(error))[:200]}); "
+        f"error: edgepipe made a mistake ({kind}: {one_line(str(error), most_chars=200)}); "
         "'edgepipe --debug ...' shows where, 'edgepipe logs' what the node saw",
         file=sys.stderr,
     )
@@ -42,12 +42,7 @@ def print_bug(error: BaseException) -> None:
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def printable(text: str) -> str:
-    """Text from elsewhere without control characters: a name must not move the cursor."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+    print(json_text(value))
 
 
 def columns(stream: TextIO) -> int:
@@ -88,10 +83,10 @@ def _plain(value: Any) -> Any:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A rich console that lets numbers be numbers and text be text."""
+    """A rich console that lets numbers be numbers and text be text: a name in brackets is no markup, and no link."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, emoji=False)
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
 
 
 def make_table(*columns: str, right: Sequence[str] = ()) -> Table:

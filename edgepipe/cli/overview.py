@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe import __version__
-from edgepipe.cli.output import printable
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2
@@ -21,7 +21,7 @@ def overview() -> None:
     status = _status(config.data_dir)
     facts = _node_facts(status) + _model_facts(config.models_dir)
     for label, text in facts:
-        print(f"  {label:<8}{printable(text)}")
+        print(f"  {label:<8}{one_line(text)}")
     print("\nnext")
     for command, why in _next_steps(status):
         print(f"  {command:<28}{why}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import as_dict, make_console, make_table, print_json, printable
+from edgepipe.cli.output import as_dict, make_console, make_table, print_json
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import trust_pb2 as pb
@@ -54,9 +55,9 @@ def remove(
             return await admin.remove_peer(peer, others=others)
 
     removed = run_async(work())
-    print(f"'{printable(removed.name)}' is removed; its connections are cut")
+    print(f"'{removed.name}' is removed; its connections are cut")
     if removed.others:
-        print(f"  {'kept' if keep_added else 'removed with it'}: {printable(', '.join(removed.others))}")
+        print(f"  {'kept' if keep_added else 'removed with it'}: {', '.join(removed.others)}")
 
 
 @app.command()
@@ -71,7 +72,7 @@ def promote(
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.promote_peer(peer)
 
-    print(f"'{printable(run_async(work()))}' is an owner now")
+    print(f"'{run_async(work())}' is an owner now")
 
 
 @app.command()
@@ -100,7 +101,7 @@ def log(
         when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
         times = f" ({entry.times} times)" if entry.times > 1 else ""
         text = f"{when}  {entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
-        console.print(printable(text), soft_wrap=True, markup=False)
+        console.print(one_line(text), soft_wrap=True)
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:
@@ -118,10 +119,10 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
     for peer in found.peers:
         since = time.strftime("%Y-%m-%d", time.localtime(peer.added_ms / 1000)) if peer.added_ms else "-"
         state = "this machine" if peer.self else peer.state
-        by = "-" if peer.added_by == peer.name else printable(peer.added_by)[:20]
-        table.add_row(printable(peer.name), peer.role, state, peer.address or "-", peer.node_id[:_KEY_CHARS], since, by)
+        by = "-" if peer.added_by == peer.name else peer.added_by[:20]
+        table.add_row(peer.name, peer.role, state, peer.address or "-", peer.node_id[:_KEY_CHARS], since, by)
     console = make_console()
-    console.print(f"cluster '{printable(found.cluster_name)}'")
+    console.print(f"cluster '{found.cluster_name}'")
     console.print(table)
     if not any(peer.self for peer in found.peers):
         console.print("this machine was removed from it; to join again: edgepipe node join CODE")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from edgepipe.cli.output import bar, make_table, printable
+from edgepipe.cli.output import bar, make_table
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
 from edgepipe.planner.preview import Preview, busy_fraction, plan_text
@@ -55,7 +55,7 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
 
 def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     """What is needed, what there is machine by machine, what would help."""
-    line = Text(f"{printable(model)} does not fit: ", style="bold red")
+    line = Text(f"{model} does not fit: ", style="bold red")
     line.append(f"needs {format_bytes(short.needed_bytes)}", style="not bold")
     yield line
     table = make_table("", "", right=("",))
@@ -71,7 +71,7 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     yield Text()
     helps = make_table("WHAT WOULD HELP", "GAIN", "", right=("GAIN",))
     for one in short.helps:
-        helps.add_row(f"  {printable(one.what)}", format_bytes(one.gain_bytes), "enough" if one.enough else "")
+        helps.add_row(f"  {one.what}", format_bytes(one.gain_bytes), "enough" if one.enough else "")
     yield helps
     yield Text("\nor plan as if all memory were free: --force (it may swap, or be killed)", style="dim")
 
@@ -80,7 +80,7 @@ def _headline(shown: Preview) -> Text:
     found = shown.plan
     total = len(found.stages) + len(found.left_out)
     aim = "one chat" if found.demand.objective is Objective.LATENCY else f"{found.demand.concurrency} chats"
-    line = Text(printable(shown.model), style="bold")
+    line = Text(shown.model, style="bold")
     machines = (
         f"{_count(len(found.stages), 'slice')} on {len({one.machine.node_id for one in found.stages})} of {total}"
     )
@@ -214,7 +214,7 @@ def _rates(found: Plan) -> tuple[str, str]:
 def _helps(shown: Preview) -> Table:
     table = make_table("WHAT WOULD HELP MOST", "GAIN", right=("GAIN",))
     for one in shown.helps:
-        table.add_row(f"  {printable(one.what)}", f"+{one.gain_over(shown.plan):.0%}")
+        table.add_row(f"  {one.what}", f"+{one.gain_over(shown.plan):.0%}")
     return table
 
 
@@ -224,13 +224,11 @@ def _count(number: int, what: str) -> str:
 
 
 def _short(name: str) -> str:
-    text = printable(name)
-    return text if len(text) <= _NAME_CHARS else text[: _NAME_CHARS - 1] + "…"
+    return name if len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 1] + "…"
 
 
 def _device(name: str) -> str:
     """``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
-    text = printable(name)
     for word in ("NVIDIA ", "GeForce ", "Apple ", " (emulated)", "(R)", "(TM)"):
-        text = text.replace(word, "")
-    return text if len(text) <= _DEVICE_CHARS else text[: _DEVICE_CHARS - 1] + "…"
+        name = name.replace(word, "")
+    return name if len(name) <= _DEVICE_CHARS else name[: _DEVICE_CHARS - 1] + "…"

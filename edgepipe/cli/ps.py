@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import as_dict, make_console, make_table, print_json, printable
+from edgepipe.cli.output import as_dict, make_console, make_table, print_json
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2
@@ -33,7 +33,7 @@ def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
             table.add_row(*_row(engine))
         make_console().print(table)
         if news := news_of(status):
-            print(printable(news))
+            print(news)
 
 
 def _row(engine: engine_pb2.EngineState) -> list[str]:
@@ -42,4 +42,4 @@ def _row(engine: engine_pb2.EngineState) -> list[str]:
     where = " ".join(f"{stage.node_name}:{layers_of(stage)}" for stage in engine.stages)
     running = f"{engine.running}+{engine.waiting}" if engine.waiting else str(engine.running)
     cells = [engine.model, engine.state, where or "-", str(engine.context_length or "-"), running]
-    return [printable(cell) for cell in cells]
+    return cells

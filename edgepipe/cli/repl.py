@@ -13,10 +13,11 @@ from edgepipe.cli.answer_view import make_view
 from edgepipe.cli.conversation import ChatSettings, print_footer, stream_answer
 from edgepipe.cli.dialogue import Dialogue
 from edgepipe.cli.find import find_target
-from edgepipe.cli.output import make_console, print_error, printable
+from edgepipe.cli.output import make_console, print_error
 from edgepipe.cli.slash import Talk, complete, run_command
 from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -33,7 +34,7 @@ async def converse(settings: ChatSettings) -> None:
     session = _session(talk)
     console = make_console(stderr=True)
     nodes = f" on {target.num_nodes} node{'s' * (target.num_nodes != 1)}" if target.num_nodes else ""
-    console.print(f"{printable(target.model)}{nodes} · /help for help, ^D to end", style="dim", markup=False)
+    console.print(f"{one_line(target.model)}{nodes} · /help for help, ^D to end", style="dim")
     while not talk.over and (line := await _read(session)) is not None:
         try:
             if line.startswith("/"):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from edgepipe.cli.output import make_table, printable
+from edgepipe.cli.output import make_table
+from edgepipe.safe_text import one_line
 from edgepipe.units import format_duration_s
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def render_reports(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
     for report in reports:
         if report.num_failed:
             first = next((record.error for record in report.requests if record.error), "not recorded")
-            failed = f"{report.num_failed} requests failed, the first: {printable(first)}"
+            failed = f"{report.num_failed} requests failed, the first: {one_line(first)}"
             yield Text(f"\n{_title(report)}: {failed}", "yellow")
 
 
@@ -42,7 +43,7 @@ def _common(reports: Sequence[RunReport]) -> list[str]:
     shared = [
         key for key in first if all(report.facts.settings.get(key) == first[key] for report in reports) and first[key]
     ]
-    return [f"{key} {printable(first[key])}" for key in shared]
+    return [f"{key} {one_line(first[key])}" for key in shared]
 
 
 def _table(reports: Sequence[RunReport]) -> Table:
@@ -58,12 +59,12 @@ def _titles(reports: Sequence[RunReport]) -> tuple[str, list[str]]:
     pairs = [[part.partition("=")[::2] for part in report.facts.label.split(" ")] for report in reports]
     keys = {tuple(key for key, _ in one) for one in pairs}
     if len(keys) == 1 and all(keys := keys.pop()):
-        return "\n".join(map(printable, keys)), ["\n".join(printable(value) for _, value in one) for one in pairs]
+        return "\n".join(map(one_line, keys)), ["\n".join(one_line(value) for _, value in one) for one in pairs]
     return "", [_title(report) for report in reports]
 
 
 def _title(report: RunReport) -> str:
-    return printable(report.facts.label) or "RESULT"
+    return one_line(report.facts.label) or "RESULT"
 
 
 def _rows(reports: Sequence[RunReport]) -> Iterator[Row]:
@@ -99,7 +100,7 @@ def _stage_rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     """One row per position in the ring, named where all runs have the same stage there."""
     for index in range(max(len(report.stages) for report in reports)):
         names = {report.stages[index].name if index < len(report.stages) else "" for report in reports}
-        name = printable(names.pop()) if len(names) == 1 else f"stage {index}"
+        name = one_line(names.pop()) if len(names) == 1 else f"stage {index}"
         yield f"busy {name}", lambda report, index=index: _busy(report, index)
 
 

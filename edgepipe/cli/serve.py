@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, complete_model, data_dir_of
-from edgepipe.cli.output import make_console, printable
+from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def serve(
             return await serve_with_progress(admin, request)
 
     engine = run_async(work(data_dir_of(data_dir)))
-    print(f"{printable(engine.model)} is ready: {describe_stages(engine)}")
+    print(f"{engine.model} is ready: {describe_stages(engine)}")
 
 
 def serve_request(
@@ -156,11 +156,16 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = make_console(stderr=True)
-    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"asking for {printable(request.model)}", total=1.0)
+        task = progress.add_task(f"asking for {request.model}", total=1.0)
         async for event in admin.serve(request):
-            progress.update(task, description=printable(event.message), completed=event.progress)
+            progress.update(task, description=event.message, completed=event.progress)
             if event.HasField("engine"):
                 return event.engine
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
@@ -169,7 +174,7 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
 def describe_stages(engine: engine_pb2.EngineState) -> str:
     """``layers 0-14 on a (torch), 15-29 on b (mlx)``"""
     parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend})" for stage in engine.stages]
-    return printable(f"layers {', '.join(parts)}")
+    return f"layers {', '.join(parts)}"
 
 
 def layers_of(stage: engine_pb2.StageState) -> str:

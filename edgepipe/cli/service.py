@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import print_json, printable
+from edgepipe.cli.output import print_json
 from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
 from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
+from edgepipe.safe_text import one_line, visible
 
 app = typer.Typer(help="Run the node at boot, without anybody logged in.")
 
@@ -62,7 +63,7 @@ def status(system: System = False, data_dir: DataDir = None, as_json: Json = Fal
     if as_json:
         print_json(state)
     else:
-        print(printable(f"{state['state']}: {plan.path}" + (f" (process {state['pid']})" if state["pid"] else "")))
+        print(one_line(f"{state['state']}: {plan.path}" + (f" (process {state['pid']})" if state["pid"] else "")))
     if state["state"] != "active":
         raise typer.Exit(NodeUnreachable.exit_code)
 
@@ -76,7 +77,7 @@ def logs(
     """Show what the service printed. Also when the node could not start."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     done = run_command((*plan.logs, str(lines)))
-    print(printable(done.stdout.rstrip("\n")))
+    print(visible(done.stdout.rstrip("\n"), keep="\n"))
 
 
 @app.command()

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from edgepipe.cli.admin import connect
 from edgepipe.cli.dialogue import OPTIONS, Dialogue
 from edgepipe.cli.find import Target, find_target
-from edgepipe.cli.output import make_console, printable
+from edgepipe.cli.output import make_console
 from edgepipe.cli.status_view import render_nodes, render_plan
 from edgepipe.errors import RequestInvalid
+from edgepipe.safe_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +49,7 @@ async def run_command(talk: Talk, line: str) -> None:
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
-        raise RequestInvalid(f"there is no {printable(name)}", next_step="/help")
+        raise RequestInvalid(f"there is no {name}", next_step="/help")
     await command.run(talk, argument.strip())
 
 
@@ -68,7 +69,7 @@ def _console() -> Console:
 
 
 def _say(text: str) -> None:
-    _console().print(printable(text), style="dim", markup=False)
+    _console().print(visible(text, keep="\n"), style="dim")
 
 
 async def _help(talk: Talk, argument: str) -> None:

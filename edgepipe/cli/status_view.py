@@ -10,7 +10,7 @@ from rich.text import Text
 
 from edgepipe.cli.copies_view import ModelCopies, copies_of
 from edgepipe.cli.left_out import left_out_text
-from edgepipe.cli.output import bar, make_table, printable
+from edgepipe.cli.output import bar, make_table
 from edgepipe.cli.serve import layers_of
 from edgepipe.cluster.absence import absence_text, continuing_text, joined
 from edgepipe.units import format_bytes, format_duration_s
@@ -37,7 +37,7 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
     yield Text()
     yield render_nodes(status)
     if news := news_of(status):
-        yield Text(f"\n{printable(news)}", style="yellow")
+        yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
         one, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
@@ -55,10 +55,10 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield Text()
         yield _downloads(transfers, {member.node.node_id: member.node.name for member in status.members})
     for text in trust_notes(status):
-        yield Text(printable(text), style="yellow")
+        yield Text(text, style="yellow")
     for refused in status.refused:
-        yield Text(f"refused {printable(refused.peer)}: {printable(refused.error.what)}", style="yellow")
-        yield Text(f"  {printable(refused.error.next_step)}", style="yellow")
+        yield Text(f"refused {refused.peer}: {refused.error.what}", style="yellow")
+        yield Text(f"  {refused.error.next_step}", style="yellow")
 
 
 def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _headline(status: pb.ClusterStatus) -> Text:
     devices = [device for member in status.members for device in member.node.devices]
     healthy = alive == total and not status.absent and all(one.state != "failed" for one in (*status.engines, *devices))
     line = Text()
-    line.append(printable(status.cluster_name or status.cluster_id), style="bold")
+    line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
     line.append("healthy" if healthy else "degraded", style="green" if healthy else "yellow")
     line.append(f" · {alive} of {total} nodes" if alive != total else f" · {total} node{'s' * (total != 1)}")
@@ -119,29 +119,29 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
 def _device(device: pb.DeviceState) -> tuple[Text, Text]:
     profile = device.profile
     words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
-    what = Text(printable(" ".join(filter(None, words)))[:22])
+    what = Text(" ".join(filter(None, words))[:22])
     if device.state in ("starting", "failed"):
         reason = device.error.what if device.state == "failed" else "measuring"
-        return what, Text(printable(reason)[:34], style=_STYLES.get(device.state, "dim"))
+        return what, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
     return what, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
 
 
 def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
-    line = Text(printable(engine.model), style="bold")
+    line = Text(engine.model, style="bold")
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
     if engine.state == "ready":
         line.append(_figures(engine), style="not bold")
     elif engine.message:
-        line.append(f" · {printable(engine.message)} {engine.progress:.0%}", style="not bold")
+        line.append(f" · {engine.message} {engine.progress:.0%}", style="not bold")
     yield line
     if engine.HasField("error") and engine.state in ("failed", "waiting"):
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
-                yield Text(f"  {printable(text)}", style="red")
+                yield Text(f"  {text}", style="red")
     for one in engine.left_out:
-        yield Text(f"  {printable(left_out_text(one))}", style="yellow")
+        yield Text(f"  {left_out_text(one)}", style="yellow")
     yield from render_plan(engine)
 
 
@@ -174,7 +174,7 @@ def _figures(engine: engine_pb2.EngineState) -> str:
 
 def _sizing(engine: engine_pb2.EngineState) -> Text:
     """Why M is what it is, one thought a line, and what holds the ring up."""
-    first, *others = printable(engine.why).split("; ")
+    first, *others = engine.why.split("; ")
     lines = [f"  M {engine.micro_batches}: {first}", *(f"  {thought}" for thought in others)]
     if engine.bottleneck:
         lines.append(f"  slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
@@ -199,9 +199,9 @@ def _recoveries(engine: engine_pb2.EngineState) -> str:
 def _advice(engine: engine_pb2.EngineState) -> Text:
     """What a better placement would gain, why, and what it costs to go there."""
     advice = engine.advice
-    line = Text(f"  better: {printable(advice.plan)}, +{advice.gain:.0%}", style="yellow")
-    line.append(f"\n  {printable(advice.why)}; moving pauses answers for about {format_duration_s(advice.pause_s)}")
-    return line.append(f"\n  edgepipe serve {printable(engine.model)} --rebalance")
+    line = Text(f"  better: {advice.plan}, +{advice.gain:.0%}", style="yellow")
+    line.append(f"\n  {advice.why}; moving pauses answers for about {format_duration_s(advice.pause_s)}")
+    return line.append(f"\n  edgepipe serve {engine.model} --rebalance")
 
 
 def _place(engine: engine_pb2.EngineState) -> str:
@@ -209,7 +209,7 @@ def _place(engine: engine_pb2.EngineState) -> str:
     kind, _, numbers = engine.bottleneck.partition(" ")
     indices = [int(number) for number in numbers.split("-") if number.isdecimal()]
     names = [_short(engine.stages[index].node_name) for index in indices if index < len(engine.stages)]
-    return f"{printable(engine.bottleneck)} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
+    return f"{engine.bottleneck} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
 
 
 def _ring(engine: engine_pb2.EngineState) -> Text:
@@ -239,11 +239,10 @@ def _downloads(transfers: list[tuple[pb.MemberState, pb.Transfer]], names: dict[
     for member, transfer in transfers:
         part = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0
         amount = f"{format_bytes(transfer.bytes_done)} of {format_bytes(transfer.bytes_total)}"
-        cells = (printable(transfer.model), _short(member.node.name), bar(part, width=_BAR_CELLS), amount)
+        cells = (transfer.model, _short(member.node.name), bar(part, width=_BAR_CELLS), amount)
         table.add_row(*cells, _short(names.get(transfer.source, transfer.source)))
     return table
 
 
 def _short(name: str) -> str:
-    text = printable(name)
-    return text if len(text) <= _NAME_CHARS else text[: _NAME_CHARS - 1] + "…"
+    return name if len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 1] + "…"

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, data_dir_of
-from edgepipe.cli.output import printable
 from edgepipe.errors import ConfigInvalid
 
 
@@ -27,4 +26,4 @@ def stop(
             return await admin.stop_model(model)
 
     stopped = run_async(work())
-    print(f"stopped {printable(', '.join(stopped))}" if stopped else "nothing was served")
+    print(f"stopped {', '.join(stopped)}" if stopped else "nothing was served")

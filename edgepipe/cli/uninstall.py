@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, ModelsDir
-from edgepipe.cli.output import printable
 from edgepipe.errors import ConfigInvalid
+from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
 
@@ -88,7 +88,7 @@ def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
     print("would remove:" if dry_run else "to be removed:")
     for one in leftovers:
         kept = "    stays; --purge-models removes it" if one.kept else ""
-        print(printable(f"  {format_bytes(one.num_bytes):>9}  {one.what}: {one.path}{kept}"))
+        print(one_line(f"  {format_bytes(one.num_bytes):>9}  {one.what}: {one.path}{kept}"))
 
 
 def _confirm(*, yes: bool) -> None:

@@ -241,7 +241,7 @@ class HostPairing(_Machine):
     def _receive(self, message: pb.PairMessage, data: bytes) -> bytes | None:
         kind = message.WhichOneof("message")
         if kind == "refusal":
-            raise _refusal(message.refusal)
+            raise error_from_wire(message.refusal)
         if (self._state, kind) == (_State.HELLO, "hello"):
             self._hear_hello(message, data)
             self._state = _State.ELEMENT
@@ -292,7 +292,7 @@ class JoinerPairing(_Machine):
     def _receive(self, message: pb.PairMessage, data: bytes) -> bytes | None:
         kind = message.WhichOneof("message")
         if kind == "refusal":
-            raise _refusal(message.refusal)
+            raise error_from_wire(message.refusal)
         if (self._state, kind) == (_State.HELLO, "hello"):
             self._hear_hello(message, data)
             if self._wanted_host and (self.other is None or self.other.node_id != self._wanted_host):
@@ -344,15 +344,6 @@ def refusal(error: EdgepipeError) -> bytes:
 def waiting(at_most_s: int) -> bytes:
     """The host's word that a person is being asked."""
     return _encode(waiting=pb.PairWaiting(at_most_s=at_most_s))
-
-
-def _refusal(error: common_pb2.Error) -> EdgepipeError:
-    """The other side's error, with its text made fit to print."""
-    told = error_from_wire(error)
-    for part in ("what", "fact", "next_step", "node"):
-        text = getattr(told, part)
-        setattr(told, part, "".join(char if char.isprintable() else "?" for char in text[:300]))
-    return told
 
 
 def _out_of_order(kind: str | None) -> RemoteProtocolError:

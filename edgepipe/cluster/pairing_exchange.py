@@ -18,6 +18,7 @@ from edgepipe.cluster.pairing import (
     waiting,
     wrong_code,
 )
+from edgepipe.cluster.tries import MAX_TRIES, Tries
 from edgepipe.cluster.trust import TrustStore
 from edgepipe.errors import (
     ConnectTimeout,
@@ -38,7 +39,7 @@ _CONNECT_S = 5.0
 _LEAST_ANSWER_S = 0.3  # SPAKE2 here is not constant in time: what it takes is hidden behind this
 _GOODBYE_S = 1.0
 _MAX_CONNECTIONS = 8  # one is served, the others are told to wait
-MAX_TRIES = 3
+_ADDRESS_CONNECTIONS = 2  # of them from one address: one machine alone does not fill the port
 ACCEPT_S = 60
 
 OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
@@ -57,7 +58,7 @@ class Attempt:
 
 
 class PairingWindow:
-    """The host's port: one exchange at a time, three wrong codes, one machine. ``serve`` runs it."""
+    """The host's port: one exchange at a time, as many as ``tries`` allows, one machine that joins."""
 
     def __init__(
         self,
@@ -66,16 +67,17 @@ class PairingWindow:
         ask: Callable[[Greeting, str], Awaitable[bool]],
         let_in: OnJoined,
         on_attempt: Callable[[Attempt], None],
+        tries: Tries,
         message_s: float = _MESSAGE_S,
     ) -> None:
-        self.tries_left = MAX_TRIES
+        self.tries = tries
         self._make_pairing = make_pairing
         self._ask = ask  # greeting, address
         self._let_in = let_in
         self._on_attempt = on_attempt
         self._message_s = message_s  # until the code is proven
         self._busy = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # connections, with the address of the other side
         self._closing = False
         self._over = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -116,34 +118,38 @@ class PairingWindow:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "called in a task of its own"
-        self._tasks.add(task)
+        address = str(writer.get_extra_info("peername")[0])
+        self._tasks[task] = address
         try:
-            if self._over.is_set() or len(self._tasks) > _MAX_CONNECTIONS:
+            beside = sum(one == address for one in self._tasks.values())
+            if self._over.is_set() or len(self._tasks) > _MAX_CONNECTIONS or beside > _ADDRESS_CONNECTIONS:
+                writer.transport.abort()
                 return
-            if self._busy.locked():
-                await _send(writer, refusal(_busy()))
+            error = self.tries.refusal(address, now_s=_now_s()) or (_busy() if self._busy.locked() else None)
+            if error is not None:
+                await _send(writer, refusal(error))
                 return
             async with self._busy:
                 if not self._over.is_set():
-                    await self._exchange(reader, writer)
+                    await self._exchange(reader, writer, address)
         except (OSError, TimeoutError) as exc:
             logger.debug("pairing connection ended: %s", exc)
         except asyncio.CancelledError:
             if not self._closing:  # asyncio's server would report a connection that its own close has cancelled
                 raise
         finally:
-            self._tasks.discard(task)
+            self._tasks.pop(task)
             await _end(writer)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = str(writer.get_extra_info("peername")[0])
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         pairing = self._make_pairing()
         try:
             await self._prove(pairing, reader, writer)
             silent = await self._welcome(pairing, reader, writer, address)
-        except EdgepipeError as error:
+        except (EdgepipeError, OSError) as exc:
+            error = exc if isinstance(exc, EdgepipeError) else PeerClosed("the connection broke off", fact=str(exc))
             self._failed(pairing, address, error)
-            with suppress(OSError, TimeoutError):
+            with suppress(OSError):
                 await _send(writer, refusal(error))
             return
         self._over.set()
@@ -154,10 +160,10 @@ class PairingWindow:
             async with asyncio.timeout(self._message_s):
                 while not pairing.confirmed:
                     data = await _read(reader, most_bytes=MAX_MESSAGE_BYTES)
-                    began = asyncio.get_running_loop().time()
+                    began = _now_s()
                     reply = await asyncio.to_thread(pairing.receive, data)
                     if pairing.guessed:
-                        await asyncio.sleep(began + _LEAST_ANSWER_S - asyncio.get_running_loop().time())
+                        await asyncio.sleep(began + _LEAST_ANSWER_S - _now_s())
                     if reply is not None:
                         await _send(writer, reply)
         except TimeoutError as exc:
@@ -191,11 +197,11 @@ class PairingWindow:
         return not pairing.done
 
     def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
-        if pairing.guessed and isinstance(error, PairingRejected):
-            self.tries_left -= 1
-            error.fact = f"{error.fact}; tries left: {self.tries_left}"
+        wrong_code = pairing.guessed and isinstance(error, PairingRejected)
+        told = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
+        error.fact = "; ".join(filter(None, (error.fact, told)))
         self._on_attempt(self._attempt(pairing, address, error=error))
-        if self.tries_left <= 0:
+        if self.tries.used_up:
             self._over.set()
 
     def _attempt(
@@ -207,9 +213,13 @@ class PairingWindow:
             name=other.name if other else "",
             node_id=other.node_id if other else "",
             error=error,
-            tries_left=self.tries_left,
+            tries_left=self.tries.left,
             silent=silent,
         )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def join(

@@ -24,6 +24,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.child_link import DaemonLink
 from edgepipe.daemon.settings import KINDS, ChildSettings
 from edgepipe.errors import EdgepipeError
+from edgepipe.telemetry.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def main() -> NoReturn:
         settings = ChildSettings.from_line(sys.stdin.buffer.readline())
     except EdgepipeError as error:
         raise SystemExit("\n".join(error.lines())) from None
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s %(message)s", force=True)
+    set_up_logging(level=settings.log_level, layout="%(levelname)s %(name)s %(message)s")
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)  # warns of every stream that a stop ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)

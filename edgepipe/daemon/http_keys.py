@@ -1,4 +1,4 @@
-"""Keys of this node's HTTP: given by a setting, or made once where HTTP listens beyond this machine."""
+"""Keys of this node's HTTP: given by a setting, or made once where other machines or other users reach it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.config import Config
+from edgepipe.daemon.accounts import shared_computer
 
 _FILE = "api-key"
 _MOST_BYTES = 512
@@ -35,18 +36,26 @@ def read_key(data_dir: Path) -> str:
         return ""
 
 
+def asks_on_loopback(config: Config) -> bool:
+    """Whether clients on this computer need a key: by the setting, else if one was given or others have accounts."""
+    if config.local_key != "auto":
+        return config.local_key == "yes"
+    return bool(config.api_key) or shared_computer()
+
+
 def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
     """Keys by settings; ``data_dir`` keeps the first for the command line, and the one that is made here."""
+    on_loopback = asks_on_loopback(config)
     if config.api_key:
         write_private(key_file(data_dir), config.api_key[0].encode())
-        return HttpKeys(keys=config.api_key, on_loopback=True)
-    if is_loopback(config.http_host):
+        return HttpKeys(keys=config.api_key, on_loopback=on_loopback)
+    if is_loopback(config.http_host) and not on_loopback:
         return HttpKeys()
     key = read_key(data_dir)
     if not key:
         key = "ep-" + secrets.token_urlsafe(32)
         write_private(key_file(data_dir), key.encode())
-    return HttpKeys(keys=(key,))
+    return HttpKeys(keys=(key,), on_loopback=on_loopback)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 
+from edgepipe.telemetry.log import LineFormatter
+
 _KEPT_LINES = 2000  # about 200 KB
 _MAX_WAITING = 1000  # lines for one slow reader; older ones are left out
 
@@ -16,16 +18,17 @@ class LogTail(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.setFormatter(LineFormatter())
         self._loop = asyncio.get_running_loop()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._readers: set[asyncio.Queue[str]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by logging, on whatever thread logs."""
-        line = self.format(record)
-        self._lines.append(line)
-        for reader in list(self._readers):
-            self._loop.call_soon_threadsafe(_offer, reader, line)
+        for line in self.format(record).split("\n"):
+            self._lines.append(line)
+            for reader in list(self._readers):
+                self._loop.call_soon_threadsafe(_offer, reader, line)
 
     async def lines(self, *, last: int, follow: bool) -> AsyncIterator[str]:
         """The last lines, oldest first, and with ``follow`` all that come."""

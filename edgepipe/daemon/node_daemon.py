@@ -43,6 +43,7 @@ class NodeReady:
     cluster: str
     http_host: str
     key_file: Path | None  # of HTTP; None: no key is asked for
+    key_on_loopback: bool  # asked for on this computer, too
 
 
 OnReady = Callable[[NodeReady], None]
@@ -177,6 +178,7 @@ class NodeDaemon:
                     cluster=basis.hello.cluster_name,
                     http_host=config.http_host,
                     key_file=key_file(basis.data_dir.path) if basis.http_keys.keys else None,
+                    key_on_loopback=basis.http_keys.on_loopback,
                 )
             )
 

@@ -12,6 +12,7 @@ from edgepipe.clock import Clock
 from edgepipe.cluster.codes import CODE_DIGITS, SECRET_BYTES, host_pake, show_code, show_string
 from edgepipe.cluster.pairing import NONCE_BYTES, Greeting, HostPairing, Party
 from edgepipe.cluster.pairing_exchange import ACCEPT_S, Attempt, PairingWindow
+from edgepipe.cluster.tries import MAX_TRIES, Tries
 from edgepipe.cluster.trust import TrustStore, require_owner
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import PAIRING_OFFSET
@@ -22,7 +23,7 @@ from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb
 
-CODE_S = 300  # eight digits and three tries: 3 chances in 100 million per window
+CODE_S = 300
 _MOST_CODE_S = 3600
 _MOST_STRING_S = 24 * 3600  # a long string is not guessed in any time
 _WINDOWS_PER_HOUR = 10
@@ -109,7 +110,11 @@ class _Invitation:
     ) -> None:
         self.events: asyncio.Queue[pb.InviteEvent | None] = asyncio.Queue()
         self.window = PairingWindow(
-            make_pairing=self._pairing, ask=self._ask, let_in=self._let_in, on_attempt=self._tell
+            make_pairing=self._pairing,
+            ask=self._ask,
+            let_in=self._let_in,
+            on_attempt=self._tell,
+            tries=Tries(guessable=not start.long_string),
         )
         self._start = start
         self._commands = commands
@@ -143,13 +148,7 @@ class _Invitation:
         try:
             await self.window.until_over(valid_s=self._valid_s)
             if not self._joined:
-                raise PairingRejected(
-                    "nobody joined",
-                    fact="three wrong codes were given"
-                    if self.window.tries_left <= 0
-                    else "the code is not valid any more",
-                    next_step="edgepipe node invite makes a new code",
-                )
+                raise _nobody_joined(self.window.tries)
         finally:
             self.events.put_nowait(None)
 
@@ -185,7 +184,7 @@ class _Invitation:
                         address=attempt.address,
                         name=attempt.name,
                         error=error_to_wire(attempt.error),
-                        tries_left=max(0, attempt.tries_left),
+                        tries_left=attempt.tries_left,
                     )
                 )
             )
@@ -201,6 +200,20 @@ class _Invitation:
             wanted_name=attempt.name if attempt.name != self._given_name else "",
         )
         self.events.put_nowait(pb.InviteEvent(joined=joined))
+
+
+def _nobody_joined(tries: Tries) -> PairingRejected:
+    if not tries.used_up:
+        return PairingRejected(
+            "nobody joined",
+            fact="the code is not valid any more",
+            next_step="edgepipe node invite makes a new code",
+        )
+    return PairingRejected(
+        "nobody joined",
+        fact=f"{MAX_TRIES} wrong codes were given, by {' and '.join(tries.wrong_from())}",
+        next_step="edgepipe node invite makes a new code; one with --long cannot be used up by strangers",
+    )
 
 
 def _role(asked: str, store: TrustStore) -> Role:

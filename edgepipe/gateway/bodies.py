@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from edgepipe.gateway.body import parse_json_object, read_body
+from edgepipe.gateway.body import MAX_BODY_BYTES, parse_json_object, read_body
 from edgepipe.gateway.body_child import GOOD, kind_name, unpack
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import RETRY_AFTER_S, HttpProblem
@@ -17,6 +17,7 @@ from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 _INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; larger bodies are read in a child
 _READ_S = 30.0  # 8 MB of small things take 3-4 s of CPU
+_MOST_BYTES = 8 * MAX_BODY_BYTES  # of a checked body: lists of one token id each grow most, threefold
 _START_S = 20.0  # an interpreter starting on a starved machine
 
 
@@ -39,7 +40,7 @@ class BodyReader:
         context = max((served.context_length for served in self.models.served), default=0)
         asked = json.dumps({"kind": kind_name(kind), "context": context}).encode()
         try:
-            answer = await self.child.ask(asked, b"\n", body, within_s=_READ_S)
+            answer = await self.child.ask(asked, b"\n", body, within_s=_READ_S, most_bytes=_MOST_BYTES)
         except (TimeoutError, ChildEnded) as exc:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             message = "the body could not be read: this machine has too little time or memory now"

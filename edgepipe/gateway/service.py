@@ -119,6 +119,7 @@ class Gateway:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # who asks is who connected, whatever X-Forwarded-For and the environment say
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=round(self._connections.limits.idle_s),
             timeout_graceful_shutdown=_STOP_S + 1,  # to tell those whose answer does not end

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.safe_text import one_line
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class EventStream(Response):
 
 def _comment(text: str) -> bytes:
     """A line that is no event; a name with line breaks must not become one."""
-    return f": {' '.join(text.split())}\n\n".encode()
+    return f": {one_line(text)}\n\n".encode()
 
 
 class _Stalled(Exception):

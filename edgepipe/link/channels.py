@@ -24,6 +24,7 @@ from edgepipe.errors import (
     UserError,
 )
 from edgepipe.link.security import Context, Credentials, Plaintext, Security, cutter
+from edgepipe.safe_text import one_line
 from edgepipe.wire.common import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 
@@ -131,15 +132,15 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     for key, value in exc.trailing_metadata() or ():
         if key == _ERROR_KEY and isinstance(value, bytes):
             return error_from_wire(common_pb2.Error.FromString(value))
+    details = one_line(exc.details() or "")
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return SendTimeout(f"{peer} did not answer in time", fact=exc.details() or "")
+        return SendTimeout(f"{peer} did not answer in time", fact=details)
     if exc.code() == grpc.StatusCode.UNAVAILABLE:
-        details = exc.details() or ""
         kind = ConnectTimeout if "failed to connect" in details else PeerClosed
         return kind(
             f"{peer} cannot be reached" if kind is ConnectTimeout else f"{peer} closed the connection", fact=details
         )
-    return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {exc.details()}")
+    return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {details}")
 
 
 def _port_in_use(host: str, port: int) -> PortInUse:

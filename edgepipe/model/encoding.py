@@ -11,6 +11,7 @@ from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 _START_S = 20.0  # an interpreter starting on a starved machine
 _ENCODE_S = 60.0  # 8 MB take 4-8 s, and the first text reads the tokenizer
+_ANSWER_BYTES = 8 << 10  # around the ids, or of an error
 
 
 class LongTextEncoder:
@@ -26,8 +27,9 @@ class LongTextEncoder:
         Raises CapacityError where the machine has too little time or memory, ModelInvalid.
         """
         asked = json.dumps({"folder": str(self._folder), "add_special": add_special, "at_most": at_most}).encode()
+        most_bytes = _ANSWER_BYTES + HEAD.size * at_most
         try:
-            answer = await self._child.ask(asked, b"\n", text.encode(), within_s=_ENCODE_S)
+            answer = await self._child.ask(asked, b"\n", text.encode(), within_s=_ENCODE_S, most_bytes=most_bytes)
         except (TimeoutError, ChildEnded) as exc:
             raise CapacityError(
                 "the text could not be turned into tokens",
@@ -35,7 +37,7 @@ class LongTextEncoder:
                 next_step="try again in a moment, or send a shorter text",
             ) from exc
         if answer[:1] != b"+":
-            raise ModelInvalid("the tokenizer failed", fact=answer[1:].decode(errors="replace")[:300])
+            raise ModelInvalid("the tokenizer failed", fact=answer[1:].decode(errors="replace"))
         (count,) = HEAD.unpack_from(answer, 1)
         ids, _ = unpack_ids(answer, 1 + HEAD.size)
         return count, ids

@@ -17,6 +17,8 @@ from edgepipe.model.frames import HEAD, answer_frames, pack_ids
 from edgepipe.model.store import StoredModel
 from edgepipe.model.tokenizer import Tokenizer
 
+_MAX_ERROR_BYTES = 1000
+
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: str) -> Tokenizer:
@@ -31,7 +33,7 @@ def answer(question: bytes) -> bytes:
     try:
         ids = _tokenizer(asked["folder"]).encode(text.decode(), add_special=asked["add_special"])
     except EdgepipeError as exc:
-        return b"-" + " ".join(exc.lines()).encode(errors="replace")
+        return b"-" + " ".join(exc.lines()).encode(errors="replace")[:_MAX_ERROR_BYTES]
     told = ids if len(ids) <= asked["at_most"] else []
     return b"+" + HEAD.pack(len(ids)) + pack_ids(told)
 

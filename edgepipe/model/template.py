@@ -14,6 +14,7 @@ from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use has about 20 KB
+_MAX_ANSWER_BYTES = 25 << 20  # the child's 4 M characters, which JSON writes in at most six bytes each
 KNOWN_KEYWORDS = frozenset(
     {
         "tools",
@@ -166,7 +167,8 @@ class TemplateRenderer:
         """One request and its answer."""
         frame = _frame(request)
         try:
-            answer = cast("dict[str, Any]", json.loads(await self._child.ask(frame, within_s=self._timeouts.render_s)))
+            data = await self._child.ask(frame, within_s=self._timeouts.render_s, most_bytes=_MAX_ANSWER_BYTES)
+            answer = cast("dict[str, Any]", json.loads(data))
         except TimeoutError as exc:
             raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc
         except ChildEnded as exc:
@@ -197,4 +199,4 @@ def _failed(detail: str, kind: str) -> TemplateFailed:
         "security": "do not use this model's template: send a plain prompt to /v1/completions",
     }
     default = "choose another model, or send a plain prompt to /v1/completions"
-    return TemplateFailed(fact=detail[:500], next_step=steps.get(kind, default))
+    return TemplateFailed(fact=detail, next_step=steps.get(kind, default))

@@ -34,6 +34,7 @@ from edgepipe.model.frames import answer_frames
 CPU_S = 1.0
 MEMORY_BYTES = 256 << 20
 MAX_TEXT_CHARS = 4 << 20  # ten times the longest context
+MAX_DETAIL_CHARS = 500  # of why there is no text: a template may raise a text as long as its memory
 _WATCH_S = 0.02
 _TOO_LARGE = "it wanted more memory than it may have"
 
@@ -90,12 +91,17 @@ def render(compiled: Template, variables: dict[str, Any]) -> dict[str, str]:
     except MemoryError:
         return {"error": "memory", "detail": _TOO_LARGE}
     except SecurityError as exc:
-        return {"error": "security", "detail": str(exc)}
+        return {"error": "security", "detail": _detail(exc)}
     except Exception as exc:  # templates call methods of strings and lists, which raise whatever they like
-        return {"error": "template", "detail": f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__}
+        name, detail = type(exc).__name__, _detail(exc)
+        return {"error": "template", "detail": f"{name}: {detail}" if detail else name}
     if len(text) > MAX_TEXT_CHARS:
         return {"error": "memory", "detail": f"its text has {len(text)} characters, at most {MAX_TEXT_CHARS} may be"}
     return {"text": text}
+
+
+def _detail(error: Exception) -> str:
+    return str(error)[:MAX_DETAIL_CHARS]
 
 
 def limit_memory() -> None:
@@ -128,7 +134,7 @@ def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
     except MemoryError:  # constants are folded while compiling
         return {"error": "memory", "detail": _TOO_LARGE}
     except (TemplateError, RecursionError, ValueError) as exc:
-        return {"error": "syntax", "detail": str(exc) or type(exc).__name__}
+        return {"error": "syntax", "detail": _detail(exc) or type(exc).__name__}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.detokenizer import Detokenizer, token_bytes
+from edgepipe.model.tokenizer_child import TOLD_BYTES
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -151,15 +153,20 @@ def check_tokenizer(path: Path, *, vocab_size: int) -> str:
     """
     _check_size(path)
     command = (sys.executable, "-P", "-m", "edgepipe.model.tokenizer_child", str(path), str(vocab_size))
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise _unusable(path, f"it was not read within {_CHECK_S} s") from exc
+    with tempfile.TemporaryFile() as told:  # the child bounds what it writes to files
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, timeout=_CHECK_S, check=False
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise _unusable(path, f"it was not read within {_CHECK_S} s") from exc
+        told.seek(0)
+        lines = told.read(TOLD_BYTES).decode("utf-8", "replace").strip().splitlines()
     if done.returncode < 0:
         raise _unusable(path, "reading it took more than 10 s of CPU time, or more memory than it may have")
     if done.returncode:
-        raise _unusable(path, done.stderr.decode("utf-8", "replace").strip().splitlines()[-1][:200])
-    return done.stdout.decode()
+        raise _unusable(path, lines[-1][:200] if lines else "its child process said nothing")
+    return lines[-1]  # behind whatever the library had to say
 
 
 def _load(path: Path) -> _Library:

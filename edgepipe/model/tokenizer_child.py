@@ -16,6 +16,7 @@ from edgepipe.model.canonical import tokenizer_digest
 
 CPU_S = 10
 MEMORY_BYTES = 3 << 30  # address space; a tokenizer of 262,144 tokens takes about 0.4 GB while it loads
+TOLD_BYTES = 64 << 10  # of any file that it writes, standard error included
 _RUN = 4096  # characters per kind: an exponential pattern needs 30, a quadratic one passes
 _PROVOKING = ("a", " ", "1", "\n", "!", "é", "a!", "a 1", "' ", "\t \n", "字", "(a", "ab" * 8 + "\u0301")
 
@@ -37,6 +38,7 @@ def check(path: Path, vocab_size: int) -> str:
 def main() -> None:
     """Check the file named on the command line."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (TOLD_BYTES, TOLD_BYTES))
     try:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     except (OSError, ValueError):
@@ -45,7 +47,7 @@ def main() -> None:
         path = Path(sys.argv[1])
         digest = tokenizer_digest(path)
         problem = check(path, int(sys.argv[2]))
-        sys.stdout.write(digest)
+        sys.stdout.write("" if problem else digest)
     except ModelInvalid as exc:
         problem = exc.fact or exc.what
     except Exception as exc:  # the library raises bare Exceptions

@@ -11,15 +11,23 @@ from typing import Any, cast
 from edgepipe.model.frames import HEAD
 
 _READ_BYTES = 1 << 20  # of an answer, before the child has to wait for its reader
+_READY_BYTES = 64  # of the frame that says that the child is ready
 
 
 class ChildEnded(Exception):
-    """It ended by itself, or did not start. ``code``: its exit code, negative for a signal."""
+    """It ended by itself, did not start, or was killed for an answer that is too long.
+
+    ``code``: its exit code, negative for a signal.
+    """
 
     def __init__(self, code: int | None, *, started: bool) -> None:
         super().__init__(code, started)
         self.code = code
         self.started = started
+
+
+class _TooLong(Exception):
+    """The answer is longer than its reader takes; not one byte of it was read."""
 
 
 class WarmChild:
@@ -39,8 +47,10 @@ class WarmChild:
         async with self._turn:
             await self._ready()
 
-    async def ask(self, *parts: bytes, within_s: float) -> bytes:
+    async def ask(self, *parts: bytes, within_s: float, most_bytes: int) -> bytes:
         """The answer to a frame made of the parts. Raises TimeoutError and ChildEnded.
+
+        most_bytes  bound of the answer: what works on foreign data in the child may have taken the child over
 
         Whatever interrupts it ends the child: a late answer must not meet the next question.
         """
@@ -48,7 +58,9 @@ class WarmChild:
             child = await self._ready()
             try:
                 async with asyncio.timeout(within_s):
-                    return await _exchange(child, parts)
+                    return await _exchange(child, parts, most_bytes)
+            except _TooLong as exc:
+                raise ChildEnded(await self._end(), started=True) from exc
             except (asyncio.IncompleteReadError, ConnectionError) as exc:
                 raise ChildEnded(await self._end(ended=True), started=True) from exc
             except BaseException:
@@ -70,8 +82,8 @@ class WarmChild:
         )
         try:
             async with asyncio.timeout(self._start_s):
-                await _receive(self._child)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
+                await _receive(self._child, _READY_BYTES)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, _TooLong) as exc:
             raise ChildEnded(await self._end(), started=False) from exc
         except BaseException:
             await self._end()
@@ -101,18 +113,20 @@ class WarmChild:
         return code
 
 
-async def _exchange(child: Process, parts: tuple[bytes, ...]) -> bytes:
+async def _exchange(child: Process, parts: tuple[bytes, ...], most_bytes: int) -> bytes:
     if child.stdin is None:
         raise RuntimeError("the child was started without a pipe")
     child.stdin.write(HEAD.pack(sum(map(len, parts))))
     for part in parts:
         child.stdin.write(part)
     await child.stdin.drain()
-    return await _receive(child)
+    return await _receive(child, most_bytes)
 
 
-async def _receive(child: Process) -> bytes:
+async def _receive(child: Process, most_bytes: int) -> bytes:
     if child.stdout is None:
         raise RuntimeError("the child was started without a pipe")
     (length,) = HEAD.unpack(await child.stdout.readexactly(HEAD.size))
+    if length > most_bytes:
+        raise _TooLong(length)
     return await child.stdout.readexactly(length)

@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from edgepipe.safe_text import one_line
+
 logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 1 << 20  # about 5,000 lines; one older file is kept, so 2 MB on disk in all
@@ -64,10 +66,11 @@ class AuditLog:
         """Note one event. What repeats within a minute is only counted; the count is in the next line."""
         now = self._wall_s()
         with self._lock:
-            times = self._times(kind, who[:_TEXT_CHARS], now)
+            who, detail = one_line(who, most_chars=_TEXT_CHARS), one_line(detail, most_chars=_TEXT_CHARS)
+            times = self._times(kind, who, now)
             if not times:
                 return
-            entry = AuditEntry(at_s=now, kind=kind, who=who[:_TEXT_CHARS], detail=detail[:_TEXT_CHARS], times=times)
+            entry = AuditEntry(at_s=now, kind=kind, who=who, detail=detail, times=times)
             try:
                 self._append(json.dumps(asdict(entry), ensure_ascii=True))
             except OSError as exc:

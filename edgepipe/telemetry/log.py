@@ -11,18 +11,43 @@ from collections import OrderedDict
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from edgepipe.safe_text import one_line
+
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+_CONTINUED = "  | "
 _FILE_BYTES = 4 << 20  # a quiet node writes some KB a day
 _FILE_COUNT = 3
 
 
-def set_up_logging(*, level: str, file: Path | None = None) -> None:
-    """Log to stderr and, for daemons, to ``file`` with rotation. Called once, by a process's main."""
+class LineFormatter(logging.Formatter):
+    """One line per message, whatever is in it; the lines of a traceback follow, each behind a mark.
+
+    So no text of a peer begins a line, and none of its control characters reaches whoever reads the log.
+    """
+
+    def __init__(self, layout: str = _FORMAT) -> None:
+        super().__init__(layout)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message and, of an error, its traceback."""
+        record.message = one_line(record.getMessage())
+        record.asctime = self.formatTime(record)
+        lines = [self.formatMessage(record)]
+        if record.exc_info:
+            lines += [_CONTINUED + one_line(line) for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMAT) -> None:
+    """Log to stderr and, for daemons, to ``file`` with rotation. Called once, by a process's main.
+
+    ``layout``: of a line, in logging's words; children leave out the time, which their daemon adds.
+    """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if file is not None:
         handlers.append(RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILE_COUNT, encoding="utf-8"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(LineFormatter(layout))
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     logging.raiseExceptions = False  # a line that a full disk refuses is lost, it need not be a traceback
     for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "zeroconf", "huggingface_hub", "filelock"):

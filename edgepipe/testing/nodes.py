@@ -132,6 +132,7 @@ class Nodes:
             "backend": "emulated",
             "backend_options": "time_factor=0",
             "data_dir": str(self.folder / name),
+            "local_key": "auto" if "api_key" in flags else "no",  # whoever has accounts where tests run
         }
         if flags.get("cluster", self.cluster) == self.cluster:
             self._provide_identity(Path(flags.get("data_dir", self.folder / name)))

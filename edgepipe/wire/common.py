@@ -9,6 +9,7 @@ from edgepipe.backend.types import ActivationType, DeviceProfile
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, VersionMismatch, error_class
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.safe_text import one_line
 from edgepipe.wire.sizes import MAX_ERROR_BYTES, MAX_ERROR_NAME_BYTES
 from edgepipe.wire.v1 import common_pb2 as pb
 
@@ -69,14 +70,14 @@ def _cut(text: str, most_bytes: int) -> str:
 
 
 def error_from_wire(error: pb.Error) -> EdgepipeError:
-    """The error as its own class; codes of newer peers become plain ``EdgepipeError``."""
+    """The error as its own class, its texts safe to show; codes of newer peers become plain ``EdgepipeError``."""
     return error_class(error.code)(
-        error.what,
-        fact=error.fact,
-        next_step=error.next_step,
-        node=error.node,
-        stage=error.stage,
-        request_id=error.request_id,
+        one_line(error.what),
+        fact=one_line(error.fact),
+        next_step=one_line(error.next_step),
+        node=one_line(error.node),
+        stage=one_line(error.stage),
+        request_id=one_line(error.request_id),
     )
 
 

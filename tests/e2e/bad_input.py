@@ -49,7 +49,12 @@ class Shell:
         """Variables that keep everything in this home."""
         places = {"HOME": self.home, "XDG_CONFIG_HOME": self.home / "config", "XDG_DATA_HOME": self.home / "data"}
         own = {key: str(path) for key, path in places.items()}
-        common = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "EDGEPIPE_INTERFACE": "127.0.0.1"}
+        common = {
+            "COLUMNS": "80",
+            "OMP_NUM_THREADS": "1",
+            "EDGEPIPE_INTERFACE": "127.0.0.1",
+            "EDGEPIPE_LOCAL_KEY": "no",
+        }
         return own | common | dict(self.variables)
 
     def start(self, *args: str) -> subprocess.Popen[str]:

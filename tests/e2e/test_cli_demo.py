@@ -45,6 +45,7 @@ class Shell:
             "XDG_CONFIG_HOME": str(self.home),
             "COLUMNS": "80",
             "EDGEPIPE_INTERFACE": "127.0.0.1",
+            "EDGEPIPE_LOCAL_KEY": "no",
         }
 
     def command(self, *args: str) -> list[str]:

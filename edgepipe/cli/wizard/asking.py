@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgepipe.cli.output import make_console, printable
+from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid
+from edgepipe.safe_text import one_line, visible
 
 BACK = "<"
 _BACK_HINT = "(< goes back)"
@@ -61,7 +62,7 @@ class Terminal:
         """With the arrow keys."""
         import questionary
 
-        options = [questionary.Choice(printable(one.text), value=one.value) for one in choices]
+        options = [questionary.Choice(one_line(one.text), value=one.value) for one in choices]
         options.append(questionary.Choice("go back", value=BACK))
         answer = questionary.select(question, options, default=default, instruction="(arrows, Enter)").ask()
         return _understood(answer)
@@ -116,9 +117,9 @@ def _understood(answer: str | None) -> str:
 def say(text: str = "", *, style: str = "") -> None:
     """A line of the wizard, wrapped below its own beginning."""
     console = make_console()
-    for part in printable(text).split("\n"):
+    for part in visible(text, keep="\n").split("\n"):
         indent = " " * (len(part) - len(part.lstrip()))
-        console.print(_wrapped(part.strip(), indent, console.width), style=style or None, markup=False)
+        console.print(_wrapped(part.strip(), indent, console.width), style=style or None)
 
 
 def done(text: str) -> None:
@@ -140,9 +141,9 @@ def warn(text: str, *, remedy: str = "") -> None:
 
 def _marked(mark: str, style: str, text: str) -> None:
     console = make_console()
-    body = _wrapped(printable(text), " " * 7, console.width).lstrip()
-    console.print(f"     [{style}]{mark}[/{style}] ", end="")
-    console.print(body, markup=False, soft_wrap=True)
+    body = _wrapped(one_line(text), " " * 7, console.width).lstrip()
+    console.print(f"     {mark} ", style=style, end="")
+    console.print(body, soft_wrap=True)
 
 
 def _wrapped(text: str, indent: str, width: int) -> str:

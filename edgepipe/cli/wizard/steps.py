@@ -17,7 +17,9 @@ from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
 from edgepipe.cli.wizard.fits import fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
+from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
+from edgepipe.daemon.http_keys import asks_on_loopback, key_file
 from edgepipe.errors import (
     ConfigInvalid,
     EdgepipeError,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 Step = Callable[[Setup], None]
 
-_CODE_TRIES = 3
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
 _NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
@@ -153,6 +154,8 @@ def show_end(setup: Setup) -> None:
     say(f"   chat       edgepipe chat{f' --model {setup.model}' if setup.model else ''}")
     if own is not None:
         say(f"   API        http://127.0.0.1:{own.http_port}/v1")
+        if asks_on_loopback(setup.config):
+            say(f"   API key    in {key_file(setup.data_dir)}; other programs here need it, 'edgepipe chat' finds it")
     say("   look       edgepipe status            something wrong?  edgepipe doctor")
     if setup.node_pid:
         say("   the node runs until this machine is switched off, or: edgepipe node stop")
@@ -206,7 +209,7 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
 def _join_asking(setup: Setup, host: str) -> bool:
     """Ask for the code, at most as often as the other side allows. False: back to the choice."""
     say("     on that machine: edgepipe node invite    (it shows a code)", style="dim")
-    for tries in range(_CODE_TRIES, 0, -1):
+    for tries in range(ADDRESS_TRIES, 0, -1):
         code = setup.asking.text("Code shown there:", check=_code)
         try:
             _join(setup, code, host)

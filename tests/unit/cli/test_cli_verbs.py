@@ -11,7 +11,6 @@ import pytest
 
 import edgepipe.cli.node
 from edgepipe.cli.demo import choose_backends, even_layers
-from edgepipe.cli.main import main
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid, PlanInvalid
@@ -118,14 +117,15 @@ def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(given: object) -> Path:
-        raise KeyError("oops")
+        raise RuntimeError("oops \x1b[2J")
 
     monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", broken)
     result = run("node", "stop")
     assert result.code == 1
     assert len(result.err.splitlines()) == 1
-    with pytest.raises(KeyError):
-        main(["--debug", "node", "stop"])
+    shown = run("--debug", "node", "stop").err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("RuntimeError: oops \\x1b[2J\n")
 
 
 def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

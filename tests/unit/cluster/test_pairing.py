@@ -217,7 +217,7 @@ def test_a_refusal_is_told_in_printable_text(quick: PairingLab):
     said.refusal.code, said.refusal.what = "pairing_rejected", "no\x1b[2J way"
     with pytest.raises(PairingRejected) as told:
         quick.joiner().receive(said.SerializeToString())
-    assert told.value.what == "no?[2J way"
+    assert told.value.what == "no\\x1b[2J way"
 
 
 @pytest.mark.parametrize("text", ["4821-9037", "48219037", " 4821 9037 "])

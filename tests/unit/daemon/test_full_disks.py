@@ -55,11 +55,11 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
-    monkeypatch.setattr(Path, "chmod", refusing(errno.EROFS))
-    b.hear(a.node_id, digest=a.digest, statements=to_wire(a.held().values()))
-    await asyncio.sleep(0.03)
-    assert not keeper.done(), "the node goes on"
-    monkeypatch.undo()
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "chmod", refusing(errno.EROFS))
+        b.hear(a.node_id, digest=a.digest, statements=to_wire(a.held().values()))
+        await asyncio.sleep(0.03)
+        assert not keeper.done(), "the node goes on"
     assert _on_disk(tmp_path / "b") != b.digest
     async with asyncio.timeout(5):
         while _on_disk(tmp_path / "b") != b.digest:  # noqa: ASYNC110

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
+from edgepipe.cluster.interfaces import interfaces, lan_interfaces
 from edgepipe.gateway.access import OPEN_PATHS, AccessRules, Guard
+from edgepipe.gateway.service import listen
 from tests.unit.gateway.conftest import Served, serving
 from tests.unit.gateway.fake_engine import FakeEngine
 
@@ -147,3 +150,18 @@ async def test_hosts_beyond_loopback(host: str, status: int) -> None:
     rules = AccessRules.of(keys=(KEY,), host_names=("Studio.local",))
     given = await _status(rules, client="192.168.1.30", host=host, authorization=f"Bearer {KEY}")
     assert given == status
+
+
+async def test_a_header_cannot_claim_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn takes the client's address from X-Forwarded-For if the environment asks for it."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    async with serving(FakeEngine(), rules=AccessRules.of(keys=(KEY,))) as served:
+        assert (await served.http.get("/v1/models", headers={"x-forwarded-for": "192.0.2.7"})).status_code == 200
+        for here in lan_interfaces(interfaces())[:1]:
+            sock = listen(host=here.address, port=0)
+            serving_here = asyncio.create_task(served.gateway.serve(sock))
+            async with httpx.AsyncClient(trust_env=False) as http:
+                url = f"http://{here.address}:{sock.getsockname()[1]}/v1/models"
+                assert (await http.get(url, headers={"x-forwarded-for": "127.0.0.1"})).status_code == 401
+            serving_here.cancel()
+            await asyncio.gather(serving_here, return_exceptions=True)

@@ -101,11 +101,11 @@ async def test_a_reader_that_ends_is_told_and_replaced(monkeypatch: pytest.Monke
     asks: list[int] = []
     ask = WarmChild.ask
 
-    async def dies_once(self: WarmChild, *parts: bytes, within_s: float) -> bytes:
+    async def dies_once(self: WarmChild, *parts: bytes, **bounds: Any) -> bytes:
         asks.append(len(parts))
         if len(asks) == 1:
-            await ask(self, b"no question", within_s=within_s)  # what it cannot read ends it
-        return await ask(self, *parts, within_s=within_s)
+            await ask(self, b"no question", **bounds)  # what it cannot read ends it
+        return await ask(self, *parts, **bounds)
 
     monkeypatch.setattr(WarmChild, "ask", dies_once)
     async with serving(FakeEngine()) as served:
@@ -119,6 +119,18 @@ async def test_a_child_that_does_not_start_says_so() -> None:
     with pytest.raises(ChildEnded) as caught:
         await WarmChild("edgepipe.no_such_module", start_s=20).start()
     assert not caught.value.started
+
+
+async def test_an_answer_beyond_its_bound_ends_the_child_unread() -> None:
+    child = WarmChild("edgepipe.gateway.body_child", start_s=20)
+    question = b'{"kind": "%s", "context": 0}\n{"prompt": "%s"}' % (kind_name(CompletionBody).encode(), b"x" * 1000)
+    try:
+        with pytest.raises(ChildEnded) as caught:
+            await child.ask(question, within_s=20, most_bytes=900)
+        assert caught.value.started
+        assert (await child.ask(question, within_s=20, most_bytes=2000))[:1] == GOOD
+    finally:
+        await child.end()
 
 
 async def test_long_texts_have_the_same_tokens_in_another_process(demo_model: StoredModel) -> None:

@@ -64,4 +64,4 @@ async def test_a_silent_stream_of_a_healthy_model_has_only_its_heartbeat():
 
 async def test_a_name_cannot_make_an_event():
     news = [News(recovering=True, text="a\n\ndata: [DONE]\n\n gone"), News()]
-    assert b": recovering: a data: [DONE] gone\n\n" in await sent_while(news, until=b"still working")
+    assert b": recovering: a\\n\\ndata: [DONE]\\n\\n gone\n\n" in await sent_while(news, until=b"still working")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,19 @@ async def test_broken_templates_fail_by_type(source: str, rendering: Any) -> Non
 async def test_the_templates_own_complaint_is_told(rendering: Any) -> None:
     with pytest.raises(TemplateFailed, match="roles must alternate"):
         await rendering("{{ raise_exception('roles must alternate') }}")
+
+
+async def test_a_complaint_without_end_is_cut_in_the_child(rendering: Any) -> None:
+    source = "{{ raise_exception(messages[0].content * 15000000) }}"  # 60 MB as the user's message has four characters
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateFailed) as caught:
+            await rendering(source)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert "<b>é" in caught.value.fact
+    assert len(caught.value.fact) < 1000
 
 
 async def test_messages_that_are_no_json_are_refused(rendering: Any) -> None:
