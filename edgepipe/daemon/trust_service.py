@@ -95,7 +95,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         reply = pb.ListPeersReply(
             cluster_id=store.cluster_id, cluster_name=store.cluster_name, node_id=self._trust.node_id
         )
-        added = _added(store.statements.values())
+        added = _added((store.founding, *store.standing.counting))
         addresses = self._addresses()
         for peer in sorted(store.peers.values(), key=lambda one: (one.node_id != self._trust.node_id, one.name)):
             own = peer.node_id == self._trust.node_id
