@@ -242,6 +242,7 @@ class DeviceHost:
             request.fresh
             or hold is None
             or hold.child is None
+            or epoch_from_wire(request.epoch) <= hold.epoch
             or hold.loaded != _shard_key(load)
             or not await hold.child.lives()
         ):
@@ -252,9 +253,10 @@ class DeviceHost:
         return hold.prepared
 
     def _known(self, request: pb.PrepareRequest) -> _Hold | None:
-        """What the pipeline has here from an epoch before. Raises StaleEpoch."""
+        """What the pipeline has here from an epoch before, or of an engine elsewhere that does not count any more,
+        whatever its epoch. Raises StaleEpoch."""
         epoch, known = epoch_from_wire(request.epoch), self._holds.get(request.pipeline_id)
-        if known is not None and epoch <= known.epoch:
+        if known is not None and known.engine_node == request.hello.node_id and epoch <= known.epoch:
             raise StaleEpoch(
                 fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
                 node=self._node_name,

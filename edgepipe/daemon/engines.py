@@ -16,7 +16,7 @@ from edgepipe.daemon.replanning import Avoided, Replanner
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch
-from edgepipe.wire.common import epoch_from_wire, error_to_wire
+from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -56,16 +56,19 @@ class EngineHost:
         tasks: asyncio.TaskGroup,
         own_highest: Callable[[str], int],
         ends: Callable[[], bool],
+        counts: Callable[[str], bool],
         on_change: Callable[[bool], None],
     ) -> None:
         """``spread`` returns when the other nodes know this one's newest state, or after a moment.
 
         ``on_change(urgent)``: a state is another; urgent when others should hear at once.
         ``ends``: whether this node is about to stop.
+        ``counts``: whether a pipeline's recorded engine is the one here.
         ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
         """
         self._own_highest = own_highest
         self._ends = ends
+        self._counts = counts
         self._replanner = replanner
         self._spread = spread
         self._changes = changes
@@ -219,6 +222,8 @@ class EngineHost:
             self._tasks.create_task(self._plan(run, child, report.plan_wanted), name=f"plan:{run.state.pipeline_id}")
         if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
             return
+        if report.engine.state == "failed" and isinstance(error_from_wire(report.engine.error), StaleEpoch):
+            return  # its requests go on, with another engine or with its own next process
         before = (run.state.state, run.state.message)
         fresh = engine_pb2.EngineState()  # a message that is filled again and again keeps all that it ever held
         fresh.CopyFrom(report.engine)
@@ -307,7 +312,10 @@ class EngineHost:
         if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
             return
         if isinstance(child.fault, StaleEpoch):
-            self.give_way(run.request.pipeline_id)
+            if self._counts(run.request.pipeline_id) and self._may_restart(run):
+                await self._restart(run, child)  # an engine that does not count had stages meanwhile
+            else:
+                self.give_way(run.request.pipeline_id)
         elif child.fault is None and self._ends():
             self._abandon(run.request.pipeline_id)  # whoever told it to end told this node, too
         elif child.fault is None and run.restartable and self._may_restart(run):

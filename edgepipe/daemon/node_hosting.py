@@ -38,6 +38,7 @@ class NodeHosting:
         self._tasks = tasks
         self._changes = presence.local.changes.watch
         self._refresh = presence.local.refresh
+        self.book = presence.book
         self.guests = Guests(self._refresh)
         self.models = Models(
             models_dir=basis.config.models_dir,
@@ -53,7 +54,6 @@ class NodeHosting:
         self.engines = self._new_engines(replanner)
         self._replan_watch = self._new_replan_watch(replanner)
         self.replication = self._new_replication()
-        self.book = presence.book
         self.drain = self._new_drain(replanner)
         self._keeper = self._new_keeper()
         self.gateway = self._new_gateway()
@@ -149,6 +149,7 @@ class NodeHosting:
             tasks=self._tasks,
             own_highest=self._own_highest,
             ends=self._ends,
+            counts=self.book.is_here,
             on_change=lambda urgent: self._refresh(urgent=urgent),
         )
 

@@ -117,6 +117,11 @@ class ServeBook:
             and engine.manifest_hash in ("", body.spec.manifest_hash)
         )
 
+    def is_here(self, pipeline_id: str) -> bool:
+        """Whether the pipeline's recorded engine is on this node."""
+        body = self.held(pipeline_id)
+        return body is not None and not body.stopped and body.engine_node == self._own
+
     async def until_engine(self, pipeline_id: str, node_id: str, manifest_hash: str, *, timeout_s: float) -> None:
         """Until the pipeline's recorded engine is on that node, with that content. Raises AccessDenied if it is not in
         time."""

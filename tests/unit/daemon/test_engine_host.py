@@ -56,6 +56,7 @@ async def test_an_engine_that_ends_before_its_process_is_there_leaves_none(end: 
             tasks=tasks,
             own_highest=lambda _: 0,
             ends=lambda: False,
+            counts=lambda _: True,
             on_change=lambda _: None,
         )
         starting = tasks.create_task(host.start(REQUEST, model_config="", resuming=True))

@@ -142,7 +142,18 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
 async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fields = ("children", "new_settings", "peers", "changes", "spread", "tasks", "own_highest", "ends", "on_change")
+    fields = (
+        "children",
+        "new_settings",
+        "peers",
+        "changes",
+        "spread",
+        "tasks",
+        "own_highest",
+        "ends",
+        "counts",
+        "on_change",
+    )
     fakes: dict[str, Any] = dict.fromkeys(fields)
     fakes["on_change"] = lambda _urgent: None
     host = EngineHost(**fakes, replanner=cast("Any", None))
