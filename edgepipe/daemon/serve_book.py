@@ -198,13 +198,12 @@ class ServeBook:
 
         Returns what names another engine for a model that is held here, and was refused."""
         rivals: list[pb.ServeBody] = []
+        known = {record.body for _, record in self._records.values()}
         for record in list(records)[:_MOST_RECORDS]:
-            body = self._read(source, record)
+            body = self._read(source, record) if record.body not in known else None
             if body is None:
                 continue
             held = self._records.get(body.spec.model)
-            if held is not None and held[1].body == record.body:
-                continue
             why = self._refusal(body)
             if not why:
                 self._take(body, record)
