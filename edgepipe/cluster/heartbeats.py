@@ -23,6 +23,7 @@ from edgepipe.cluster.membership import (
     Membership,
     Probe,
 )
+from edgepipe.cluster.told_states import MAX_BEAT_BYTES, MAX_KNOWN, is_address, refusal
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
@@ -186,7 +187,7 @@ class Heartbeats:
         a new one does not wait for theirs."""
         try:
             credentials = await self._credentials(address)
-            async with make_channel(address, credentials) as channel:
+            async with make_channel(address, credentials, max_received_bytes=MAX_BEAT_BYTES) as channel:
                 with translated(address):
                     call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                     conversation = Conversation()
@@ -221,7 +222,7 @@ class Heartbeats:
     async def _converse(self, address: str) -> None:
         """One stream from its opening to its end. Raises what ended it; the far side's clean end is PeerClosed."""
         credentials = await self._credentials(address)
-        async with make_channel(address, credentials) as channel:
+        async with make_channel(address, credentials, max_received_bytes=MAX_BEAT_BYTES) as channel:
             with translated(address):
                 call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                 conversation = Conversation()
@@ -292,12 +293,15 @@ class Heartbeats:
     def _hear(self, conversation: Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
-        state = beat.state if beat.HasField("state") and beat.state.node_id == node_id else None
         trusted = self._trusted()
         heard = HeardBeat(
             node_id=node_id,
-            state=state,
-            known=tuple((one.node_id, one.address) for one in beat.known if one.node_id in trusted),
+            state=self._state_of(beat, node_id),
+            known=tuple(
+                (one.node_id, one.address)
+                for one in beat.known[:MAX_KNOWN]
+                if one.node_id in trusted and is_address(one.address)
+            ),
             leaving=beat.leaving,
             sleeping=beat.sleeping,
             dialled=dialled,
@@ -317,6 +321,15 @@ class Heartbeats:
         if dialled and sent_s is not None:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
+
+    def _state_of(self, beat: node_pb2.Beat, node_id: NodeId) -> node_pb2.NodeState | None:
+        """What a beat tells of its own sender, if that is within bounds."""
+        if not beat.HasField("state") or beat.state.node_id != node_id:
+            return None
+        if why := refusal(beat.state):
+            self._admission.refuse(f"node {node_id}", RemoteProtocolError("its state is not taken in", fact=why))
+            return None
+        return beat.state
 
     def _note_told(self, node_id: NodeId, version: int) -> None:
         if self._told.get(node_id, 0) < version:

@@ -189,7 +189,7 @@ class TrustKeeper:
                 logger.warning("the trust store is whole again: member %s told what was missing", source)
                 self.audit.record(AuditKind.STORE_MENDED, who=source)
             if merged.new or mended:
-                self._take(merged.store, merged.new)
+                self._take(merged.store)
 
     async def add(self, certificate: Certificate, *, role: Role, name: str) -> None:
         """Let a machine in, or give it a greater role; returns when it is on disk. Raises TrustInvalid."""
@@ -292,17 +292,17 @@ class TrustKeeper:
             merged = merge(self._store, statements)
             if merged.refused:
                 raise TrustInvalid("the trust store takes no more statements", fact="; ".join(merged.refused))
-            self._take(merged.store, merged.new)
+            self._take(merged.store)
         try:
             await self._write()
         except (OSError, ConfigInvalid) as exc:
             raise TrustInvalid("the trust store cannot be written", fact=str(exc)) from exc
 
-    def _take(self, store: TrustStore, new: tuple[Statement, ...]) -> None:
+    def _take(self, store: TrustStore) -> None:
         before = self._store
         self._store = store
         self._dirty.set()
-        self._note(new, before)
+        self._note(before)
         for listener in self._listeners:
             listener.set()
 
@@ -313,10 +313,13 @@ class TrustKeeper:
                 await asyncio.to_thread(self._file.save, store)
                 self._written = store
 
-    def _note(self, new: tuple[Statement, ...], before: TrustStore) -> None:
-        """Audit lines and the log."""
+    def _note(self, before: TrustStore) -> None:
+        """Audit lines and the log: what counts now and did not before. What a removed owner says is worth no line."""
         names = {**before.peers, **self._store.peers}
-        for one in new:
+        counted = {one.key for one in before.standing.counting}
+        for one in self._store.standing.counting:
+            if one.key in counted:
+                continue
             known = names.get(one.about)
             signer = names[one.signer].name if one.signer in names else one.signer
             who = f"{one.name or (known.name if known else '')} {one.about}".strip()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from edgepipe.cluster.told_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
 from edgepipe.daemon.link_probes import ProbesService
 from edgepipe.daemon.log_tail import LogTail
 from edgepipe.daemon.node_basis import NodeBasis
@@ -24,7 +25,7 @@ class NodeServers:
     def __init__(self, basis: NodeBasis) -> None:
         """Raises PortInUse."""
         self._basis = basis
-        self._server = make_server(basis.security)
+        self._server = make_server(basis.security, max_received_bytes=MAX_BEAT_BYTES)
         self._unix_server = make_unix_server(str(basis.data_dir.socket))
         self._logs = LogTail()
         port = bind(self._server, basis.security, host=basis.host, port=basis.config.port)

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from edgepipe.clock import Clock
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.daemon.changes import Changes
-from edgepipe.daemon.serve_rules import MAX_BODY_BYTES, Facts, order, refusal, same_engine
+from edgepipe.daemon.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid
 from edgepipe.link.certificates import KeyPair
 from edgepipe.link.trust_view import Role, TrustedPeer
@@ -164,7 +164,7 @@ class ServeBook:
         body = self._next(spec.model)
         body.begun = True
         body.spec.CopyFrom(spec)
-        self._say(body)
+        self._say_if_believed(body)
 
     def note_stopped(self, model: str) -> pb.ServeRecord | None:
         """Nobody wants it served any more. Raises AccessDenied if that is not for this node to say."""
@@ -216,19 +216,21 @@ class ServeBook:
         return rivals
 
     def renew(self, present_hash: Callable[[str, str], str]) -> None:
-        """An owner's node says again what was said by machines that do not belong to the cluster any more, or what
-        nobody has signed: who joins later would not believe it. What nobody signed the engine's node says, too.
+        """An owner's node says again what was said by machines that do not belong to the cluster any more, what nobody
+        has signed, and what plain members said with a version that no newcomer takes from them: who joins later would
+        not believe it. What nobody signed the engine's node says, too.
 
         ``present_hash(model, manifest_hash)``: what a hash of an earlier kind is now; empty if that is not known yet.
         """
         for body, record in list(self._records.values()):
             mine = self._is_owner(self._own) or (not record.body and body.engine_node == self._own)
-            if not mine or (record.body and self._trust.known(body.signer) is not None):
+            lasts = self._is_owner(body.signer) or not is_far_ahead(None, body)
+            if not mine or (record.body and self._trust.known(body.signer) is not None and lasts):
                 continue
             if manifest_hash := present_hash(body.spec.model, body.spec.manifest_hash):
                 renewed = self._next(body.spec.model)
                 renewed.spec.manifest_hash = manifest_hash
-                self._say(renewed)
+                self._say_if_believed(renewed)
 
     async def run(self) -> None:
         """Write every change down, until cancelled."""
@@ -272,6 +274,13 @@ class ServeBook:
         self._take(body, record)
         return record
 
+    def _say_if_believed(self, body: pb.ServeBody) -> None:
+        """What nobody here asked for is not worth an error: this node may have been removed."""
+        try:
+            self._say(body)
+        except AccessDenied as error:
+            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not said: %s", error)
+
     def _refusal(self, body: pb.ServeBody) -> str:
         held = self._records.get(body.spec.model)
         signer = self._trust.known(body.signer)
@@ -296,6 +305,8 @@ class ServeBook:
         """An owner's node says which engine counts, so that nobody has to guess."""
         now_s, model = self._clock.monotonic_s(), held.spec.model
         if not self._is_owner(self._own) or self._gone(held.engine_node) or self._trust.known(rival.signer) is None:
+            return
+        if is_far_ahead(held, rival):  # nobody believes it; an answer would only raise the version
             return
         if now_s - self._settled_at_s.get(model, -_SETTLE_S) < _SETTLE_S:
             return

@@ -49,16 +49,21 @@ def same_engine(one: pb.ServeBody, other: pb.ServeBody) -> bool:
     )
 
 
+def is_far_ahead(held: pb.ServeBody | None, new: pb.ServeBody) -> bool:
+    """Whether only an owner's word could have this version."""
+    return new.version > (held.version if held is not None else 0) + MAX_VERSION_STEP
+
+
 def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
     """Why ``new`` is not taken for ``held``; empty if it is. Both are of one model, and ``new`` is well signed."""
     if facts.role is None:
         return "its signer does not belong to the cluster"
     if held is not None and order(new) <= order(held):
         return "it is not newer"
-    if new.version > (held.version if held is not None else 0) + MAX_VERSION_STEP:
-        return "its version is too far ahead"
     if facts.role is Role.OWNER:
         return ""
+    if is_far_ahead(held, new):
+        return "its version is too far ahead"
     if held is None or held.stopped or not facts.runs(held):
         return _refusal_to_begin(new, facts)
     if (

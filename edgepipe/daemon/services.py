@@ -119,13 +119,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.ReleaseReply()
 
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
-        """Run the engine of a model beside this daemon."""
+        """Run the engine of a model beside this daemon, once, for the node that had it served."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         self._book.merge(request.hello.node_id, [request.record])
         held = self._book.held(request.pipeline_id)
-        if held is None or held.stopped or not self._peers.is_self(held.engine_node):
-            raise AccessDenied("no record asks for this engine here", next_step="serve the model again")
+        if (
+            held is None
+            or held.stopped
+            or held.asker != request.hello.node_id
+            or not self._peers.is_self(held.engine_node)
+        ):
+            raise AccessDenied("no record of the caller's asks for this engine here", next_step="serve the model again")
         request.spec.CopyFrom(held.spec)
         model = await self._models.adopt(
             request.spec.model,
@@ -133,6 +138,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
             first_source=request.hello.node_id,
             wanted_by=self._other(request.hello),
         )
+        if self._engines.state_of(request.pipeline_id) is not None:
+            raise AccessDenied("the pipeline has its engine here already", fact=request.pipeline_id)
         await self._engines.start(request, model_config=model.config_json)
         return pb.StartEngineReply()
 

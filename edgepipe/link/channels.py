@@ -32,6 +32,7 @@ MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids 
 _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
 _MAX_STREAMS = 128  # of one connection
 _MAX_METADATA_BYTES = 16 << 10
+_MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
 ATTEMPT_S = 3.0
 """One attempt to connect may take so long: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
@@ -40,7 +41,6 @@ ATTEMPT_S = 3.0
 # goes unnoticed; at 1 s lossy Wi-Fi breaks streams many times a minute, at 3 s it does not.
 _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 3000),
@@ -69,29 +69,39 @@ _SERVER_OPTIONS = [
 ]
 
 
-def make_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """A channel of its own to ``HOST:PORT``; connects when first used, and to the pinned certificate only."""
+def make_channel(
+    address: str, credentials: Credentials, *, max_received_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel of its own to ``HOST:PORT``; connects when first used, and to the pinned certificate only.
+
+    A message of more than ``max_received_bytes`` ends its call.
+    """
+    options = [*_CHANNEL_OPTIONS, (_MAX_RECEIVED, max_received_bytes)]
     if credentials.tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     named = [
         ("grpc.ssl_target_name_override", credentials.server_name),
         ("grpc.default_authority", credentials.server_name),
     ]
-    return grpc.aio.secure_channel(address, credentials.tls, options=[*_CHANNEL_OPTIONS, *named])
+    return grpc.aio.secure_channel(address, credentials.tls, options=[*options, *named])
 
 
 def make_unix_channel(path: str) -> grpc.aio.Channel:
     """A channel to a Unix socket of this machine."""
-    return grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+    options = [*_CHANNEL_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
+    return grpc.aio.insecure_channel(f"unix:{path}", options=options)
 
 
-def make_server(security: Security) -> grpc.aio.Server:
+def make_server(security: Security, *, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A server that lets in whom ``security`` lets in; ``bind`` it with the same.
 
-    Its handlers may raise EdgepipeError: callers get the same class back through ``translated``.
+    A message of more than ``max_received_bytes`` ends its call. Handlers may raise EdgepipeError: callers get the same
+    class back through ``translated``.
     """
     return grpc.aio.server(
-        options=_SERVER_OPTIONS, interceptors=[_Interceptor(security)], maximum_concurrent_rpcs=_MAX_CALLS
+        options=[*_SERVER_OPTIONS, (_MAX_RECEIVED, max_received_bytes)],
+        interceptors=[_Interceptor(security)],
+        maximum_concurrent_rpcs=_MAX_CALLS,
     )
 
 
@@ -113,7 +123,8 @@ def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -
 
 def make_unix_server(path: str) -> grpc.aio.Server:
     """A server on a Unix socket. Who may open the socket may call: the caller keeps its folder private (0700)."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[_Interceptor(Plaintext())])
+    options = [*_SERVER_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
+    server = grpc.aio.server(options=options, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
     return server
 

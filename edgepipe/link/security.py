@@ -20,7 +20,14 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from edgepipe.errors import AccessDenied, CertificateInvalid, ConnectTimeout, NodeUnreachable, PairingRejected
+from edgepipe.errors import (
+    AccessDenied,
+    CertificateInvalid,
+    ConnectTimeout,
+    NodeUnreachable,
+    PairingRejected,
+    QueueFull,
+)
 from edgepipe.ids import NodeId
 from edgepipe.link.access import Kind, allowed
 from edgepipe.link.certificates import Certificate, Fingerprint, KeyPair, peek_fingerprint, read_certificate
@@ -28,6 +35,7 @@ from edgepipe.link.certificates import Certificate, Fingerprint, KeyPair, peek_f
 Context = grpc.aio.ServicerContext[Any, Any]
 Cut = Callable[[AccessDenied], None]
 
+MAX_CALLS_PER_CALLER = 64  # an eighth of what a server takes: no member keeps the others out
 _FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}  # a last beat tells whom it concerns that it was removed
 _MAX_CONNECTIONS = 4096  # remembered, so that each is counted once
 _TLS = b"TLSv1.3"  # what two ends of edgepipe agree on; an older one is somebody else's, or somebody's in between
@@ -87,8 +95,8 @@ class Security(Protocol):
         ...
 
     def entering(self, method: str, context: Context, cut: Cut) -> contextlib.AbstractContextManager[None]:
-        """Around a handler: raises AccessDenied to whoever may not call ``method``, and calls ``cut`` once when whoever
-        may now is no longer let in."""
+        """Around a handler: raises AccessDenied to whoever may not call ``method`` and QueueFull to who has too many
+        calls under way, and calls ``cut`` once when whoever may now is no longer let in."""
         ...
 
     def require_node(self, context: Context, node_id: str) -> None:
@@ -242,6 +250,8 @@ class MutualTls:
             raise self._deny(fingerprint, f"{method}: the connection is not TLS 1.3")
         if not self._may(fingerprint, method):
             raise self._deny(fingerprint, method)
+        if sum(call.fingerprint == fingerprint for call in self._calls) >= MAX_CALLS_PER_CALLER:
+            raise QueueFull("this process has enough calls of yours under way", fact=f"{MAX_CALLS_PER_CALLER} are")
         call = _Call(method=method, fingerprint=fingerprint, cut=cut)
         self._calls.add(call)
         try:
