@@ -7,6 +7,7 @@ import pytest
 from edgepipe.cluster.told_states import MAX_ENTRIES, MAX_STATE_BYTES, is_address, refusal
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1.common_pb2 import LayerRange
 
 
 def state(**fields: object) -> pb.NodeState:
@@ -14,9 +15,12 @@ def state(**fields: object) -> pb.NodeState:
 
 
 def test_a_large_home_s_node_is_taken_in() -> None:
-    models = [pb.ModelOnDisk(model=f"org/model-{index}", manifest_hash="0" * 64, parts=[{}]) for index in range(1000)]
+    models = [
+        pb.ModelOnDisk(model=f"org/model-{index}", manifest_hash="0" * 64, parts=[LayerRange()])
+        for index in range(1000)
+    ]
     serves = [pb.ServeRecord(body=bytes(1000), signature=bytes(72)) for _ in range(64)]
-    engines = [engine_pb2.EngineState(stages=[{}] * 32, certificate=bytes(800)) for _ in range(8)]
+    engines = [engine_pb2.EngineState(stages=[engine_pb2.StageState()] * 32, certificate=bytes(800)) for _ in range(8)]
     assert refusal(state(models=models, serves=serves, engines=engines)) == ""
 
 
