@@ -1,8 +1,8 @@
 """What trust costs and what it withstands: time to join, the pairing exchange, tokens per second with and without
-encryption, a flood of false names, and parsers fed with damaged bytes.
+encryption, a flood of false names, parsers fed with damaged bytes, and a member that has turned.
 
-``scripts/bench trust [pairing joining cost flood fuzz]``, all of them unless some are named. ``--inputs N`` per parser
-(100,000 unless given), ``--sockets N`` through a real pairing port (500).
+``scripts/bench trust [pairing joining cost flood fuzz rogue]``, all of them unless some are named. ``--inputs N`` per
+parser (100,000 unless given), ``--sockets N`` through a real pairing port (500).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from figures import Row, below, print_rows
 from google.protobuf.message import DecodeError
 from trust_cost import connect_rows, cost_rows
 from trust_flood import flood_rows
+from trust_rogue import rogue_rows
 
 from edgepipe.cluster.discovery import read_texts
 from edgepipe.cluster.pairing_exchange import Attempt, PairingWindow, join
@@ -317,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "cost": lambda: connect_rows() + cost_rows(),
         "flood": flood_rows,
         "fuzz": lambda: fuzz_rows(inputs=given.inputs, sockets=given.sockets),
+        "rogue": rogue_rows,
     }
     if unknown := set(given.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")

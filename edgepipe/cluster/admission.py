@@ -8,7 +8,7 @@ from collections import OrderedDict
 from edgepipe.errors import EdgepipeError, PairingRejected
 from edgepipe.link.trust_view import TrustedPeer
 from edgepipe.telemetry.log import Once
-from edgepipe.wire.common import check_hello
+from edgepipe.wire.common import MAX_HELLO_CHARS, check_hello, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Admission:
             raise error
 
     def admit(self, hello: common_pb2.Hello) -> str:
-        """The caller's node id. Raises VersionMismatch, PairingRejected to another cluster's."""
-        who = f"node {hello.node_name or hello.node_id}"
+        """The caller's node id. Raises VersionMismatch, RemoteProtocolError, PairingRejected to another cluster's."""
+        who = f"node {(hello.node_name or hello.node_id)[:MAX_HELLO_CHARS]}"
         try:
             check_hello(hello, own_name=self._hello.node_name or "this node")
             if hello.cluster_id != self._hello.cluster_id:
@@ -58,7 +58,7 @@ class Admission:
     def refuse(self, who: str, error: EdgepipeError) -> None:
         """Note why it does not join."""
         self._once.log(logging.WARNING, f"{who} {error.code}", "does not join: %s: %s", who, error)
-        self.refusals[who] = error
+        self.refusals[who] = error_from_wire(error_to_wire(error))  # a raised one keeps the messages that it is about
         self.refusals.move_to_end(who)
         if len(self.refusals) > _MAX_REFUSALS:
             self.refusals.popitem(last=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.store import StoredModel
+from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import open_weights
 from edgepipe.stage.compute import ComputeThread
@@ -109,9 +109,9 @@ async def _profile(
     clock: Clock,
 ) -> None:
     """Time a layer of a shape; a shape that this device cannot hold is told as having no times."""
-    config = config_from_json(json.loads(wanted.model_config))
     size = 4 if device.compute_dtype == "float32" else 2
     try:
+        config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
         found = await compute.call(partial(probe_layer, backend, config, clock, value_bytes=size))
     except EdgepipeError as error:
         logger.warning("a probe layer cannot run: %s", error)

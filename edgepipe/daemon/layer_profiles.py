@@ -17,6 +17,7 @@ from google.protobuf import json_format
 from edgepipe import __version__
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.errors import ConfigInvalid
+from edgepipe.model.strict_json import parse_json_object
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,11 @@ _BUSY = 0.6  # of all cores, over the last minute
 
 
 def profile_key(*facts: object, model_config: str) -> str:
-    """A name for what a layer's times depend on: the device, how it computes, the layer's shape, our kernels."""
-    shape: dict[str, Any] = json.loads(model_config)
+    """A name for what a layer's times depend on: the device, how it computes, the layer's shape, our kernels.
+
+    Raises ModelInvalid.
+    """
+    shape = parse_json_object(model_config.encode(), what="the model's shape")
     for name in ("eos_token_ids", "bos_token_id", "context_length", "rope"):
         shape.pop(name, None)
     text = json.dumps([__version__, [_plain(one) for one in facts], shape], sort_keys=True, default=str)

@@ -14,7 +14,7 @@ from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.model_parts import model_parts, parts_on
 from edgepipe.daemon.models import LocalModel, Models
 from edgepipe.daemon.peers import Peers
-from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid
+from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.planner.copies import CopyPlan, Disk, ModelParts, plan_copies
 from edgepipe.units import format_bytes
@@ -106,7 +106,10 @@ class Replication:
         if request.paced and not self._peers.is_self(request.source):
             asked = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=[self._peers.own_id])
             links = await self._peers.profile_links(request.source, asked)
-            bytes_per_s = _LINK_SHARE * min(one.bytes_per_s for one in links if one.receiver == self._peers.own_id)
+            told = [one.bytes_per_s for one in links if one.receiver == self._peers.own_id]
+            if not told:
+                raise RemoteProtocolError("the copy's source does not say how fast the link is")
+            bytes_per_s = _LINK_SHARE * min(told)
         async for progress in self._models.keep_copy(
             model, list(request.parts), first_source=request.source, bytes_per_s=bytes_per_s
         ):

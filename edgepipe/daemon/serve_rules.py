@@ -78,7 +78,7 @@ def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
         return "the model is served already"
     if new.signer == held.engine_node or (same_engine(held, new) and new.spec == held.spec):
         return ""
-    if new.stopped:
+    if new.stopped and new.engine_node == held.engine_node:
         return "" if new.signer == held.asker else "only who had it served, its engine's node or an owner stops it"
     if new.signer == new.engine_node and facts.gone(held.engine_node):
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -17,7 +18,7 @@ class Kind(StrEnum):
 _PREFIX = "/edgepipe.wire.v1."
 
 # A stage takes its own engine alone for an engine, and its predecessor alone for a stage (``Security``, ``Stage``).
-_ALLOWED: dict[str, frozenset[Kind]] = {
+ALLOWED: Mapping[str, frozenset[Kind]] = {
     "Node/Heartbeat": frozenset({Kind.NODE}),
     "Node/Prepare": frozenset({Kind.ENGINE}),
     "Node/Release": frozenset({Kind.ENGINE, Kind.NODE}),
@@ -43,4 +44,4 @@ _ALLOWED: dict[str, frozenset[Kind]] = {
 
 def allowed(method: str) -> frozenset[Kind]:
     """Who may call a method (``/package.Service/Method``); nobody if it is not listed."""
-    return _ALLOWED.get(method.removeprefix(_PREFIX), frozenset())
+    return ALLOWED.get(method.removeprefix(_PREFIX), frozenset())

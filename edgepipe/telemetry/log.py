@@ -54,6 +54,9 @@ def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMA
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+_MAX_KEY_CHARS = 400  # a peer may have a part in it
+
+
 class Once:
     """What a peer can trigger is logged once at its level, then at DEBUG; the memory of it is bounded."""
 
@@ -64,6 +67,7 @@ class Once:
 
     def log(self, level: int, key: str, message: str, *args: object) -> None:
         """Log ``message`` at ``level`` unless ``key`` was logged before."""
+        key = key[:_MAX_KEY_CHARS]
         first = key not in self._seen
         self._seen[key] = None
         self._seen.move_to_end(key)
@@ -73,4 +77,4 @@ class Once:
 
     def forget(self, key: str) -> None:
         """Log the next one of ``key`` again."""
-        self._seen.pop(key, None)
+        self._seen.pop(key[:_MAX_KEY_CHARS], None)

@@ -19,6 +19,9 @@ _ACTIVATIONS = {
 }
 
 
+MAX_HELLO_CHARS = 256  # of a name in a greeting; ids have 52, people's names at most 63
+
+
 def make_hello(
     *, role: str, node_id: str = "", node_name: str = "", cluster_id: str = "", cluster_name: str = ""
 ) -> pb.Hello:
@@ -35,10 +38,16 @@ def make_hello(
 
 
 def check_hello(hello: pb.Hello, *, own_name: str = "this node") -> None:
-    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol.
+    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol, and RemoteProtocolError
+    for names that are too long: they are logged and remembered.
 
     The error is read on the other side too, so ``own_name`` should say who "this" is where the caller has a name.
     """
+    names = (hello.node_id, hello.node_name, hello.cluster_id, hello.cluster_name, hello.role, hello.edgepipe_version)
+    if any(len(name) > MAX_HELLO_CHARS for name in names):
+        raise RemoteProtocolError(
+            "the other side's greeting holds too long a name", fact=f"{max(map(len, names))} characters"
+        )
     if hello.protocol_version == PROTOCOL_VERSION:
         return
     other = hello.node_name or hello.node_id or hello.role or "the other side"

@@ -15,6 +15,7 @@ from streams import CONFIG, PROMPT, SLOW, Stream, answers
 from edgepipe.cli.admin import connect
 from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.security import MutualTls
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.testing.members import member_of
@@ -27,6 +28,7 @@ from edgepipe.wire.v1 import node_pb2_grpc
 
 GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound
+CALL_S = 10.0  # until a node answers another member that calls it in the middle of an attack
 REMOVAL_S = 5.0  # 2 s, and as much again for a busy machine
 SHORT = ("promote_accomplice", "take_pipeline", "forge_states")
 CHAT_TOKENS = 200  # of a request: some seconds
@@ -54,6 +56,35 @@ class Chat:
         async with asyncio.timeout(40):
             while self.tokens + len(self.stream.ids) < before + 10:  # noqa: ASYNC110 - streams follow one another
                 await asyncio.sleep(0.02)
+
+
+@dataclass(slots=True)
+class Caller:
+    """Another member, which calls every node over a new connection again and again."""
+
+    data_dir: Path
+    nodes: Sequence[Node]
+
+    async def run(self) -> None:
+        """Until cancelled. Raises TimeoutError when a node does not answer it for long."""
+        tls = member_of(self.data_dir)
+        while True:
+            for node in self.nodes:
+                async with asyncio.timeout(CALL_S):
+                    while not await self._answered(node, tls):  # noqa: ASYNC110 - nodes do not notify
+                        await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
+
+    async def _answered(self, node: Node, tls: MutualTls) -> bool:
+        cluster_id = (await node.status()).cluster_id
+        hello = make_hello(role="node", node_id=tls.node_id, cluster_id=cluster_id)
+        async with make_channel(node.address, tls.to_node(node.node_id)) as channel:
+            try:
+                with translated(node.address):
+                    await node_pb2_grpc.NodeStub(channel).Vouch(pb.VouchRequest(hello=hello), timeout=2)
+            except EdgepipeError:
+                return False
+        return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,7 +157,7 @@ async def attacked_cluster(nodes: Nodes) -> AsyncGenerator[Cluster]:
     honest = await asyncio.gather(*(nodes.start(name, backend_options=SLOW) for name in ("a", "b", "c")))
     await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in honest))
     a, _, c = honest
-    rogue_dir, former_owner, owner = nodes.spare[:3]
+    rogue_dir, former_owner, owner, caller = nodes.spare[:4]
     async with connect(a.data_dir) as admin:
         for data_dir in (former_owner, owner):
             await admin.promote_peer(data_dir.name)
@@ -139,7 +170,7 @@ async def attacked_cluster(nodes: Nodes) -> AsyncGenerator[Cluster]:
         start_rogue(rogue_dir, honest, former_owner=former_owner, owner=owner) as rogue,
         asyncio.TaskGroup() as tasks,
     ):
-        running = [tasks.create_task(one.run()) for one in (*chats, watch)]
+        running = [tasks.create_task(one.run()) for one in (*chats, watch, Caller(caller, honest))]
         await asyncio.gather(*(node.until(lambda status: len(status.members) == 4) for node in honest))
         await asyncio.gather(*(chat.goes_on() for chat in chats))
         watch.remember()

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from edgepipe.cluster.statements import sign
 from edgepipe.config import Timeouts
 from edgepipe.daemon.transfer import WeightsClient
-from edgepipe.errors import RequestInvalid
+from edgepipe.errors import AccessDenied, RequestInvalid
 from edgepipe.link.access import Kind
 from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_channel
@@ -126,7 +126,6 @@ async def _direct(rogue: Rogue, engine: engine_pb2.EngineState, record: pb.Serve
         "StartEngine": pb.StartEngineRequest(**about, spec=spec, record=record),
         "Release": pb.ReleaseRequest(**about, epoch=epoch),
         "Rebalance": pb.RebalanceRequest(**about, num_nodes=1),
-        "Prepare": pb.PrepareRequest(**about, epoch=epoch, model=spec.model, manifest_hash=spec.manifest_hash),
         "KeepCopy": pb.KeepCopyRequest(hello=rogue.hello, model=MODEL, manifest_hash="0" * 64, parts=[0]),
     }
     wanted = [(line, method, request) for line in rogue.lines for method, request in requests.items()]
@@ -161,7 +160,8 @@ async def prepare_as_engine(rogue: Rogue) -> list[str]:
     codes = await asyncio.gather(
         *(rogue.refused(line, "Prepare", request, credentials=tls.to_node(line.node_id)) for line in rogue.lines)
     )
-    return [f"Prepare at {line.address}" for line, code in zip(rogue.lines, codes, strict=True) if not code]
+    denied = AccessDenied.code
+    return [f"Prepare at {line.address}" for line, code in zip(rogue.lines, codes, strict=True) if code != denied]
 
 
 async def swap_tokenizer(rogue: Rogue) -> list[str]:

@@ -28,6 +28,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 BEAT_S = 0.25
 _AGAIN_S = 0.1  # until a stream that was ended is opened again
+_CALL_S = 20.0  # a node waits some seconds for a record before it denies a stage
 _WRITE_S = 5.0  # a node that reads no more may take so long before the rogue gives the message up
 
 
@@ -212,7 +213,7 @@ class Rogue:
         try:
             async with make_channel(line.address, credentials or self.tls.to_node(line.node_id)) as channel:
                 with translated(line.address):
-                    call: Any = getattr(line.stub(channel), method)(request, timeout=5)
+                    call: Any = getattr(line.stub(channel), method)(request, timeout=_CALL_S)
                     if isinstance(call, grpc.aio.UnaryStreamCall):
                         while await call.read() is not grpc.aio.EOF:
                             pass

@@ -287,3 +287,29 @@ def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
     assert after.engine_node == before.engine_node
     assert after.pipeline_id == before.pipeline_id
     assert not after.stopped or signer == before.asker
+
+
+def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reaches_newcomers(tmp_path: Path) -> None:
+    trust, everybody = nodes(tmp_path, members="bcde")
+    newcomer, a, b, c = everybody.pop("e"), everybody["a"], everybody["b"], everybody["c"]
+    b.book.ask("p", spec(), engine_node=b.node_id)
+    for one in everybody.values():
+        one.engines[b.node_id, "p"] = "ready"
+    all_hear(everybody)
+    for step in (1 << 62, (1 << 64) - 2, MAX_VERSION_STEP):
+        body = pb.ServeBody()
+        body.CopyFrom(a.book.held("p") or body)
+        body.engine_node, body.version = c.node_id, min(body.version + step, (1 << 64) - 1)
+        before = a.book.held("p")
+        a.book.merge(c.node_id, [signed(trust.keys["c"], body)])
+        assert (a.book.held("p") == before) == (step > MAX_VERSION_STEP)  # the owner's node answers the last one alone
+    all_hear(everybody)
+    moved = spec()
+    moved.context_length = 7
+    b.book.note_served("p", moved)  # said by a plain member, with a version that a newcomer would not take from it
+    all_hear(everybody)
+    a.book.renew(lambda _, manifest_hash: manifest_hash)
+    all_hear(everybody)
+    newcomer.hears(a)
+    assert newcomer.book.held("p") == a.book.held("p")
+    assert (newcomer.book.held("p") or pb.ServeBody()).spec.context_length == 7

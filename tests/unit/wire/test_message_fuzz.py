@@ -1,0 +1,91 @@
+"""Messages that no member would send, for every method that one may call: only errors of ours come out, in little time
+and memory. A failure prints the message."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from google.protobuf.message import Message
+from message_feeders import FEW, Feeder, Folders, feeders
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.link.access import ALLOWED
+from edgepipe.testing.fuzz_messages import MessageFuzzer, methods
+
+MAX_INPUT_S = 2.0  # of one message, on a busy machine
+MAX_GROWTH_BYTES = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """pytest keeps every line of a test, and that is not what is measured."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+async def test_every_method_that_a_member_may_call_is_fed(folders: Folders) -> None:
+    assert set(feeders(folders)) == set(ALLOWED)
+    assert set(ALLOWED) <= set(methods())
+
+
+def share(method: str, *, of_each_kind: int) -> int:
+    """How many of the messages that each kind of process sends are for this method."""
+    kinds = [[name for name in ALLOWED if kind in ALLOWED[name]] for kind in ALLOWED[method]]
+    return sum(of_each_kind // len(names) for names in kinds)
+
+
+@pytest.mark.parametrize("method", ALLOWED)
+@pytest.mark.parametrize(
+    "of_each_kind", [1000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+async def test_messages_that_nobody_would_send(folders: Folders, method: str, of_each_kind: int) -> None:
+    count = share(method, of_each_kind=of_each_kind)
+    rng = random.Random(f"{method} {count}")
+    before = 0
+    for start in range(0, count, FEW):
+        feeder = feeders(folders)[method]
+        fuzzer = MessageFuzzer(methods()[method], feeder.samples, rng)
+        for _ in range(min(FEW, count - start)):
+            await fed(feeder, fuzzer.message())
+        if start <= count // 10:
+            before = memory()
+    if count > 10 * FEW:  # else the allocator's arenas are all that grows
+        assert memory() - before <= MAX_GROWTH_BYTES
+
+
+@pytest.mark.parametrize("method", [method for method in ALLOWED if method != "Weights/ReadTensor"])
+async def test_valid_messages_are_no_errors(folders: Folders, method: str) -> None:
+    feeder = feeders(folders)[method]
+    for sample in feeder.samples:
+        await feeder.feed(sample)
+
+
+async def fed(feeder: Feeder, message: Message) -> None:
+    """Feed one. Raises AssertionError for any error but ours."""
+    began_s = time.monotonic()
+    try:
+        await feeder.feed(message)
+    except EdgepipeError:
+        pass
+    except Exception as exc:
+        raise AssertionError(f"{type(exc).__name__}: {exc}\n{str(message)[:3000]}") from exc
+    await asyncio.sleep(0)  # generators that were left end then
+    assert time.monotonic() - began_s <= MAX_INPUT_S, str(message)[:3000]
+
+
+def memory() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
