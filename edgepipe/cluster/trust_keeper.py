@@ -314,11 +314,12 @@ class TrustKeeper:
                 self._written = store
 
     def _note(self, before: TrustStore) -> None:
-        """Audit lines and the log: what counts now and did not before. What a removed owner says is worth no line."""
+        """Audit lines and the log: what counts now and did not before. No line is worth what a removed owner says, nor
+        who is removed without having belonged."""
         names = {**before.peers, **self._store.peers}
         counted = {one.key for one in before.standing.counting}
         for one in self._store.standing.counting:
-            if one.key in counted:
+            if one.key in counted or (one.role is None and one.about not in names):
                 continue
             known = names.get(one.about)
             signer = names[one.signer].name if one.signer in names else one.signer
