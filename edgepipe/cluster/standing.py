@@ -68,6 +68,7 @@ class _Hearing:
         self._waiting: list[tuple[Rank, Statement]] = [(_FOUNDER, founder)]
         self._heard: list[Statement] = []
         self._by_elders: dict[NodeId, list[Statement]] = {}  # removals of owners: settled before they had their say
+        self._open: dict[NodeId, list[Statement]] = {}  # removals by elders that did not count when the owner spoke
         self._by_others: dict[NodeId, list[Statement]] = defaultdict(list)  # of owners by younger ones, of all others
         self._known: dict[bytes, bool] = {}  # ``_counts`` so far; anew whenever more was heard
 
@@ -79,7 +80,9 @@ class _Hearing:
             if owner in self._ranks or not (add.founds or self._counts(add)):
                 continue
             self._ranks[owner], self._vouched[owner] = rank, add
-            self._by_elders[owner] = [one for one in self._by_others.pop(owner, ()) if self._counts(one)]
+            removals = self._by_others.pop(owner, [])
+            self._by_elders[owner] = [one for one in removals if self._counts(one)]
+            self._open[owner] = [one for one in removals if not self._counts(one)]
             return owner
         return None
 
@@ -97,11 +100,20 @@ class _Hearing:
 
     def outcome(self) -> Standing:
         """After everybody was heard."""
-        removed = {owner for owner, removals in self._by_elders.items() if removals}
-        removed |= {about for about, removals in self._by_others.items() if any(map(self._counts, removals))}
+        late = {owner: [one for one in removals if self._counts(one)] for owner, removals in self._open.items()}
+
+        def stays(one: Statement) -> bool:
+            """Whether no removal bounds its signer that counts only since younger ones have spoken."""
+            return all(_keeps(removal, one) for removal in late.get(one.signer, ()))
+
+        removed = {owner for owner, removals in self._by_elders.items() if any(map(stays, removals))}
+        removed |= {owner for owner, removals in late.items() if removals}
+        for about, removals in self._by_others.items():
+            if any(self._counts(one) and stays(one) for one in removals):
+                removed.add(about)
         settled = {one.key for one in self._vouched.values()}
         settled |= {one.key for removals in self._by_elders.values() for one in removals}
-        counting = [one for one in self._heard if one.key in settled or self._counts(one)]
+        counting = [one for one in self._heard if (one.key in settled or self._counts(one)) and stays(one)]
         founder = next(iter(self._vouched.values()))
         peers: dict[NodeId, TrustedPeer] = {}
         for one in sorted((founder, *counting), key=lambda one: (one.about, one.made_ms, one.body)):

@@ -119,13 +119,14 @@ class TrustWorld:
         assert (store.peers, store.removed) == (whole.peers, whole.removed)
 
     def _check_turned(self) -> None:
-        """What a machine says after an elder removed it changes nothing, nor does anybody whom only it vouches for."""
+        """What a machine says after an elder removed it changes nothing, unless that very removal keeps it, nor does
+        anybody whom only it vouches for."""
         late = set(self.late)
         late |= {one.key for one in self.said if one.signer in TURNED and one.signer not in self._let_in()}
         while True:
             without = stand(FOUNDING, [one for one in self.said if one.key not in late])
-            bound = {one.signer for one in self.said if one.key in late and self._is_bound(one.signer, without)}
-            if (rest := {one.key for one in self.said if one.key in late and one.signer in bound}) == late:
+            rest = {one.key for one in self.said if one.key in late and self._is_bound(one, without)}
+            if rest == late:
                 break
             late = rest  # removed by somebody younger, or the removal fell with who said it: not what is claimed here
         now = stand(FOUNDING, self.said)
@@ -141,12 +142,16 @@ class TrustWorld:
             let_in |= {one.about for one in adds if one.signer in let_in}
         return let_in
 
-    def _is_bound(self, who: NodeId, without: Standing) -> bool:
-        ranks = without.ranks
+    def _is_bound(self, one: Statement, without: Standing) -> bool:
+        """Whether its signer has no say, or an elder's removal that counts does not keep it."""
+        who, ranks = one.signer, without.ranks
         if who not in ranks:
-            return True  # it has no say
-        counting = {one.key for one in without.counting}
-        return any(one.key in counting and ranks[one.signer] < ranks[who] for one in self.expelled.get(who, ()))
+            return True
+        counting = {removal.key for removal in without.counting}
+        return any(
+            removal.key in counting and ranks[removal.signer] < ranks[who] and one.key not in removal.kept
+            for removal in self.expelled.get(who, ())
+        )
 
     def _say(self, by: NodeId, statements: list[Statement]) -> None:
         for one in statements:
