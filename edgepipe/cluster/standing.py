@@ -4,15 +4,15 @@ An owner is the elder of another if fewer vouchers stand between it and the foun
 vouchers come first (by the number that their signers gave the adds). Owners have their say in that order:
 
 - Whoever is removed by an elder says nothing from then on but what every such removal lists as ``kept``.
-- Somebody younger can remove an elder: that one is out and bounded in the same way, but what it has settled already,
-  its own removals of the remover among it, stays. So of two owners who remove each other the elder stays.
-- Nothing that nobody who has a say has said counts. An add by someone removed counts only if it is kept.
+- Somebody younger can remove an elder, who is out with all it holds; but no removal by somebody younger takes back what
+  an elder says. So of two owners who remove each other the elder stays, and no ring of removals is without an end.
+- Nothing counts that nobody said who has a say.
 
 That a removed owner's word is bounded by its removal, and not by when it was said, is the whole point: a machine that
 was removed can sign what it likes with any date. That the elder wins is a choice that has to be made: two statements
 that deny each other tell nobody which was made first. ``docs/decisions/trust.md`` has the argument.
 
-PURE. The cost is some passes over the statements that are held, of which there are at most
+PURE. The cost is one pass over the statements that are held, of which there are at most
 ``MAX_OWNERS * MAX_PER_SIGNER``.
 """
 
@@ -63,60 +63,37 @@ class _Hearing:
     """Owners have their say, the elder before the younger."""
 
     def __init__(self, founder: Statement) -> None:
+        self._founder = founder
         self._ranks: dict[NodeId, Rank] = {}
-        self._vouched: dict[NodeId, Statement] = {}  # the add that made somebody in ``_ranks`` an owner
         self._waiting: list[tuple[Rank, Statement]] = [(_FOUNDER, founder)]
         self._heard: list[Statement] = []
-        self._by_elders: dict[NodeId, list[Statement]] = {}  # removals of owners: settled before they had their say
-        self._open: dict[NodeId, list[Statement]] = {}  # removals by elders that did not count when the owner spoke
-        self._by_others: dict[NodeId, list[Statement]] = defaultdict(list)  # of owners by younger ones, of all others
-        self._known: dict[bytes, bool] = {}  # ``_counts`` so far; anew whenever more was heard
+        self._removals: dict[NodeId, list[Statement]] = defaultdict(list)  # heard so far, by whom they remove
 
     def next_owner(self) -> NodeId | None:
         """The eldest who was not heard yet; None if everybody was."""
         while self._waiting and len(self._ranks) < MAX_OWNERS:
             rank, add = heappop(self._waiting)
-            owner = add.about
-            if owner in self._ranks or not (add.founds or self._counts(add)):
-                continue
-            self._ranks[owner], self._vouched[owner] = rank, add
-            removals = self._by_others.pop(owner, [])
-            self._by_elders[owner] = [one for one in removals if self._counts(one)]
-            self._open[owner] = [one for one in removals if not self._counts(one)]
-            return owner
+            if add.about not in self._ranks:
+                self._ranks[add.about] = rank
+                return add.about
         return None
 
     def hear(self, owner: NodeId, said: Iterable[Statement]) -> None:
-        """What the owner says, as far as elders let it."""
+        """What the owner says, as far as elders let it: they all were heard before."""
         depth, path = self._ranks[owner]
-        bounds = self._by_elders[owner]
+        bounds = tuple(self._removals[owner])
         for one in _spoken(one for one in said if all(_keeps(removal, one) for removal in bounds)):
             self._heard.append(one)
             if one.role is None:
-                self._by_others[one.about].append(one)
+                self._removals[one.about].append(one)
             elif one.adds_owner:
                 heappush(self._waiting, ((depth + 1, (*path, (one.number, one.key))), one))
-        self._known.clear()
 
     def outcome(self) -> Standing:
         """After everybody was heard."""
-        late = {owner: [one for one in removals if self._counts(one)] for owner, removals in self._open.items()}
-
-        def stays(one: Statement) -> bool:
-            """Whether no removal bounds its signer that counts only since younger ones have spoken."""
-            return all(_keeps(removal, one) for removal in late.get(one.signer, ()))
-
-        removed = {owner for owner, removals in self._by_elders.items() if any(map(stays, removals))}
-        removed |= {owner for owner, removals in late.items() if removals}
-        for about, removals in self._by_others.items():
-            if any(self._counts(one) and stays(one) for one in removals):
-                removed.add(about)
-        settled = {one.key for one in self._vouched.values()}
-        settled |= {one.key for removals in self._by_elders.values() for one in removals}
-        counting = [one for one in self._heard if (one.key in settled or self._counts(one)) and stays(one)]
-        founder = next(iter(self._vouched.values()))
+        removed = frozenset(about for about, removals in self._removals.items() if removals)
         peers: dict[NodeId, TrustedPeer] = {}
-        for one in sorted((founder, *counting), key=lambda one: (one.about, one.made_ms, one.body)):
+        for one in sorted((self._founder, *self._heard), key=lambda one: (one.about, one.made_ms, one.body)):
             if one.role is not None and one.about not in removed:
                 peers[one.about] = TrustedPeer(
                     node_id=one.about,
@@ -124,17 +101,7 @@ class _Hearing:
                     role=Role.OWNER if one.about in self._ranks else Role.MEMBER,
                     certificate=certificate_of(one),
                 )
-        return Standing(peers=peers, removed=frozenset(removed), ranks=self._ranks, counting=tuple(counting))
-
-    def _counts(self, one: Statement) -> bool:
-        """Whether nobody who has a say bounds its signer without it. Looks at ever younger owners only, so it ends."""
-        known = self._known.get(one.key)
-        if known is None:
-            known = all(_keeps(removal, one) for removal in self._by_elders[one.signer]) and all(
-                _keeps(removal, one) or not self._counts(removal) for removal in self._by_others.get(one.signer, ())
-            )
-            self._known[one.key] = known
-        return known
+        return Standing(peers=peers, removed=removed, ranks=self._ranks, counting=tuple(self._heard))
 
 
 def _keeps(removal: Statement, one: Statement) -> bool:

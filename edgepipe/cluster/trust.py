@@ -78,9 +78,11 @@ class TrustStore:
         return wanted if wanted not in taken else next(name for name in numbered if name not in taken)
 
     def added_only_by(self, node_id: NodeId, *, remover: NodeId) -> list[TrustedPeer]:
-        """Peers other than these two who stop counting when ``remover`` removes ``node_id`` and keeps none of its
-        adds."""
-        without = self._after(self._removals(remover, [node_id], keep_adds=False)).peers
+        """Peers other than these two who would not belong without the adds of ``node_id``."""
+        rest = [
+            one for one in self.statements.values() if one.signer != node_id or one.role is None or one.about == remover
+        ]
+        without = stand(self.founding, rest).peers
         return [peer for key, peer in self.peers.items() if key not in without and key not in (node_id, remover)]
 
     def removals_for(self, node_id: NodeId, *, remover: NodeId, keep_added: bool) -> list[tuple[NodeId, list[bytes]]]:

@@ -210,21 +210,24 @@ def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_th
     assert roles(with_(new, late)) == roles(new)
 
 
-def test_whom_only_a_removed_owner_vouched_for_stops_counting():
-    together = two_owners()
-    store = with_(together, remove(together, A, by=B))
-    assert roles(store) == {"b": Role.OWNER}
-    assert {
-        NAMES[one.node_id] for one in together.added_only_by(NodeId(A.fingerprint), remover=NodeId(B.fingerprint))
-    } >= {"c", "d"}
+def expelled(store: TrustStore, who: KeyPair, *, by: KeyPair, keep_added: bool = False) -> TrustStore:
+    """With all that its remover says."""
+    node_id = NodeId(who.fingerprint)
+    return with_(store, *removal_statements(store, signer=by, node_id=node_id, now_ms=3, keep_added=keep_added))
 
 
-def test_another_owner_can_vouch_for_them_anew():
+def test_whom_only_a_removed_owner_vouched_for_goes_with_it_or_is_kept():
     together = two_owners()
-    gone = with_(together, remove(together, A, by=B))
-    assert roles(with_(gone, add(gone, C, by=B))) == {"b": Role.OWNER, "c": Role.MEMBER}
+    assert roles(expelled(together, A, by=B)) == {"b": Role.OWNER}
+    assert roles(expelled(together, A, by=B, keep_added=True)) == {"b": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
+    only = {NAMES[one.node_id] for one in together.added_only_by(NodeId(A.fingerprint), remover=NodeId(B.fingerprint))}
+    assert only == {"c", "d"}
+
+
+def test_whom_another_owner_let_in_too_stays():
+    together = two_owners()
     before = with_(together, add(together, D, by=B))
-    assert roles(with_(before, remove(before, A, by=B))) == {"b": Role.OWNER, "d": Role.MEMBER}
+    assert roles(expelled(before, A, by=B)) == {"b": Role.OWNER, "d": Role.MEMBER}
 
 
 def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself():
