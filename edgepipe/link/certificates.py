@@ -11,6 +11,7 @@ import base64
 import datetime
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NewType
 
 from cryptography import x509
@@ -119,6 +120,7 @@ def read_certificate(pem: bytes) -> Certificate:
     return Certificate(pem=_pem(certificate), fingerprint=fingerprint)  # written anew: nothing rides along behind it
 
 
+@lru_cache(maxsize=256)  # asked at every call, and one caller makes many
 def peek_fingerprint(pem: bytes) -> Fingerprint:
     """Whose certificate TLS has already checked against the pinned ones. Raises CertificateInvalid."""
     try:

@@ -30,7 +30,7 @@ from edgepipe.wire.v1 import common_pb2
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
 _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
-_MAX_STREAMS = 128  # of one connection
+MAX_STREAMS = 32  # of one connection, which carries a few at a time; who opens more waits
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
@@ -64,7 +64,7 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.server_handshake_timeout_ms", 3000),
-    ("grpc.max_concurrent_streams", _MAX_STREAMS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from edgepipe.testing.rogue.member import Rogue, RogueSettings
 
 async def main() -> None:
     """Attack as told until standard input ends."""
+    os.nice(19)  # a rogue has a machine of its own: it takes from the honest nodes what it makes them do, no more
     rogue = Rogue(RogueSettings(**json.loads(sys.argv[1])))
     async with rogue.running():
         _tell({"node_id": rogue.node_id})

@@ -12,11 +12,9 @@ import hashlib
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
@@ -322,11 +320,11 @@ async def _hold(rogue: Rogue, line: Line, request: pb.ReleaseRequest) -> None:
         stub = node_pb2_grpc.NodeStub(channel)
         streams: list[Any] = [stub.Heartbeat() for _ in range(100)]
         calls = [stub.Release(request) for _ in range(20)]
-        for stream in streams:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await stream.write(rogue.beat(first=True))
+        writes = [asyncio.ensure_future(stream.write(rogue.beat(first=True))) for stream in streams]
         await asyncio.sleep(_FLOOD_S)
+        for write in writes:
+            write.cancel()
+        await asyncio.gather(*writes, return_exceptions=True)  # refused, or still waiting for room
         for call in (*streams, *calls):
             call.cancel()
 

@@ -7,6 +7,7 @@ import datetime
 import os
 import ssl
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from edgepipe.errors import (
 )
 from edgepipe.link.access import Kind, allowed
 from edgepipe.link.certificates import Certificate, KeyPair, make_key_pair
-from edgepipe.link.channels import MAX_MESSAGE_BYTES, make_channel
-from edgepipe.link.security import Credentials, MutualTls, who_answers
+from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, make_channel
+from edgepipe.link.security import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
 from edgepipe.testing.ports import free_port
 from edgepipe.testing.tcp_proxy import tcp_proxy
 
@@ -372,11 +373,11 @@ async def test_streams_without_number_keep_to_their_own_connection():
             calls: list[Any] = [channel.stream_stream(PREFIX + "Node/Heartbeat")() for _ in range(1000)]
             answers = {asyncio.create_task(_first_answer(call)) for call in calls}
             waiting, answered = answers, set[Any]()
-            while len(answered) < 100:
+            while len(answered) < MAX_STREAMS:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
                 assert done, "none is served any more"
                 answered |= done
-            assert process.echo.running <= 128
+            assert process.echo.running <= MAX_STREAMS
             assert await process.say(other, "Node/Heartbeat") == b"x"
             for task in answers:
                 task.cancel()
@@ -385,6 +386,24 @@ async def test_streams_without_number_keep_to_their_own_connection():
                 call.cancel()
             assert psutil.Process(os.getpid()).memory_info().rss - before < 64 << 20
         assert await process.say(other, "Node/Heartbeat") == b"x"
+
+
+async def test_one_caller_has_so_many_calls_at_once_over_all_its_connections():
+    """The rest are refused at once, and others are served meanwhile."""
+    greedy, other = Party(), Party()
+    async with listening(greedy, other) as process, AsyncExitStack() as stack:
+        calls: list[Any] = []
+        for _ in range(MAX_CALLS_PER_CALLER // MAX_STREAMS + 1):
+            channel = await stack.enter_async_context(make_channel(process.address, process.credentials(greedy)))
+            calls += [channel.stream_stream(PREFIX + "Node/Heartbeat")() for _ in range(MAX_STREAMS)]
+        answers = await asyncio.gather(*map(_first_answer, calls), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert [answer for answer in answers if answer not in refused] == [b"1"] * MAX_CALLS_PER_CALLER
+        assert len(refused) == MAX_STREAMS
+        assert {answer.code() for answer in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert await process.say(other, "Node/Heartbeat") == b"x"
+        for call in calls:
+            call.cancel()
 
 
 async def _first_answer(call: Any) -> bytes:
