@@ -23,6 +23,7 @@ _CALLS = 15
 _ROUND_BYTES = (1 << 20, 1 << 20, 1 << 20, 4 << 20)
 _SLOW_S = 0.2  # of one round: the wire is so slow that nothing else counts
 _KEPT_S = 600.0
+_FRESH_S = 10.0  # no member can keep a wire busy by asking for it again and again
 _LONGEST_S = 10.0
 
 
@@ -44,7 +45,7 @@ class LinkProbes:
         return [found for _, found in self._known.values() if found.receiver in wanted]
 
     async def measure(self, node_ids: list[str], *, fresh: bool = False) -> list[pb.LinkProfile]:
-        """One after the other, this node's host first; ``fresh``: also what is known.
+        """One after the other, this node's host first; ``fresh``: also what is known for more than 10 s.
 
         Raises NodeUnreachable, LinkError.
         """
@@ -54,7 +55,7 @@ class LinkProbes:
     async def _one(self, node: pb.NodeState, *, fresh: bool) -> pb.LinkProfile:
         async with self._busy:
             at_s, known = self._known.get(node.address, (float("-inf"), None))
-            if known is not None and not fresh and self._clock.monotonic_s() - at_s < _KEPT_S:
+            if known is not None and self._clock.monotonic_s() - at_s < (_FRESH_S if fresh else _KEPT_S):
                 return known
             try:
                 async with asyncio.timeout(_LONGEST_S):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _once = Once(logger)
 
 _MOST_BYTES = 8 << 20
-_MOST_RECORDS = 64  # models, the stopped ones among them; the oldest of those are forgotten first
+_MOST_RECORDS = 64  # models, the stopped ones among them
 _MOST_CHECKED = 512  # signatures that are remembered as checked
 _MOST_WAITING = 64  # new records of one node that are checked at once; then some more every second:
 _CHECKS_PER_S = 4.0
@@ -347,8 +347,7 @@ class ServeBook:
     def _take(self, body: pb.ServeBody, record: pb.ServeRecord) -> None:
         before = self._records.pop(body.spec.model, None)
         self._records[body.spec.model] = (body, record)
-        stopped = [model for model, (one, _) in self._records.items() if one.stopped]
-        for model in stopped[: max(0, len(self._records) - _MOST_RECORDS)]:
+        while (model := self._forgettable()) and len(self._records) > _MOST_RECORDS:
             del self._records[model]
         self._changes.notify()
         self._changed.set()
@@ -356,6 +355,12 @@ class ServeBook:
         moved = before is not None and before[0].engine_node != body.engine_node
         if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
             self._say(self._next(body.spec.model))  # who cannot know by itself that the other node is gone believes it
+
+    def _forgettable(self) -> str:
+        """The oldest stopped model of the node that said most of them: nobody's masses push out what others said."""
+        stopped = {model: one.signer for model, (one, _) in self._records.items() if one.stopped}
+        said = Counter(stopped.values())
+        return next((model for model, signer in stopped.items() if said[signer] == max(said.values())), "")
 
     def _load(self) -> None:
         """What this node wrote was checked when it came in; records of the earlier form wait for ``renew``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from edgepipe.daemon import engine_keeper
 from edgepipe.daemon.engine_keeper import EngineKeeper
 from edgepipe.daemon.engines import EngineHost
 from edgepipe.daemon.system import SystemClock
+from edgepipe.errors import EdgepipeError, StaleEpoch
 from edgepipe.wire.v1 import node_pb2 as pb
 
 REQUEST = pb.StartEngineRequest(pipeline_id="p", spec=pb.ServeSpec(model="m"))
@@ -24,7 +25,12 @@ class SlowChild:
     def __init__(self) -> None:
         self.stopping = self.killed = False
         self.sent: list[pb.ChildCommand] = []
+        self.port, self.pid, self.certificate = 0, 1, b""
         self.exited = asyncio.Event()
+        self.fault: EdgepipeError | None = None
+
+    def error(self) -> EdgepipeError:
+        return self.fault or EdgepipeError("it ended")
 
     def kill(self) -> None:
         self.killed = True
@@ -32,6 +38,44 @@ class SlowChild:
 
     def send(self, command: pb.ChildCommand) -> None:
         self.sent.append(command)
+
+
+def engine_host(
+    tasks: asyncio.TaskGroup,
+    start: Callable[..., object],
+    *,
+    counts: bool = True,
+    on_change: Callable[[bool], None] = lambda _: None,
+) -> EngineHost:
+    """Of a node that is alone and whose processes ``start`` makes."""
+
+    async def nothing(*_: object) -> None:
+        return
+
+    async def stop(child: SlowChild) -> None:
+        child.stopping = True
+        child.exited.set()
+
+    async def vouch_all(*_: object) -> dict[str, pb.VouchReply]:
+        return {}
+
+    async def changes() -> AsyncGenerator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    return EngineHost(
+        children=cast("Any", SimpleNamespace(start=start, stop=stop, wait_started=nothing)),
+        new_settings=cast("Any", lambda: None),
+        peers=cast("Any", SimpleNamespace(vouch_all=vouch_all, own_id="a", nodes=list)),
+        replanner=cast("Any", None),
+        changes=cast("Any", changes),
+        spread=nothing,
+        tasks=tasks,
+        own_highest=lambda _: 0,
+        ends=lambda: False,
+        counts=lambda _: counts,
+        on_change=on_change,
+    )
 
 
 @pytest.mark.parametrize("end", ["give_way", "stop"])
@@ -42,23 +86,8 @@ async def test_an_engine_that_ends_before_its_process_is_there_leaves_none(end: 
         await spawned.wait()
         return child
 
-    async def vouch_all(*_: object) -> dict[str, pb.VouchReply]:
-        return {}
-
     async with asyncio.TaskGroup() as tasks:
-        host = EngineHost(
-            children=cast("Any", SimpleNamespace(start=start)),
-            new_settings=cast("Any", lambda: None),
-            peers=cast("Any", SimpleNamespace(vouch_all=vouch_all, own_id="a")),
-            replanner=cast("Any", None),
-            changes=cast("Any", None),
-            spread=cast("Any", None),
-            tasks=tasks,
-            own_highest=lambda _: 0,
-            ends=lambda: False,
-            counts=lambda _: True,
-            on_change=lambda _: None,
-        )
+        host = engine_host(tasks, start)
         starting = tasks.create_task(host.start(REQUEST, model_config="", resuming=True))
         await asyncio.sleep(0)
         assert [state.pipeline_id for state in host.states()] == ["p"]
@@ -72,6 +101,41 @@ async def test_an_engine_that_ends_before_its_process_is_there_leaves_none(end: 
     assert child.killed
     assert child.stopping
     assert not child.sent
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_an_engine_whose_stages_another_had_comes_back_where_its_record_says(counts: bool) -> None:
+    """Its epoch is stale. Where the record names it, the other was none: its next process takes the stages again."""
+    children: list[SlowChild] = []
+    again, gone = asyncio.Event(), asyncio.Event()
+    hosts: list[EngineHost] = []
+
+    def on_change(_: bool) -> None:
+        if hosts and not hosts[0].states():
+            gone.set()
+
+    async def start(*_: object) -> SlowChild:
+        children.append(SlowChild())
+        if len(children) == 2:
+            again.set()
+        return children[-1]
+
+    async with asyncio.TaskGroup() as tasks:
+        host = engine_host(tasks, start, counts=counts, on_change=on_change)
+        hosts.append(host)
+        await host.start(REQUEST, model_config="", resuming=True)
+        children[0].fault = StaleEpoch("another engine has the stages")
+        children[0].exited.set()
+        if counts:
+            async with asyncio.timeout(10):
+                await again.wait()
+            assert [state.state for state in host.states()] == ["recovering"]
+        else:
+            async with asyncio.timeout(10):
+                await gone.wait()
+            assert host.states() == []
+        assert len(children) == 1 + counts
+        await host.stop("p")
 
 
 async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

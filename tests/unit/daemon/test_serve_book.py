@@ -168,6 +168,26 @@ def test_a_member_may_have_so_many_models_served_and_no_more(tmp_path: Path) -> 
     everybody["a"].book.ask("p", spec("m"), engine_node=b.node_id)
 
 
+def test_stopped_models_of_one_member_push_out_nobody_else_s(tmp_path: Path) -> None:
+    trust, everybody = nodes(tmp_path)
+    a, b, c = (everybody[name] for name in "abc")
+    c.book.ask("pc", spec("of c"), engine_node=c.node_id)
+    c.book.note_served("pc", spec("of c"))
+    all_hear(everybody)
+    c.book.note_stopped("of c")
+    all_hear(everybody)
+    for number in range(100):
+        trust.clock.advance(60)  # records that come in masses are not all checked
+        b.book.ask(f"p{number}", spec(f"m{number}"), engine_node=b.node_id)
+        b.book.note_served(f"p{number}", spec(f"m{number}"))
+        a.hears(b)
+        b.book.note_stopped(f"m{number}")
+        a.hears(b)
+    assert a.held["of c"] == (c.node_id, True)
+    assert len(a.held) == 64
+    assert a.held["m99"] == (b.node_id, True)
+
+
 def test_what_was_served_is_believed_by_who_joins_after_its_signer_was_removed(tmp_path: Path) -> None:
     trust, everybody = nodes(tmp_path)
     a, b, c = (everybody[name] for name in "abc")

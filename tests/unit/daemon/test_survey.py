@@ -123,6 +123,9 @@ async def test_links_are_kept_a_while_and_told_with_what_the_host_takes():
     await probes.measure(["b"])
     assert probes.measured == 1
     await probes.measure(["b"], fresh=True)
+    assert probes.measured == 1, "it was measured a moment ago"
+    clock.advance(11)
+    await probes.measure(["b"], fresh=True)
     clock.advance(3600)
     assert [one.receiver for one in probes.known(["b"])] == ["a", "b"], "old figures are better than none"
     await probes.measure(["b"])
