@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.certificates import make_key_pair
-from edgepipe.link.channels import make_unix_channel, translated
+from edgepipe.link.channels import make_unix_channel, told_error, translated
 from edgepipe.link.security import MutualTls, Security
 from edgepipe.safe_text import one_line
 from edgepipe.wire.common import make_hello
@@ -194,7 +194,10 @@ async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
         async with make_unix_channel(str(socket)) as channel:
             yield Admin(channel)
     except (ConnectTimeout, PeerClosed) as exc:
-        raise no_node(data_dir) from exc
+        cause = exc.__cause__
+        if isinstance(cause, grpc.aio.AioRpcError) and told_error(cause) is None:
+            raise no_node(data_dir) from exc
+        raise  # the node told of somebody else
 
 
 async def status_if_running(data_dir: Path) -> pb.ClusterStatus | None:

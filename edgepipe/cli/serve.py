@@ -166,6 +166,8 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
         task = progress.add_task(f"asking for {request.model}", total=1.0)
         async for event in admin.serve(request):
             progress.update(task, description=event.message, completed=event.progress)
+            if event.note:
+                progress.console.print(event.note, markup=False, highlight=False, soft_wrap=True)
             if event.HasField("engine"):
                 return event.engine
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
 from edgepipe.daemon.memory import modest_kv_bytes
@@ -17,6 +18,7 @@ from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.daemon.survey import Surveyor
 from edgepipe.errors import (
     AccessDenied,
+    ConnectTimeout,
     EdgepipeError,
     ModelUnknown,
     NodeUnreachable,
@@ -25,6 +27,7 @@ from edgepipe.errors import (
     VersionMismatch,
 )
 from edgepipe.ids import Epoch, IdSource
+from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Plan, Wishes, plan
@@ -36,6 +39,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
+_CONNECT_S = 3.0  # to an engine that is ready
 _GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
 
 
@@ -91,21 +95,64 @@ class Serving:
         if waited_for := self._starting():
             yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
+        shut: dict[str, ConnectTimeout] = {}  # nodes that cannot be used, by id, and why
+        while True:
+            try:
+                async with aclosing(self._serve_anew(request, model, context, shut)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except ConnectTimeout as error:
+                node = self._named(error.node)
+                if request.plan or node is None or node.node_id in shut:
+                    raise
+                shut[node.node_id] = error
+                yield pb.ServeEvent(message=f"{error.what}: looking for another way")
+
+    async def _serve_anew(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
+    ) -> AsyncGenerator[pb.ServeEvent]:
+        """As ``serve``, on nodes that are not ``shut``. Raises the first of those errors if that leaves no way."""
         pipeline_id, engine_node = self._ids.new("pipeline"), ""
         ready = False
         try:
             if not request.plan:
                 yield pb.ServeEvent(message="measuring devices and links")
-            spec, engine_node = await self._spec(request, model, context)
-            yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}")
+            try:
+                spec, engine_node = await self._spec(request, model, context, exclude=tuple(shut))
+            except (NoFeasiblePlacement, PlanInvalid) as error:
+                raise next(iter(shut.values()), error) from None
+            newest = [_left_out(error) for error in shut.values()][-1:]
+            yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="".join(newest))
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
+                if event.HasField("engine") and (error := await self._no_way_to(event.engine, engine_node)):
+                    if not request.plan:
+                        raise error
+                    event.note = f"{error.what}: {error.next_step}"
                 ready = event.HasField("engine")
                 yield event
         finally:
             if engine_node and not ready and not self._has_failed(pipeline_id):
                 self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+
+    async def _no_way_to(self, engine: engine_pb2.EngineState, node_id: str) -> ConnectTimeout | None:
+        """Why this node's gateway cannot send requests to a ready engine; None if it can."""
+        host, _, port = engine.address.rpartition(":")
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except TimeoutError:
+            own, node = self._peers.node(self._peers.own_id), self._peers.node(node_id)
+            return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
+        except OSError:
+            return None  # it ends just now: whoever follows it is told why
+        writer.close()
+        return None
+
+    def _named(self, name: str) -> pb.NodeState | None:
+        return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
         """What a plan for a model is made of. Raises ModelUnknown, LinkNotMeasured."""
@@ -186,8 +233,10 @@ class Serving:
                     if not self._starting():
                         return
 
-    async def _spec(self, request: pb.ServeRequest, model: LocalModel, context: int) -> tuple[pb.ServeSpec, str]:
-        """What is to be served, and the node of its engine."""
+    async def _spec(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
+    ) -> tuple[pb.ServeSpec, str]:
+        """What is to be served, and the node of its engine; on no node (id) of ``exclude``, for this once."""
         options = request.options
         nodes = self._peers.nodes()
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
@@ -196,7 +245,7 @@ class Serving:
                 placed = place_by_plan(placement_need(model.config, context), rooms, request.plan)
                 engine_node = placed[0].node_id
             else:
-                found = await self._planned(request, model, context)
+                found = await self._planned(request, model, context, exclude)
                 placed, engine_node = found.placed, found.engine
         except NoFeasiblePlacement as error:
             mismatch = next((one for one in self._refused() if isinstance(one, VersionMismatch)), None)
@@ -219,13 +268,15 @@ class Serving:
         spec.moves, spec.fixed = request.moves == pb.MOVES_AUTO, bool(request.plan)
         return spec, engine_node
 
-    async def _planned(self, request: pb.ServeRequest, model: LocalModel, context: int) -> Plan:
+    async def _planned(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]
+    ) -> Plan:
         """The best placement that the request allows. Raises as ``plan``."""
         cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
         asked = pb.ServeSpec(context_length=context, throughput=request.throughput, concurrency=request.concurrency)
         must_keep_tokens = context if request.must_keep_context else 0
         demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
-        wishes = Wishes(num_nodes=request.num_nodes, exclude=tuple(request.exclude), first=request.first)
+        wishes = Wishes(num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first)
         return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
 
     def _describe(self, spec: pb.ServeSpec) -> str:
@@ -279,6 +330,10 @@ class Serving:
             await self._peers.stop_engine(node_id, pipeline_id, self._book.record(pipeline_id))
         except EdgepipeError as error:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
+
+
+def _left_out(error: ConnectTimeout) -> str:
+    return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
 
 
 def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:

@@ -41,6 +41,7 @@ class StageControl:
         self.crashed_step: StepId | None = None  # told with a fault: computing it failed
         self.device_failed = False  # told with it: the device failed a test step, too
         self.met = False  # a connection stood once
+        self.swallowed = False  # what was sent to make a connection was never answered: a firewall, not a dead process
         self.next_unreached = False  # told with a fault: the way to the next stage failed
         self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
         self._call: Any = None
@@ -172,6 +173,7 @@ class StageControl:
         cause = from_rpc_error(exc, peer=self.site.label) if exc else None
         if cause is not None and not isinstance(cause, LinkError):
             return self._named(cause)
+        self.swallowed = isinstance(cause, ConnectTimeout) and "refused" not in cause.fact
         fact = f"its connection broke ({(cause.fact or str(cause)) if cause else 'it closed the stream'})"
         next_step = "serve the model again; 'edgepipe logs' on that node says more"
         return self._named(

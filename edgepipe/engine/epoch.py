@@ -167,7 +167,9 @@ class EpochRun:
             links=tuple(
                 (one, other) for one, other in links if one.node_id != other.node_id and other.index in reached
             ),
-            sites=tuple(each.site for each in self._controls if not each.met and each.site.node_id != own),
+            sites=tuple(
+                each.site for each in self._controls if not each.met and (each.site.node_id != own or each.swallowed)
+            ),
         )
 
     async def close(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from edgepipe.config import CHILD_PORTS
 from edgepipe.engine.hold_down import HoldDown
 from edgepipe.engine.planning import Nodes
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import NodeId
+from edgepipe.link.shut_ports import shut_port
 from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
 
 Way = tuple[NodeId, NodeId]
@@ -27,21 +27,22 @@ class Missed:
     def __bool__(self) -> bool:
         return bool(self.links or self.sites)
 
+    def of_node(self, name: str) -> Missed:
+        """The sites on the node of that name alone."""
+        return Missed(sites=tuple(site for site in self.sites if site.node_name == name))
+
     def error(self, nodes: Nodes, *, engine: str) -> ConnectTimeout:
         """Name the first missed connection for people. ``engine`` is the name of the engine's node."""
         if self.links:
             one, site = self.links[0]
-            source, beside = one.node_name, f", though {engine} reaches both" if engine != one.node_name else ""
+            source = one.node_name
         else:
-            source, site, beside = engine, self.sites[0], ""
-        return ConnectTimeout(
-            f"{source} does not reach {site.node_name}",
-            fact=f"no connection to {site.address} could be made from there{beside}",
-            next_step=f"let TCP {_ports(site, nodes)} through the firewall of {site.node_name}, at least from "
-            f"{source}: see 'edgepipe doctor' on {source}",
-            node=site.node_name,
-            stage=site.label,
+            source, site = engine, self.sites[0]
+        error = shut_port(
+            source, site.node_name, address=site.address, node_address=nodes.address(site.node_id), beside=engine
         )
+        error.stage = site.label
+        return error
 
 
 class Quarantine:
@@ -109,10 +110,3 @@ def in_order(stages: Iterable[StagePlacement]) -> list[NodeId]:
     """The nodes that a token comes by, one per slice."""
     slices = sorted((part.index, stage.node_id) for stage in stages for part in stage.slices)
     return [node_id for _, node_id in slices]
-
-
-def _ports(site: StageSite, nodes: Nodes) -> str:
-    """Of the children of a stage's node: the one that was tried, or the range that it is from."""
-    port, of_node = (int(address.rpartition(":")[2]) for address in (site.address, nodes.address(site.node_id)))
-    first, last = of_node + 1, of_node + CHILD_PORTS
-    return f"ports {first}-{last}" if first <= port <= last else f"port {port}"

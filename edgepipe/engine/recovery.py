@@ -270,6 +270,8 @@ class Recovery:
 
     def _opening_failed(self, attempt: _Attempt, event: OpeningFailed, now_s: float) -> list[Command]:
         error = event.error
+        if self.state is State.STARTING and (own := event.missed.of_node(self._engine_node)):
+            return self._fail(own.error(self.nodes, engine=self._engine_node))  # it is no place for an engine
         if self._quarantine.note(event.missed, now_s):
             error = event.missed.error(self.nodes, engine=self._engine_node)
         if self.state is State.STARTING and event.missed and self._failures + 1 < self._limits.max_failed_epochs:

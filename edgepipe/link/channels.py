@@ -138,11 +138,18 @@ def translated(peer: str) -> Generator[None]:
         raise from_rpc_error(exc, peer=peer) from exc
 
 
-def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
-    """The error that a failed call to ``peer`` means."""
+def told_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
+    """The error that the far side sent; None if it sent none, as when it was never reached."""
     for key, value in exc.trailing_metadata() or ():
         if key == _ERROR_KEY and isinstance(value, bytes):
             return error_from_wire(common_pb2.Error.FromString(value))
+    return None
+
+
+def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
+    """The error that a failed call to ``peer`` means."""
+    if (told := told_error(exc)) is not None:
+        return told
     details = one_line(exc.details() or "")
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return SendTimeout(f"{peer} did not answer in time", fact=details)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.testing.lan import LanLab
+from edgepipe.testing.lan import Finished, LanHost, LanLab
 from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -103,11 +104,16 @@ async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLa
 
 async def block(lan: LanLab, source: str, target: str) -> None:
     """The target's firewall swallows what comes from the source to the ports of its stages, engine and gateway."""
+    await swallow(lan, target, f"ip saddr {lan.host(source).address}")
+
+
+async def swallow(lan: LanLab, target: str, which: str) -> None:
+    """The target's firewall swallows ``which`` packets to the ports of its stages, engine and gateway."""
     ports = f"{PORT + 1}-{PORT + CHILD_PORTS}"
     rules = (
         "add table ip lab",
         "add chain ip lab input { type filter hook input priority 0 ; }",
-        f"add rule ip lab input ip saddr {lan.host(source).address} tcp dport {ports} drop",
+        f"add rule ip lab input {which} tcp dport {ports} drop",
     )
     finished = await lan.host(target).run(["nft", "\n".join(rules)])
     assert finished.exit_code == 0, finished
@@ -142,6 +148,40 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     await block(lan, "a", one)
     await block(lan, "a", other)
     assert order(await a.serve("tiny", first="a")) == ["a"], "a node whose ports are shut is left out"
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")
+@pytest.mark.parametrize("which", ["iifname != lo", pytest.param("", marks=pytest.mark.long)])
+async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes, lan: LanLab, which: str):
+    """Its own processes may reach it (``iifname != lo``) or not; it would be the best place for the model."""
+    source = nodes.folder / "tiny"
+    write_model_folder(source, emulated_model_config(num_layers=6))
+    for name in "ab":
+        ModelStore(nodes.folder / name / "models").pull(str(source))
+    speeds = {"a": "100", "b": "0"}
+    a, b = await asyncio.gather(
+        *(
+            nodes.start(name, host=lan.host(name), port=PORT, backend_options=f"time_factor={speed}")
+            for name, speed in speeds.items()
+        )
+    )
+    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+    await swallow(lan, "b", which)
+    events = await a.serve("tiny")
+    assert order(events) == ["a"]
+    (note,) = (event.note for event in events if event.note)
+    assert note.startswith("b is left out: ")
+    assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall of b" in note
+    await a.stop_model()
+    await a.until(lambda status: idle(status, 2))
+    done = await edgepipe(lan.host("a"), "serve", "tiny", "--nodes", "2", "--data-dir", str(a.data_dir))
+    assert done.exit_code == 3, done
+    assert "does not reach" in done.stderr.splitlines()[0]
+    assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall of b" in done.stderr
+
+
+async def edgepipe(host: LanHost, *args: str) -> Finished:
+    return await host.run([sys.executable, "-P", "-m", "edgepipe.cli", *args])
 
 
 def order(events: list[pb.ServeEvent]) -> list[str]:

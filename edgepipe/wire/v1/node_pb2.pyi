@@ -2622,9 +2622,12 @@ class ServeEvent(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     message: _builtins.str
     progress: _builtins.float
     """0..1"""
+    note: _builtins.str
+    """worth reading when all is over, too: what was left out, and why"""
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineState:
         """in the last event, when ready"""
@@ -2635,10 +2638,11 @@ class ServeEvent(_message.Message):
         message: _builtins.str = ...,
         progress: _builtins.float = ...,
         engine: _engine_pb2.EngineState | None = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "message", b"message", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "message", b"message", "note", b"note", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,3 +70,9 @@ def test_both_machines_are_named_and_the_ports_to_be_opened() -> None:
     error = Missed(sites=(site(1, port=40001),)).error(NODES, engine="gamer")
     assert error.what == "gamer does not reach mac"
     assert "let TCP port 40001 through the firewall of mac" in error.next_step
+    error = Missed(sites=(site(1),)).error(NODES, engine="mac")
+    assert error.lines() == [
+        "mac does not reach its own ports (stage 1)",
+        "no connection to 10.0.0.2:7119 could be made from the machine itself",
+        "let TCP ports 7118-7132 through the firewall of mac, also from itself: see 'edgepipe doctor' on mac",
+    ]

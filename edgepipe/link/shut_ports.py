@@ -1,0 +1,29 @@
+"""PURE: what to say when a port of a node cannot be reached though the node can."""
+
+from __future__ import annotations
+
+from edgepipe.config import CHILD_PORTS
+from edgepipe.errors import ConnectTimeout
+
+
+def shut_port(source: str, target: str, *, address: str, node_address: str, beside: str = "") -> ConnectTimeout:
+    """The error of a connection from the node named ``source`` to ``address`` (host and port) of ``target``'s children.
+
+    ``node_address`` is the address of that node's daemon; ``beside`` names a node that reaches both, if it is another.
+    """
+    alone = source == target
+    return ConnectTimeout(
+        f"{source} does not reach {'its own ports' if alone else target}",
+        fact=f"no connection to {address} could be made from {'the machine itself' if alone else 'there'}"
+        + (f", though {beside} reaches both" if beside not in ("", source) else ""),
+        next_step=f"let TCP {_ports(address, node_address)} through the firewall of {target}, "
+        f"{'also' if alone else 'at least'} from {'itself' if alone else source}: see 'edgepipe doctor' on {source}",
+        node=target,
+    )
+
+
+def _ports(address: str, node_address: str) -> str:
+    """The one that was tried, or the range of the node's children that it is from."""
+    port, of_node = (int(one.rpartition(":")[2]) for one in (address, node_address))
+    first, last = of_node + 1, of_node + CHILD_PORTS
+    return f"ports {first}-{last}" if first <= port <= last else f"port {port}"
