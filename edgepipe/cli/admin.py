@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from edgepipe.daemon.data_dir import socket_path
-from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
+from edgepipe.errors import ConfigInvalid, ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_unix_channel, told_error, translated
 from edgepipe.link.security import MutualTls, Security
@@ -211,9 +211,16 @@ async def status_if_running(data_dir: Path) -> pb.ClusterStatus | None:
 
 def no_node(data_dir: Path) -> NodeUnreachable:
     """What to say when the data directory has no running node."""
+    from edgepipe.cluster.founding import home_of
+
+    fact = f"nobody answers at {socket_path(data_dir)}"
+    with suppress(ConfigInvalid):  # the node's start says what is wrong with its files
+        if (home := home_of(data_dir)) is not None:
+            what = f"this machine belongs to '{home.cluster_name}', but its node does not run"
+            return NodeUnreachable(what, fact=fact, next_step="edgepipe node start")
     return NodeUnreachable(
         "no edgepipe node runs on this machine",
-        fact=f"nobody answers at {socket_path(data_dir)}",
+        fact=fact,
         next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
     )
 

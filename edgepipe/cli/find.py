@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import Admin, connect, no_node
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
 from edgepipe.config import HTTP_PORT, load_config
@@ -90,7 +90,10 @@ def _only_model(status: pb.ClusterStatus) -> str:
 
 async def _lan_target(data_dir: Path, model: str) -> Target:
     from edgepipe.cluster.browsing import browse
+    from edgepipe.cluster.founding import home_of
 
+    if home_of(data_dir) is not None:
+        raise no_node(data_dir)
     listen_s = load_config({"data_dir": data_dir}).values.listen_s
     found, key = await browse(listen_s=listen_s), _given_key(data_dir)
     for announcement in found:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect
+from edgepipe.cli.admin import connect, no_node
 from edgepipe.daemon.data_dir import DataDir, socket_path
 from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 from edgepipe.safe_text import one_line
@@ -31,11 +31,17 @@ class Joined:
 async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool, listen_s: float) -> Joined:
     """Pair and keep the cluster. Without a host somebody inviting is listened for.
 
-    Raises NoPeersFound when nobody is seen inviting, and what the pairing raises.
+    Raises NoPeersFound when nobody is seen inviting, NodeUnreachable on a member whose node is stopped, and what the
+    pairing raises.
     """
     from edgepipe.cluster.codes import read_code
+    from edgepipe.cluster.founding import home_of
 
     understood = read_code(code)  # before anything is looked for
+    if not new_identity and not socket_path(data_dir).exists() and home_of(data_dir) is not None:
+        error = no_node(data_dir)
+        error.next_step += "    (to leave that cluster: edgepipe node join --new-identity CODE)"
+        raise error
     address, port = _split(host)
     if not (address or understood.host):
         address, port = await find_inviting(listen_s)

@@ -19,11 +19,12 @@ def overview() -> None:
     config = load_config().values
     print(f"edgepipe {__version__} · one language model over the machines you already own\n")
     status = _status(config.data_dir)
-    facts = _node_facts(status) + _model_facts(config.models_dir)
+    home = "" if status is not None else _home(config.data_dir)
+    facts = _node_facts(status, home) + _model_facts(config.models_dir)
     for label, text in facts:
         print(f"  {label:<8}{one_line(text)}")
     print("\nnext")
-    for command, why in _next_steps(status):
+    for command, why in _next_steps(status, home):
         print(f"  {command:<28}{why}")
     print("\nall commands: edgepipe --help")
 
@@ -39,9 +40,23 @@ def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
     return run_async(status_if_running(data_dir))
 
 
-def _node_facts(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
+def _home(data_dir: Path) -> str:
+    """The cluster that this machine shares with others, while its node does not run; empty if there is none."""
+    if not (data_dir / "trust").exists():
+        return ""
+    from edgepipe.cluster.founding import home_of
+    from edgepipe.errors import ConfigInvalid
+
+    try:
+        home = home_of(data_dir)
+    except ConfigInvalid:
+        return ""  # the node's start says what is wrong with its files
+    return home.cluster_name if home is not None else ""
+
+
+def _node_facts(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[str, str]]:
     if status is None:
-        return [("node", "not running on this machine")]
+        return [("node", f"belongs to '{home}', but does not run" if home else "not running on this machine")]
     own = next((member.node for member in status.members if member.self), None)
     alive = sum(member.state == "alive" for member in status.members)
     served = [engine.model for engine in status.engines if engine.state == "ready"]
@@ -63,8 +78,10 @@ def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     return [("models", ", ".join(names) if names else "none on this disk")]
 
 
-def _next_steps(status: node_pb2.ClusterStatus | None) -> list[tuple[str, str]]:
+def _next_steps(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[str, str]]:
     demo = ("edgepipe demo", "two nodes and a small model, here and now")
+    if home:
+        return [("edgepipe node start", f"start this machine's node in '{home}'"), ("edgepipe doctor", "what is wrong")]
     if status is None:
         setup = ("edgepipe setup", "make this machine a node, step by step")
         return [demo, setup, ("edgepipe node start", "the same node, by hand")]

@@ -73,6 +73,30 @@ def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) ->
     return TrustKeeper(key_pair=key_pair, loaded=loaded, file=file, audit=audit, clock=clock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """The cluster that a machine shares with others."""
+
+    cluster_name: str
+    others: tuple[str, ...]  # names, in order
+
+
+def home_of(data_dir: Path) -> Home | None:
+    """Where the machine of ``data_dir`` belongs, running or not; None if it is in no cluster, or alone in one.
+
+    Nothing is made where nothing is. Raises ConfigInvalid for files that are damaged or that others may touch.
+    """
+    folders = TrustFolders(data_dir)
+    if not (folders.trust.exists() and folders.identity.exists()):
+        return None
+    loaded = TrustFile(folders.trust).load()
+    own = load_identity(folders.identity).fingerprint
+    if loaded is None or own not in loaded.store.peers:
+        return None
+    others = sorted(peer.name for peer in loaded.store.peers.values() if peer.node_id != own)
+    return Home(cluster_name=loaded.store.cluster_name, others=tuple(others)) if others else None
+
+
 def begin_anew(data_dir: Path) -> None:
     """A new identity without a cluster: the present key stays with whoever else has it, or was removed."""
     folders = TrustFolders(data_dir)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe.cluster.codes import joiner_pake, read_code
-from edgepipe.cluster.founding import TrustFolders, adopt_cluster
+from edgepipe.cluster.founding import TrustFolders, adopt_cluster, home_of
 from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.pairing import NONCE_BYTES, JoinerPairing, Party
 from edgepipe.cluster.pairing_exchange import join
@@ -56,7 +56,7 @@ async def join_cluster(
     folders = TrustFolders(data_dir)
     make_private_folder(data_dir)
     key_pair = load_identity(folders.identity)
-    if new_identity or _must_change(folders, key_pair.fingerprint):
+    if new_identity or _must_change(data_dir, key_pair.fingerprint):
         key_pair = make_key_pair()  # kept with the new cluster, when there is one
     party = Party(
         code=understood.secret,
@@ -78,19 +78,16 @@ async def join_cluster(
     return NewMember(store=pairing.store, node_name=name, wanted_name=node_name if node_name != name else "")
 
 
-def _must_change(folders: TrustFolders, node_id: str) -> bool:
+def _must_change(data_dir: Path, node_id: str) -> bool:
     """Whether a new key is needed: this one was removed from its cluster. Raises PairingRejected in a living one."""
-    loaded = TrustFile(folders.trust).load()
-    if loaded is None:
-        return False
-    others = [peer.name for peer in loaded.store.peers.values() if peer.node_id != node_id]
-    if others and node_id in loaded.store.peers:
+    if (home := home_of(data_dir)) is not None:
         raise PairingRejected(
-            f"this machine is in cluster '{loaded.store.cluster_name}' already",
-            fact=f"with {', '.join(sorted(others))}",
+            f"this machine is in cluster '{home.cluster_name}' already",
+            fact=f"with {', '.join(home.others)}",
             next_step="to leave it: edgepipe node join --new-identity CODE",
         )
-    return node_id in loaded.store.removed
+    loaded = TrustFile(TrustFolders(data_dir).trust).load()
+    return loaded is not None and node_id in loaded.store.removed
 
 
 def _keep(data_dir: Path, pairing: JoinerPairing, key_pair: KeyPair) -> None:

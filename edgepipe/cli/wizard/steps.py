@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect, run_async, status_if_running
+from edgepipe.cli.admin import connect, no_node, run_async, status_if_running
 from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, network_findings
 from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
@@ -17,6 +17,7 @@ from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
 from edgepipe.cli.wizard.fits import fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
+from edgepipe.cluster.founding import home_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.daemon.http_keys import asks_on_loopback, key_file
@@ -61,6 +62,14 @@ def cluster(setup: Setup) -> None:
     """Join a cluster that is there, or create one. The node runs afterwards."""
     say("\n2/6  Cluster", style="bold")
     status = _status(setup)
+    if status is None and not (setup.given.join or setup.given.cluster) and (home := home_of(setup.data_dir)):
+        say(
+            f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
+        )
+        if not setup.asking.confirm("Start it now?", default=True):
+            raise no_node(setup.data_dir)
+        _start(setup)
+        return
     if status is not None and len(status.members) > 1 and not setup.given.join:
         done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
         return

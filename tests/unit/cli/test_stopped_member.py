@@ -1,0 +1,80 @@
+"""A machine that belongs to a cluster, while its node does not run: every command says so, and setup starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgepipe.cli.wizard import steps
+from edgepipe.cli.wizard.asking import Defaults
+from edgepipe.cli.wizard.state import Given, Setup
+from edgepipe.cluster.founding import found_local_cluster, home_of
+from edgepipe.config import load_config
+from edgepipe.daemon.data_dir import socket_path
+from tests.unit.cli.conftest import Run
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Path:
+    """The data directory of 'studio', which shares a cluster with 'gamer'."""
+    found_local_cluster([tmp_path / "gamer", tmp_path / "studio"], name="den")
+    return tmp_path / "studio"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "chat --prompt hi",
+        "status",
+        "serve demo",
+        "node join 12345678",
+        "node invite --yes",
+        "peers",
+        "logs --follow",
+        "stop --all",
+    ],
+)
+def test_every_command_names_the_cluster_and_what_to_type(run: Run, member: Path, command: str) -> None:
+    done = run(*command.split(), "--data-dir", str(member))
+    assert done.code == 3
+    what, fact, next_step = done.err.splitlines()
+    assert "this machine belongs to 'den', but its node does not run" in what
+    assert str(socket_path(member)) in fact
+    assert next_step.removeprefix("   try: ").startswith("edgepipe node start")
+    assert ("--new-identity" in next_step) is (command.startswith("node join"))
+
+
+def test_the_first_screen_says_it_too(run: Run, member: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEPIPE_DATA_DIR", str(member))
+    shown = run().out
+    assert "belongs to 'den', but does not run" in shown
+    assert "edgepipe node start" in shown
+    assert "edgepipe demo" not in shown
+    assert "edgepipe setup" not in shown
+
+
+def test_setup_starts_the_node_and_joins_nobody(
+    member: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Path] = []
+
+    def start(data_dir: Path, flags: tuple[str, ...], *, name: str) -> dict[str, Any]:
+        started.append(data_dir)
+        return {"pid": 1, "address": "10.0.0.1:7117"}
+
+    monkeypatch.setattr(steps, "start_in_background", start)
+    monkeypatch.setattr(steps, "_browse", None)
+    config = load_config({"data_dir": member}).values
+    steps.cluster(Setup(asking=Defaults(), given=Given(), config=config, settings_file=tmp_path / "config.toml"))
+    assert started == [member]
+    shown = capsys.readouterr()
+    assert "This machine belongs to 'den', with gamer; its node does not run." in shown.out + shown.err
+
+
+def test_who_is_alone_or_new_belongs_to_nobody(tmp_path: Path) -> None:
+    found_local_cluster([tmp_path / "alone"], name="den")
+    assert home_of(tmp_path / "alone") is None
+    assert home_of(tmp_path / "new") is None
+    assert not (tmp_path / "new").exists()
