@@ -91,8 +91,11 @@ def _headline(status: pb.ClusterStatus) -> Text:
     line = Text()
     line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
+    drained = [member for member in status.members if member.node.draining]
     line.append("healthy" if healthy else "degraded", style="green" if healthy else "yellow")
     line.append(f" · {alive} of {total} nodes" if alive != total else f" · {total} node{'s' * (total != 1)}")
+    if drained:
+        line.append(f", {len(drained)} drained")
     rate = sum(engine.tokens_per_s for engine in status.engines)
     if rate:
         line.append(f" · {rate:.1f} tok/s")
@@ -111,7 +114,10 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
         if not devices:
             table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
         for device in devices:
-            table.add_row(first, *_device(device), rtt)
+            what, memory = _device(device)
+            if member.node.draining:
+                memory = Text("being drained" if device.reserved_bytes else "drained, takes no work", "yellow")
+            table.add_row(first, what, memory, rtt)
             first, rtt = Text(), ""
     return table
 
@@ -175,33 +181,45 @@ def _figures(engine: engine_pb2.EngineState) -> str:
 def _sizing(engine: engine_pb2.EngineState) -> Text:
     """Why M is what it is, one thought a line, and what holds the ring up."""
     first, *others = engine.why.split("; ")
-    lines = [f"  M {engine.micro_batches}: {first}", *(f"  {thought}" for thought in others)]
+    lines = [f"Micro-batches: {first}", *(f"{thought[:1].upper()}{thought[1:]}." for thought in others)]
     if engine.bottleneck:
-        lines.append(f"  slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
+        lines.append(f"Slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
     if engine.cached_tokens:
         hits = engine.cached_tokens / max(1, engine.admitted_tokens)
-        lines.append(f"  prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
+        lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
     if engine.preemptions:
-        lines.append(f"  preempted {engine.preemptions} times: the KV cache is short")
+        lines.append(f"Preempted {_times(engine.preemptions)}: the KV cache is short")
     if engine.recoveries:
-        lines.append(_recoveries(engine))
-    return Text("\n".join(lines), style="dim")
+        lines.append(f"Recovered {_times(engine.recoveries)}; {_paused(engine.stall_ms)}")
+    if engine.moves:
+        lines.append(f"Moved {_times(engine.moves)}, as asked for; {_paused(engine.move_pause_ms)}")
+    return Text("\n".join(f"  {line}" for line in lines), style="dim")
 
 
-def _recoveries(engine: engine_pb2.EngineState) -> str:
-    times = "once" if engine.recoveries == 1 else f"{engine.recoveries} times"
-    if not engine.stall_ms:
-        return f"  recovered {times}; no answer had to wait"
-    kept = f"kept {engine.kept_tokens} tokens, replayed {engine.replayed_tokens}"
-    return f"  recovered {times}, {format_duration_s(engine.stall_ms / 1e3)} in all: {kept}"
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
+def _paused(pause_ms: int) -> str:
+    if not pause_ms:
+        return "no answer had to wait"
+    return f"answers paused for {format_duration_s(pause_ms / 1e3)} in total"
 
 
 def _advice(engine: engine_pb2.EngineState) -> Text:
     """What a better placement would gain, why, and what it costs to go there."""
     advice = engine.advice
-    line = Text(f"  better: {advice.plan}, +{advice.gain:.0%}", style="yellow")
-    line.append(f"\n  {advice.why}; moving pauses answers for about {format_duration_s(advice.pause_s)}")
+    line = Text(f"  A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.", style="yellow")
+    line.append(f"\n  {advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:")
     return line.append(f"\n  edgepipe serve {engine.model} --rebalance")
+
+
+def layout_text(plan: str) -> str:
+    """``layers 0-14 on a, 15-29 on b`` of ``a:0-14,b:15-29``; of one machine ``all layers on a``."""
+    parts = [part.rpartition(":") for part in plan.split(",")]
+    if len(parts) == 1:
+        return f"all layers on {parts[0][0]}"
+    return "layers " + ", ".join(f"{layers} on {name}" for name, _, layers in parts)
 
 
 def _place(engine: engine_pb2.EngineState) -> str:
@@ -228,7 +246,7 @@ def _stages(engine: engine_pb2.EngineState) -> Table:
     last = len(engine.stages) - 1
     for index, stage in enumerate(engine.stages):
         hop = f"{stage.one_way_ms:.2f} ms" if stage.one_way_ms and index != last else "-"
-        step, busy = (f"{stage.step_ms:.1f} ms", f"{stage.busy:.0%}") if stage.step_ms else ("-", "-")
+        step, busy = (f"{stage.decode_ms:.1f} ms", f"{stage.busy:.0%}") if stage.decode_ms else ("-", "-")
         name = f"  {_short(stage.node_name)}"
         table.add_row(name, format_bytes(stage.weight_bytes), format_bytes(stage.kv_bytes), step, busy, hop)
     return table

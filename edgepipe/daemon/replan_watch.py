@@ -99,6 +99,8 @@ class ReplanWatch:
                 self._start(pipeline_id, watched, self._learn(watched, pipeline_id, spec))
             return
         joined = usable - watched.usable
+        if watched.usable - usable:
+            self._engines.advise(pipeline_id, None)  # it may name a node that is drained now, or gone
         watched.usable = usable
         if joined:
             self._start(pipeline_id, watched, self._search(watched, pipeline_id, spec, joined=joined))

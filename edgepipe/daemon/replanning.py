@@ -170,7 +170,8 @@ class Replanner:
 
         What somebody once wished counts as far as the nodes that are there allow.
         """
-        machines = [one for one in known.cluster.machines if one.node_id not in avoided.nodes]
+        staying = {node.node_id for node in self._peers.nodes() if not node.draining}  # ``known`` may be older
+        machines = [one for one in known.cluster.machines if one.node_id in staying - avoided.nodes]
         names = {name for one in machines for name in (one.name, str(one.node_id))}
         wishes = Wishes(
             num_nodes=min(spec.num_nodes, len(machines)),

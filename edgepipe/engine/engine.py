@@ -166,7 +166,8 @@ class Engine:
         self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})  # counter of its epoch
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
-        self._epochs = 0  # that served
+        self._has_served = False  # in an epoch before
+        self._moved = False  # the last epoch ended because its stages move
         self._stalled_since_s: float | None = None  # requests wait since an epoch failed
         self._stopping = asyncio.Event()
         self._running = False
@@ -401,8 +402,11 @@ class Engine:
         assert run.epoch == placement.epoch, "no other can have opened"
         self._run = run
         self._told.opened(run)
-        self._tell(recoveries=self._epochs)
-        self._epochs += 1
+        counts = self._told.base
+        if self._has_served:
+            self._told.note(recoveries=counts.recoveries + (not self._moved), moves=counts.moves + self._moved)
+        self._has_served = True
+        self._tell()
         self._table.go_on(run.pump)
         if self._running:
             self._drive(run)
@@ -469,6 +473,7 @@ class Engine:
         """Close the epoch that has ended; what its stages hold in KV is kept."""
         run = self._run
         assert run is not None, "it has ended just now"
+        self._moved = isinstance(event.error, StagesMove)
         stats = run.pump.stats()
         if self._stalled_since_s is None and (stats.running or stats.waiting):
             self._stalled_since_s = self._now_s()
@@ -477,7 +482,7 @@ class Engine:
             self._around.pipeline_id,
             run.epoch,
             event.error,
-            asked=isinstance(event.error, StagesMove),
+            asked=self._moved,
         )
         await self._close_run()
 
@@ -488,7 +493,11 @@ class Engine:
         if self._stalled_since_s is not None and news.events:
             stall_ms = round(1e3 * (self._now_s() - self._stalled_since_s))
             self._stalled_since_s = None
-            self._told.note(stall_ms=self._told.base.stall_ms + stall_ms)
+            counts = self._told.base
+            if self._moved:
+                self._told.note(move_pause_ms=counts.move_pause_ms + stall_ms)
+            else:
+                self._told.note(stall_ms=counts.stall_ms + stall_ms)
             self._log_going_on(stall_ms)
 
     def _log_going_on(self, stall_ms: int) -> None:

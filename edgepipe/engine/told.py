@@ -19,6 +19,7 @@ class Told:
         self.base = base
         self._on_state = on_state
         self._last: EngineState | None = None
+        self._rows = 0.0  # of a micro-batch, when some sequence last ran
 
     def state(self, run: EpochRun | None) -> EngineState:
         """At this moment."""
@@ -27,7 +28,8 @@ class Told:
         pump, stats = run.pump, run.pump.stats()
         sizing = pump.micro_batches.sizing
         rows = stats.running / min(sizing.micro_batches, stats.running) if stats.running else 0.0
-        decodes = [pump.micro_batches.decode_s(index, rows) for index in range(len(pump.meters))]
+        self._rows = rows or self._rows  # a quiet ring shows what its last steps took
+        decodes = [pump.micro_batches.decode_s(index, self._rows) for index in range(len(pump.meters))]
         stages = tuple(
             replace(meter.told(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
             for stage, meter, (step_s, upload_s) in zip(self.base.stages, pump.meters, decodes, strict=True)

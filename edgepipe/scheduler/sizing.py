@@ -368,7 +368,7 @@ class Sizer:
         self._retired = 0  # steps since the last look
         self._sequences: int = 0  # at the last look
         self._turns_between: int = TURNS_BETWEEN
-        why = f"asked for: {fixed}" if fixed else "one per stage until every stage has been measured"
+        why = f"{fixed}, as asked for" if fixed else "1 per stage (still measuring)"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
     def due(self, *, sequences: int) -> bool:
@@ -406,14 +406,15 @@ class Sizer:
 
 
 def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
-    turn = f"a token's turn takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it latency"
-    slowest = f"{forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
+    turn = f"each token takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it on the network"
+    slowest = f"{forecast.micro_batches}, since {forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
     if forecast.filled:
         return f"{slowest} and never waits; {turn}"
     if forecast.micro_batches >= sequences:
-        return f"each of {sequences} sequences goes alone; {turn}" if sequences > 1 else f"one sequence; {turn}"
-    return f"{slowest}, one more would cost what it gains; {turn}"
+        alone = f"{sequences}, since each of {sequences} sequences goes alone"
+        return f"{alone}; {turn}" if sequences > 1 else f"1, for one sequence; {turn}"
+    return f"{slowest}, and one more would cost what it gains; {turn}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"

@@ -121,6 +121,8 @@ class EngineState:
     decode_rows: float = 0.0  # of a micro-batch of the sequences that run; 0 while none does
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
+    moves: int = 0  # epochs that replaced one whose stages moved as they were asked to
+    move_pause_ms: int = 0  # all together, from the end of such an epoch to the first token after it
     kept_tokens: int = 0  # of sequences that outlived a failure: found in the KV as they were
     replayed_tokens: int = 0  # of the same: computed again, by the stages up to the last that had lost them
     left_out: tuple[LeftOut, ...] = ()  # what plans avoid now
@@ -232,6 +234,8 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         decode_rows=state.decode_rows,
         recoveries=state.recoveries,
         stall_ms=state.stall_ms,
+        moves=state.moves,
+        move_pause_ms=state.move_pause_ms,
         kept_tokens=state.kept_tokens,
         replayed_tokens=state.replayed_tokens,
         left_out=[left_out_to_wire(one) for one in state.left_out],

@@ -78,7 +78,9 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
         await stream.has(20)
         assert (await a.serve("tiny", rebalance=True, num_nodes=2))[-1].engine.state == "ready"
     stream.assert_right()
-    assert sorted(places(await a.status())) == ["a", "b"]
+    status = await a.status()
+    assert sorted(places(status)) == ["a", "b"]
+    assert (status.engines[0].moves, status.engines[0].recoveries) == (1, 0), "nothing failed"
 
 
 @pytest.mark.long

@@ -543,6 +543,8 @@ class EngineState(_message.Message):
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     REPLAYED_TOKENS_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    MOVE_PAUSE_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     pipeline_id: _builtins.str
     state: _builtins.str
@@ -593,6 +595,10 @@ class EngineState(_message.Message):
     """of sequences that outlived a failure: found in the KV as they were"""
     replayed_tokens: _builtins.int
     """of the same: computed again, by the stages up to the last that had lost them"""
+    moves: _builtins.int
+    """epochs that replaced one whose stages moved as they were asked to"""
+    move_pause_ms: _builtins.int
+    """all together, from the end of such an epoch to the first token after it"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -644,10 +650,12 @@ class EngineState(_message.Message):
         kept_tokens: _builtins.int = ...,
         replayed_tokens: _builtins.int = ...,
         left_out: _abc.Iterable[Global___LeftOut] | None = ...,
+        moves: _builtins.int = ...,
+        move_pause_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

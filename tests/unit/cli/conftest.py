@@ -64,7 +64,8 @@ def make_status() -> pb.ClusterStatus:
         free_blocks=480,
         block_size=16,
         tokens_per_s=16.0,
-        why="stage 1 takes 62.0 ms a step and never waits; a token's turn takes 90.1 ms, 4.0 ms of it latency",
+        why="2, since stage 1 takes 62.0 ms a step and never waits; "
+        "each token takes 90.1 ms, 4.0 ms of it on the network",
         bottleneck="stage 1",
         predicted_tokens_per_s=32.3,
         admitted_tokens=1000,
@@ -72,12 +73,14 @@ def make_status() -> pb.ClusterStatus:
         preemptions=2,
         recoveries=3,
         stall_ms=1500,
+        moves=2,
+        move_pause_ms=400,
         kept_tokens=1232,
         replayed_tokens=640,
         context_length=8192,
     )
-    _stage(engine, "gamer", 0, 39, backend="torch", busy=0.38, step_ms=24.1, one_way_ms=0.2)
-    _stage(engine, "studio", 39, 80, backend="mlx", busy=0.99, step_ms=62.0, one_way_ms=0.2)
+    _stage(engine, "gamer", 0, 39, backend="torch", busy=0.38, decode_ms=24.1, one_way_ms=0.2)
+    _stage(engine, "studio", 39, 80, backend="mlx", busy=0.99, decode_ms=62.0, one_way_ms=0.2)
     return status
 
 
@@ -112,7 +115,7 @@ def _stage(
     *,
     backend: str,
     busy: float,
-    step_ms: float,
+    decode_ms: float,
     one_way_ms: float,
 ) -> None:
     stage = engine.stages.add(
@@ -123,7 +126,7 @@ def _stage(
         weight_bytes=19_300_000_000,
         kv_bytes=1_300_000_000,
         busy=busy,
-        step_ms=step_ms,
+        decode_ms=decode_ms,
         one_way_ms=one_way_ms,
     )
     stage.slices.add(layers=common_pb2.LayerRange(start=start, end=end))

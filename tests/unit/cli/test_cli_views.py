@@ -13,10 +13,11 @@ from edgepipe.cli.conversation import Answer
 from edgepipe.cli.node_findings import engine_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
-from edgepipe.cli.status_view import render_status
+from edgepipe.cli.status_view import layout_text, render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError
 from edgepipe.gateway.problems import from_error
 from edgepipe.wire.common import error_to_wire
+from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.unit.cli.conftest import make_status
 
@@ -43,26 +44,50 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
         "99%",
         "degraded",
         "12.4 GB of 19.3 GB",
-        "M 2: stage 1 takes 62.0 ms a step and never waits",
-        "slowest: stage 1 (studio) · 32 tok/s expected",
-        "prefix cache: 25% of 1000 tokens",
-        "preempted 2 times",
-        "recovered 3 times, 1.5 s in all: kept 1232 tokens, replayed 640",
+        "Micro-batches: 2, since stage 1 takes 62.0 ms a step and never waits",
+        "Each token takes 90.1 ms, 4.0 ms of it on the network.",
+        "Slowest: stage 1 (studio) · 32 tok/s expected",
+        "Prefix cache: 25% of 1000 tokens",
+        "Preempted twice",
+        "Recovered 3 times; answers paused for 1.5 s in total",
+        "Moved twice, as asked for; answers paused for 400 ms in total",
     ):
         assert word in text
     assert "…" not in text
 
 
+def test_a_drained_node_is_shown_as_one() -> None:
+    status = make_status()
+    status.members[1].node.draining = True
+    status.members[1].node.devices[0].reserved_bytes = 0
+    lines = picture(status)
+    assert "2 of 3 nodes, 1 drained" in lines[0]
+    assert [line for line in lines if "drained, takes no work" in line and "studio" in line]
+    status.members[1].node.devices[0].reserved_bytes = 1
+    assert any("being drained" in line for line in picture(status))
+
+
+def test_a_faster_layout_is_told_in_a_sentence() -> None:
+    status = make_status()
+    status.engines[0].advice.CopyFrom(
+        engine_pb2.Advice(plan="studio:0-79", gain=0.23, pause_s=1.4, why="studio joined")
+    )
+    text = "\n".join(picture(status))
+    assert "A faster layout exists (+23 %): all layers on studio." in text
+    assert "studio joined. Switching pauses answers for 1.4 s:" in text
+    assert layout_text("a:0-14,b:15-29") == "layers 0-14 on a, 15-29 on b"
+
+
 def test_a_slow_link_is_named_by_its_ends() -> None:
     status = make_status()
     status.engines[0].bottleneck = "link 0-1"
-    assert "slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
+    assert "Slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
 
 
 def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:
     status = make_status()
     status.engines[0].recoveries, status.engines[0].stall_ms = 1, 0
-    assert "recovered once; no answer had to wait" in "\n".join(picture(status))
+    assert "Recovered once; no answer had to wait" in "\n".join(picture(status))
 
 
 def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -> None:

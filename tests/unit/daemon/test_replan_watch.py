@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from edgepipe.backend.cost import CostModel
@@ -44,7 +45,12 @@ class World:
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
         self.bars = Avoided()  # of the engine
-        self._real = Replanner(peers=cast("Any", None), models=cast("Any", None), surveyor=cast("Any", None))
+        self.draining: set[str] = set()
+        self._real = Replanner(
+            peers=cast("Any", SimpleNamespace(nodes=self.peer_states)),
+            models=cast("Any", None),
+            surveyor=cast("Any", None),
+        )
 
     # what the watch asks of the engines
     def ready(self) -> list[tuple[str, pb.ServeSpec]]:
@@ -73,7 +79,7 @@ class World:
 
     # and of the replanner
     def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
-        return frozenset(self.nodes)
+        return frozenset(self.nodes) - self.draining
 
     def name(self, node_id: str) -> str:
         return node_id
@@ -85,6 +91,9 @@ class World:
         self.measured += measure
         model = cast("Any", type("Model", (), {"config": SHAPE})())
         return Known(model=model, demand=demand_of(SHAPE, spec), cluster=self.cluster())
+
+    def peer_states(self) -> list[pb.NodeState]:
+        return [pb.NodeState(node_id=one, draining=one in self.draining) for one in self.nodes]
 
     async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         return await self._real.search(known, spec, avoided)
@@ -163,6 +172,22 @@ async def test_a_machine_that_stays_slow_is_told_of_once_it_has_for_a_while():
         assert world.advice.gain > 0.05
         assert world.advice.why.startswith("stage b takes")
         assert world.moved == [], "nobody asked for that"
+
+
+async def test_a_node_that_is_drained_is_never_advised():
+    async with World(28) as world:
+        world.nodes.append(NodeId("b"))
+        await world.after(1)
+        assert world.advice is not None
+        assert "b:" in world.advice.plan
+        world.draining.add("b")
+        await world.after(1)
+        assert world.advice is None
+    async with World(14, 14) as world:
+        world.draining.add("a")
+        world.slower = 2.0
+        await world.minutes(2)
+        assert world.advice is None or "a:" not in world.advice.plan
 
 
 async def test_a_short_disturbance_is_nobodys_business():
