@@ -167,7 +167,6 @@ class Engine:
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._door: Door | None = None
         self._has_served = False  # in an epoch before
-        self._moved = False  # the last epoch ended because its stages move
         self._stalled_since_s: float | None = None  # requests wait since an epoch failed
         self._stopping = asyncio.Event()
         self._running = False
@@ -404,7 +403,9 @@ class Engine:
         self._told.opened(run)
         counts = self._told.base
         if self._has_served:
-            self._told.note(recoveries=counts.recoveries + (not self._moved), moves=counts.moves + self._moved)
+            self._told.note(
+                recoveries=counts.recoveries + (not self._core.moved), moves=counts.moves + self._core.moved
+            )
         self._has_served = True
         self._tell()
         self._table.go_on(run.pump)
@@ -473,7 +474,6 @@ class Engine:
         """Close the epoch that has ended; what its stages hold in KV is kept."""
         run = self._run
         assert run is not None, "it has ended just now"
-        self._moved = isinstance(event.error, StagesMove)
         stats = run.pump.stats()
         if self._stalled_since_s is None and (stats.running or stats.waiting):
             self._stalled_since_s = self._now_s()
@@ -482,7 +482,7 @@ class Engine:
             self._around.pipeline_id,
             run.epoch,
             event.error,
-            asked=self._moved,
+            asked=self._core.moved,
         )
         await self._close_run()
 
@@ -494,7 +494,7 @@ class Engine:
             stall_ms = round(1e3 * (self._now_s() - self._stalled_since_s))
             self._stalled_since_s = None
             counts = self._told.base
-            if self._moved:
+            if self._core.moved:
                 self._told.note(move_pause_ms=counts.move_pause_ms + stall_ms)
             else:
                 self._told.note(stall_ms=counts.stall_ms + stall_ms)

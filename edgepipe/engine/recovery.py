@@ -119,6 +119,7 @@ class Recovery:
         self._engine_node = engine_node
         self._limits = limits
         self._timeouts = timeouts
+        self.moved = False  # the last epoch ended because its stages move, as they were asked to
         self._quarantine = Quarantine()
         self._blame = Blame()
         self._fresh: frozenset[NodeId] = frozenset()  # nodes whose stage gets a new process when it is prepared next
@@ -368,10 +369,11 @@ class Recovery:
     def _after(self, error: EdgepipeError, now_s: float) -> list[Command]:
         """Go on with the move that is being prepared where it explains the end of the epoch, else begin anew."""
         attempt = self._attempt
+        self.moved = isinstance(error, StagesMove)
         if attempt is not None and attempt.phase is _Phase.PREPARED:
             return self._open(attempt, attempt.sites)
         if attempt is not None and attempt.phase is _Phase.PREPARING and error.node in attempt.reloading:
-            attempt.moves, self.message = False, "stages move"
+            attempt.moves, self.moved, self.message = False, True, "stages move"
             return []
         abandoned = [Abandon()] if attempt is not None else []
         self._proposed = None
