@@ -482,7 +482,7 @@ class Engine:
             self._around.pipeline_id,
             run.epoch,
             event.error,
-            asked=self._core.moved,
+            asked=isinstance(event.error, StagesMove),
         )
         await self._close_run()
 
