@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.output import make_console
-from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
@@ -40,22 +39,29 @@ def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
     return found
 
 
-def copies_in_cluster(data_dir: Path) -> Mapping[Key, ModelCopies]:
-    """As this machine's node knows; nothing where none runs. The network is loaded only if one seems to."""
+def members_of(data_dir: Path) -> Sequence[pb.MemberState]:
+    """The cluster's members as this machine's node knows them; nobody where none runs."""
+    status = _status(data_dir)
+    return status.members if status is not None else ()
+
+
+def served_by(data_dir: Path, model: str) -> tuple[str, ...]:
+    """Names of the nodes that hold stages of a model that is served, or whose engine has none yet."""
+    status = _status(data_dir)
+    engines = [one for one in status.engines if one.model == model and one.state != "failed"] if status else []
+    holders = {stage.node_name for one in engines for stage in one.stages}
+    return tuple(sorted(holders)) or ("the cluster",) * bool(engines)
+
+
+def _status(data_dir: Path) -> pb.ClusterStatus | None:
+    """None where no node runs. The network is loaded only if one seems to."""
     from edgepipe.daemon.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
-        return {}
-    from edgepipe.cli.admin import connect, run_async
+        return None
+    from edgepipe.cli.admin import run_async, status_if_running
 
-    async def ask() -> pb.ClusterStatus:
-        async with connect(data_dir) as admin:
-            return await admin.status()
-
-    try:
-        return copies_of(run_async(ask()).members)
-    except EdgepipeError:
-        return {}
+    return run_async(status_if_running(data_dir))
 
 
 def copies_text(copies: Mapping[str, Any] | None) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgepipe.cli.options import DataDir, Json, ModelsDir, complete_model, data_dir_of, models_dir_of
 from edgepipe.cli.output import make_console, make_table, print_json
+from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.cli.copies_view import ModelCopies
     from edgepipe.model.progress import PullProgress
     from edgepipe.model.pull import PullResult
-    from edgepipe.model.store import StoredModel
 
 app = typer.Typer(help="Models on this machine's disk.")
 
@@ -65,13 +66,14 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
-    """List the models on this machine's disk."""
-    from edgepipe.cli.copies_view import copies_in_cluster, copies_text
+    """List the models of the cluster and where they are; without a running node, this machine's."""
+    from edgepipe.cli.copies_view import copies_text, members_of
+    from edgepipe.cli.model_rows import model_rows
     from edgepipe.model.store import ModelStore
 
     root = models_dir_of(data_dir, models_dir)
-    known = copies_in_cluster(data_dir_of(data_dir))
-    rows = [_row(model, known.get((model.id, model.manifest_hash))) for model in ModelStore(root).list()]
+    members = members_of(data_dir_of(data_dir))
+    rows = model_rows(ModelStore(root).list(), members)
     if as_json:
         print_json(rows)
         return
@@ -81,28 +83,65 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         return
     from edgepipe.units import format_bytes
 
-    shared = ("COPIES",) if known else ()
-    table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", "STATE", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
+    shared = ("WHERE", "COPIES") if members else ("STATE",)
+    table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        size, layers, context = format_bytes(row["size_bytes"]), str(row["layers"]), str(row["context"])
-        copies = (copies_text(row["copies"]),) if known else ()
-        table.add_row(one_line(row["model"]), size, layers, context, "whole" if row["whole"] else "in part", *copies)
+        here = "whole" if row["whole"] else "in part"
+        where = ", ".join(one["node"] + " (part)" * (not one["whole"]) for one in row["nodes"])
+        last = (where, copies_text(row["copies"])) if members else (here,)
+        name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
+        sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
+        table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
 
 
 @app.command()
 def rm(
     model: Annotated[str, typer.Argument(help="The model to delete.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: a model that is served is stopped.")] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Delete a model from this machine's disk."""
+    """Delete a model from this machine's disk. One that is served is stopped before."""
+    from edgepipe.cli.copies_view import members_of, served_by
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
-    freed = ModelStore(models_dir_of(data_dir, models_dir)).rm(model)
-    print(f"deleted {one_line(model)}: {format_bytes(freed)} are free again")
-    _tell_node(data_dir_of(data_dir))
+    folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
+    content = {one.manifest_hash for one in store.list() if one.id == model}
+    if nodes := served_by(folder, model) if content else ():
+        _stop_first(folder, model, nodes, yes=yes)
+    freed = store.rm(model)
+    print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
+    _tell_node(folder)
+    elsewhere = [
+        member.node.name
+        for member in members_of(folder)
+        if not member.self and any(one.model == model and one.manifest_hash in content for one in member.node.models)
+    ]
+    if elsewhere:
+        print(f"it is still on {', '.join(map(one_line, elsewhere))}")
+
+
+def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) -> None:
+    """A model that is served would be fetched again at once. Raises ConfigInvalid where nobody can be asked."""
+    from edgepipe.cli.admin import connect, run_async
+
+    served = f"{one_line(model)} is served by {', '.join(map(one_line, nodes))}"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigInvalid(
+                served,
+                fact="while it is, this machine would fetch it again",
+                next_step=f"edgepipe models rm {one_line(model)} --yes stops and deletes it",
+            )
+        typer.confirm(f"{served}. Stop it, and delete it from this machine?", abort=True)
+
+    async def stop() -> None:
+        async with connect(data_dir) as admin:
+            await admin.stop_model(model)
+
+    run_async(stop())
 
 
 @app.command()
@@ -145,20 +184,6 @@ def _tell_node(data_dir: Path) -> None:
 
     with contextlib.suppress(EdgepipeError):  # it looks again when it is asked to serve something
         run_async(tell())
-
-
-def _row(model: StoredModel, copies: ModelCopies | None) -> dict[str, Any]:
-    config = model.config
-    return {
-        "model": model.id,
-        "size_bytes": model.size_bytes,
-        "layers": config.num_layers,
-        "context": config.context_length,
-        "architecture": config.architecture,
-        "whole": model.whole,
-        "path": str(model.path),
-        "copies": copies and {"fewest": copies.fewest, "nodes": list(copies.nodes)},
-    }
 
 
 def _print_plan(result: PullResult) -> None:

@@ -72,7 +72,8 @@ def _node_facts(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[
 
 def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     try:
-        names = sorted(path.name.replace("--", "/") for path in models_dir.iterdir() if not path.name.startswith("."))
+        folders = [path.name for path in models_dir.iterdir() if not path.name.startswith(".")]
+        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # behind it: a part's content
     except OSError:
         names = []
     return [("models", ", ".join(names) if names else "none on this disk")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import bind, make_server
 from edgepipe.link.security import MutualTls
 from edgepipe.telemetry.audit import read_audit
-from edgepipe.testing.nodes import HELLO, LOOK_S, Nodes, children_of, idle
+from edgepipe.testing.nodes import HELLO, LOOK_S, Node, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb
 
 _LEFT = ["identity", "incarnation", "node.log", "trust"]
@@ -90,12 +91,41 @@ async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lis
         return [told.model for member in status.members if not member.self for told in member.node.models]
 
     await b.until(lambda status: on_a(status) == ["tiny"])
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "edgepipe.cli", "models", "rm", "tiny", "--data-dir", str(a.data_dir)),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    assert await process.wait() == 0
+    assert (await edgepipe(a, "models", "rm", "tiny"))[0] == 0
     await b.until(lambda status: not on_a(status))
+
+
+async def test_a_model_that_is_served_is_not_removed_unasked(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a, b = await asyncio.gather(*(nodes.start(name) for name in ("a", "b")))
+    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    code, _, err = await edgepipe(a, "models", "rm", "tiny")
+    assert code == 2
+    assert "tiny is served by a, b" in err
+    assert "edgepipe models rm tiny --yes" in err
+    code, out, _ = await edgepipe(b, "models", "list", "--json")
+    (row,) = json.loads(out)
+    assert (row["model"], row["nodes"]) == ("tiny", [{"node": "b", "whole": False}, {"node": "a", "whole": True}])
+    code, out, _ = await edgepipe(a, "models", "rm", "tiny", "--yes")
+    assert code == 0
+    assert out.splitlines()[-1] == "it is still on b"
+    status = await b.until(lambda status: not status.engines)
+    (own,) = (member.node for member in status.members if member.self)
+    assert [told.model for told in own.models] == ["tiny"]
+    await a.until(lambda status: not any(member.node.models for member in status.members if member.self))
+
+
+async def edgepipe(node: Node, *args: str) -> tuple[int | None, str, str]:
+    """Exit status, output and errors of a command at that node, without a terminal."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "edgepipe.cli", *args, "--data-dir", str(node.data_dir)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
 
 
 async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):

@@ -1,0 +1,53 @@
+"""What ``edgepipe models list`` makes of this machine's folders and of what other nodes tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from edgepipe.cli.model_rows import model_rows
+from edgepipe.wire.v1 import node_pb2 as pb
+
+
+def stored(model: str, content: str, *, whole: bool, size: int) -> Any:
+    config = SimpleNamespace(num_layers=30, context_length=2048, architecture="llama")
+    return SimpleNamespace(
+        id=model, manifest_hash=content, whole=whole, size_bytes=size, path=Path(f"/m/{model}{size}"), config=config
+    )
+
+
+def member(name: str, *models: tuple[str, str, bool], own: bool = False) -> pb.MemberState:
+    told = pb.MemberState(self=own)
+    told.node.name = name
+    for model, content, complete in models:
+        told.node.models.add(model=model, manifest_hash=content, num_bytes=9, complete=complete)
+    return told
+
+
+def test_two_folders_of_one_content_and_other_machines_make_one_row() -> None:
+    here = [stored("demo", "c1", whole=False, size=5), stored("demo", "c1", whole=True, size=80)]
+    members = [
+        member("studio", ("demo", "c1", False)),
+        member("gamer", ("demo", "c1", True), ("demo", "c1", False), own=True),
+    ]
+    (row,) = model_rows(cast("Any", here), members)
+    assert (row["model"], row["whole"], row["size_bytes"], row["path"]) == ("demo", True, 85, "/m/demo80")
+    assert row["nodes"] == [{"node": "gamer", "whole": True}, {"node": "studio", "whole": False}]
+    assert not row["ambiguous"]
+
+
+def test_what_is_elsewhere_only_is_listed_and_two_contents_are_two_models() -> None:
+    here = [stored("demo", "c1", whole=True, size=80)]
+    rows = model_rows(cast("Any", here), [member("studio", ("demo", "c2", True), ("big", "c3", True))])
+    assert [(row["model"], row["content"], row["ambiguous"]) for row in rows] == [
+        ("big", "c3", False),
+        ("demo", "c1", True),
+        ("demo", "c2", True),
+    ]
+    assert (rows[0]["size_bytes"], rows[0]["path"], rows[0]["layers"]) == (9, "", 0)
+
+
+def test_without_a_node_the_disk_alone_counts() -> None:
+    (row,) = model_rows(cast("Any", [stored("demo", "c1", whole=False, size=5)]), [])
+    assert (row["nodes"], row["copies"], row["whole"]) == ([], None, False)
