@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from edgepipe.errors import ConfigInvalid
+
 DataDir = Annotated[
     Path | None,
     typer.Option(
@@ -27,6 +29,13 @@ Exclude = Annotated[
 First = Annotated[
     str, typer.Option("--first", metavar="NODE", help="The node that holds the first layers.", show_default=False)
 ]
+
+
+def checked_dtype(dtype: str) -> str:
+    """What ``--dtype`` may be; empty: each device's own. Raises ConfigInvalid."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
+    return "" if dtype == "auto" else dtype
 
 
 def data_dir_of(given: Path | None) -> Path:

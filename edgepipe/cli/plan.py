@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, Exclude, First, Json, ObjectiveName, data_dir_of
+from edgepipe.cli.options import DataDir, Exclude, First, Json, ObjectiveName, checked_dtype, data_dir_of
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 
@@ -68,6 +68,7 @@ def plan(
         raise ConfigInvalid("--emulate and --measure contradict each other", fact="devices of the table are known")
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate imagines a cluster of its own", next_step="leave --data-dir out, or --emulate")
+    dtype = checked_dtype(dtype)
     wishes = Wishes(
         num_nodes=nodes,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -133,30 +134,44 @@ def _all_memory(cluster: Cluster) -> Cluster:
 
 
 def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_json: bool) -> None:
-    from edgepipe.cli.plan_view import render_preview, render_shortage
+    from edgepipe.cli.plan_view import render_preview
     from edgepipe.planner.plan import plan as make_plan
-    from edgepipe.planner.preview import preview, preview_as_dict, shortage_as_dict
-    from edgepipe.planner.shortage import shortage_of
+    from edgepipe.planner.preview import preview, preview_as_dict
     from edgepipe.planner.what_if import changed
 
     console = make_console()
     other = changed(cluster, what_if) if what_if else None
     try:
         shown = preview(demand, cluster, wishes)
-    except NoFeasiblePlacement:
-        if cluster.machines and not wishes.layers and wishes.num_nodes <= len(cluster.machines):
-            short = shortage_of(demand, cluster.machines, num_nodes=wishes.num_nodes)
-            if as_json:
-                print_json(shortage_as_dict(short))
-            else:
-                for part in render_shortage(short, cluster.model):
-                    console.print(part)
-        raise
-    if other is not None:
-        what_would = make_plan(demand, other.machines, other.links, replace(wishes, layers=""))
-        shown = replace(shown, changed=what_would, changes=what_if)
+    except NoFeasiblePlacement as error:
+        if other is None:
+            _show_shortage(cluster, demand, wishes, as_json=as_json)
+            raise
+        found = preview(demand, other, replace(wishes, layers=""))
+        shown = replace(found, changes=what_if, without=error.what)
+    else:
+        if other is not None:
+            what_would = make_plan(demand, other.machines, other.links, replace(wishes, layers=""))
+            shown = replace(shown, changed=what_would, changes=what_if)
     if as_json:
         print_json(preview_as_dict(shown))
         return
     for part in render_preview(shown):
+        console.print(part)
+
+
+def _show_shortage(cluster: Cluster, demand: Demand, wishes: Wishes, *, as_json: bool) -> None:
+    """The arithmetic, where it is memory that is missing."""
+    from edgepipe.cli.plan_view import render_shortage
+    from edgepipe.planner.preview import shortage_as_dict
+    from edgepipe.planner.shortage import shortage_of
+
+    if not cluster.machines or wishes.layers or wishes.num_nodes > len(cluster.machines):
+        return
+    short = shortage_of(demand, cluster.machines, num_nodes=wishes.num_nodes)
+    if as_json:
+        print_json(shortage_as_dict(short))
+        return
+    console = make_console()
+    for part in render_shortage(short, cluster.model):
         console.print(part)

@@ -35,6 +35,8 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
     """Headline, machines, the ring, one token's time, predictions, comparisons."""
     found = shown.plan
     yield _headline(shown)
+    if shown.without:
+        yield Text(f"fits only with the changes ({shown.changes}); now {shown.without}", style="yellow")
     yield Text()
     yield _machines(found)
     yield from _left_out(found)
@@ -108,10 +110,9 @@ def _machines(found: Plan) -> Table:
 
 def _left_out(found: Plan) -> Iterator[Text]:
     for one in found.left_out[:_MOST_LEFT_OUT]:
-        yield Text(f"without {_short(one.machine.name)} {_device(one.machine.device)}: {one.reason}", style="dim")
-    if more := len(found.left_out) - _MOST_LEFT_OUT:
-        if more > 0:
-            yield Text(f"and without {_count(more, 'more machine')}", style="dim")
+        yield Text(f"{_short(one.machine.name)} ({_device(one.machine.device)}) is left out: {one.reason}", style="dim")
+    if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
+        yield Text(f"and {_count(more, 'more machine')}", style="dim")
 
 
 def _ring(found: Plan) -> Iterator[Text]:

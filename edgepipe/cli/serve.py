@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, complete_model, data_dir_of
+from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, checked_dtype, complete_model, data_dir_of
 from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
@@ -87,6 +87,8 @@ def serve(
         raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
     if first and plan:
         raise ConfigInvalid("--first and --plan contradict each other", next_step="give one of them")
+    if exclude and plan:
+        raise ConfigInvalid("--exclude and --plan contradict each other", next_step="give one of them")
     if rebalance not in _MOVES:
         raise ConfigInvalid(f"--rebalance cannot be '{rebalance}'", next_step="give now, auto or off")
     if rebalance and plan:
@@ -137,15 +139,13 @@ def serve_request(
     kinds = {"bf16": common_pb2.ACTIVATION_TYPE_BF16, "float32": common_pb2.ACTIVATION_TYPE_FLOAT32}
     if activations not in kinds:
         raise ConfigInvalid(f"--activations cannot be '{activations}'", next_step="give bf16 or float32")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
     make_policy(policy)
     options = node_pb2.ServeSpec(
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
         context_length=context,
         kv_tokens=kv_tokens,
-        dtype="" if dtype == "auto" else dtype,
+        dtype=checked_dtype(dtype),
         activation_type=kinds[activations] if activations != "bf16" else common_pb2.ACTIVATION_TYPE_UNSPECIFIED,
     )
     return node_pb2.ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)

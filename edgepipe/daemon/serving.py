@@ -79,19 +79,20 @@ class Serving:
         Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the
         engine. A caller that goes away before the end stops what it began.
         """
+        self._check_names([*request.exclude, *filter(None, [request.first])])
         yield pb.ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
+        context = model.config.context_for(request.options.context_length)
         if running := self._running(model.name):
             node, engine = running
             if request.rebalance:
                 async for event in self._rebalance(node.node_id, engine, request):
                     yield event
                 return
-            _check_served_as_asked(request, engine, model.manifest_hash)
+            _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
-        context = model.config.context_for(request.options.context_length)
         if waited_for := self._starting():
             yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
@@ -150,6 +151,17 @@ class Serving:
             return None  # it ends just now: whoever follows it is told why
         writer.close()
         return None
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise PlanInvalid for what no node is called."""
+        nodes = self._peers.nodes()
+        known = {name for node in nodes for name in (node.name, node.node_id)}
+        if unknown := [name for name in names if name not in known]:
+            raise PlanInvalid(
+                f"'{unknown[0]}' is no node of this cluster",
+                fact=f"nodes: {', '.join(sorted(node.name for node in nodes))}",
+                next_step="see 'edgepipe status'",
+            )
 
     def _named(self, name: str) -> pb.NodeState | None:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
@@ -256,6 +268,7 @@ class Serving:
         spec = pb.ServeSpec()
         spec.CopyFrom(options)
         spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
+        _check_kv_room(model.config, options.kv_tokens, placed, rooms)
         spec.kv_tokens = options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms)
         if not spec.activation_type:
             spec.activation_type = activation_type_to_wire(ActivationType.BF16)
@@ -349,6 +362,23 @@ def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed
     return max(tokens, context)
 
 
+def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> None:
+    """Raise NoFeasiblePlacement if so many tokens of KV do not fit beside the weights."""
+    by_id = {room.node_id: room for room in rooms}
+    most = min(
+        (room.free_bytes - config.slice_parameters(one.part) * room.bytes_per_weight)
+        // config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
+        for one in placed
+        for room in (by_id[one.node_id],)
+    )
+    if kv_tokens > most:
+        raise NoFeasiblePlacement(
+            f"--kv-tokens {kv_tokens} do not fit",
+            fact=f"beside the weights there is room for {most} tokens",
+            next_step=f"give --kv-tokens {most} or less, or leave it out",
+        )
+
+
 def common_block_size(profiles: Iterable[common_pb2.DeviceProfile]) -> int:
     """Tokens per KV block: the fewest that every device of the cluster serves well, as any of them may hold a stage."""
     told = [one.block_sizes for one in profiles if one.block_sizes]
@@ -361,9 +391,11 @@ def model_matches(wanted: str, name: str) -> bool:
     return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
 
 
-def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str) -> None:
-    """Raise PlanInvalid if the model is served over other nodes or layers than this caller wants, or another model by
-    its name."""
+def _check_served_as_asked(
+    request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str, held: pb.ServeBody | None
+) -> None:
+    """Raise PlanInvalid if the model is served over other nodes or layers, or with other settings, than this caller
+    wants, or another model by its name."""
     if engine.manifest_hash and engine.manifest_hash != manifest_hash:
         raise PlanInvalid(
             f"another model is served by the name {engine.model}",
@@ -380,10 +412,32 @@ def _check_served_as_asked(request: pb.ServeRequest, engine: engine_pb2.EngineSt
         allowed = [(f"{name}:{layers}", f"{node_id}:{layers}") for _, layers, name, node_id in parts]
         same = len(wanted) == len(allowed) and all(one in both for one, both in zip(wanted, allowed, strict=True))
     else:
+        names = [{name, node_id} for _, _, name, node_id in parts]
         same = request.num_nodes in (0, len(engine.stages))
-    if parts and not same:
+        same = same and (not names or request.first in ("", *names[0]))
+        same = same and not any(both & set(request.exclude) for both in names)
+    fact = (
+        "" if same or not parts else f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}"
+    )
+    fact = fact or (_other_setting(request, held.spec) if held is not None else "")
+    if fact:
         raise PlanInvalid(
             f"{engine.model} is served already, but not as asked",
-            fact=f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}",
+            fact=fact,
             next_step=f"edgepipe stop {engine.model}, then serve it again",
         )
+
+
+def _other_setting(request: pb.ServeRequest, spec: pb.ServeSpec) -> str:
+    """What was asked for by a flag and is otherwise; empty: nothing."""
+    asked = request.options
+    flags = {
+        "--context": (asked.context_length, spec.context_length),
+        "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
+        "--micro-batches": (asked.micro_batches, spec.micro_batches),
+        "--policy": (asked.policy, spec.policy or "throttled"),
+        "--dtype": (asked.dtype, spec.dtype or "auto"),
+        "--concurrency": (request.concurrency, spec.concurrency),
+    }
+    other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted and wanted != now), None)
+    return f"it is served with {other[0]} {other[1] or 'auto'}" if other is not None else ""

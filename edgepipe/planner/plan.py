@@ -25,6 +25,7 @@ from edgepipe.units import format_bytes, format_duration_s
 
 _SLACK = 0.003  # of the objective, given up where that spreads the work more evenly
 _MUCH_LONGER = 4.0  # times
+_CONTEXT_STEP = 256  # tokens; the largest context that fits is told in these
 _WORTH = 0.01  # gain below which another device is not worth its trouble
 
 
@@ -105,13 +106,29 @@ def plan(
     search = _Search(demand, able, links, wishes)
     found = search.best()
     if found is None:
-        raise too_small(demand, able, num_nodes=wishes.num_nodes)
+        error = too_small(demand, able, num_nodes=wishes.num_nodes)
+        if demand.must_keep_tokens and (most := _most_context(demand, able, links, wishes)):
+            error.next_step = f"give --context {most} or less; or {error.next_step}"
+        raise error
     share, kv_tokens = found
     result = describe(demand, search.placed(share), able, links)
     _check_reached(result, links)
     gap = max(0.0, 1 - share.bound_s / share.cycle_s)
     left_out = [*excluded, *search.left_out(share, kv_tokens)] if explain else excluded
     return replace(result, left_out=tuple(left_out), gap=gap)
+
+
+def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes) -> int:
+    """Tokens that could be kept, down to a whole block of them; 0 if the model does not fit at all."""
+    fits, too_many = 0, demand.must_keep_tokens // _CONTEXT_STEP + 1
+    while too_many - fits > 1:
+        tried = (fits + too_many) // 2
+        fewer = replace(demand, must_keep_tokens=tried * _CONTEXT_STEP)
+        if _Search(fewer, machines, links, wishes).best() is not None:
+            fits = tried
+        else:
+            too_many = tried
+    return fits * _CONTEXT_STEP
 
 
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
@@ -316,7 +333,7 @@ class _Search:
         link_s = float(sum(instance.upload_s[hop] + instance.latency_s[hop] for hop in own))
         step_s = float(instance.base_s[index] + with_it.layers[position] * instance.layer_s[index])
         why = f"its links: {format_duration_s(link_s)} a token" if link_s > step_s else "it is slower"
-        return f"with it a token would take {loss:.0%} longer ({why})"
+        return f"it would slow each token by {loss * 100:.0f} % ({why})"
 
     def _most_layers(self, kv_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """``[N, 4]``: layers that fit beside what the flags cost."""

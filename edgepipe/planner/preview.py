@@ -27,6 +27,7 @@ class Preview:
     helps: tuple[Alternative, ...] = ()
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
+    without: str = ""  # why it does not fit without the changes; ``plan`` is then with them
 
 
 def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool = True) -> Preview:
@@ -50,6 +51,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
             {"what": one.what, "gain": round(one.gain_over(shown.plan), 4), **_rates(one.plan)} for one in shown.helps
         ],
         "what_if": None if shown.changed is None else {"changes": shown.changes, **plan_as_dict(shown.changed)},
+        "fits_only_with": {"changes": shown.changes, "without": shown.without} if shown.without else None,
     }
 
 

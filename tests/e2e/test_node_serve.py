@@ -15,7 +15,14 @@ from edgepipe_emulated.oracle import next_token
 from node_models import CONFIG, pull_emulated, pull_with_weights
 
 from edgepipe import PROTOCOL_VERSION
-from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, VersionMismatch
+from edgepipe.errors import (
+    ConfigInvalid,
+    EdgepipeError,
+    ModelUnknown,
+    NoFeasiblePlacement,
+    PlanInvalid,
+    VersionMismatch,
+)
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import MutualTls
 from edgepipe.model.store import ModelStore
@@ -128,15 +135,33 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         ({"plan": "a:0-2"}, PlanInvalid),
         ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
         ({"num_nodes": 2}, NoFeasiblePlacement),
+        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid),
+        ({"exclude": ["nobody"]}, PlanInvalid),
+        ({"first": "nobody"}, PlanInvalid),
     ]
     for fields, error in refused:
         with pytest.raises(error):
             await a.serve(**{"model": "tiny", **fields})
+    with pytest.raises(NoFeasiblePlacement, match="do not fit") as told:
+        await a.serve("tiny", options=pb.ServeSpec(kv_tokens=4_000_000_000))
+    assert re.fullmatch(r"give --kv-tokens \d+ or less, or leave it out", told.value.next_step)
     with pytest.raises(ModelUnknown):
         await a.stop_model("tiny")
     assert not (await a.status()).engines
     first = (await a.serve("tiny"))[-1].engine.pipeline_id
     assert (await a.serve("tiny"))[-1].engine.pipeline_id == first  # one that runs is found, not doubled
+    others: list[tuple[dict[str, Any], type[EdgepipeError], str]] = [
+        ({"options": pb.ServeSpec(context_length=128)}, PlanInvalid, "it is served with --context "),
+        ({"options": pb.ServeSpec(kv_tokens=640)}, PlanInvalid, "it is served with --kv-tokens "),
+        ({"options": pb.ServeSpec(dtype="bfloat16")}, PlanInvalid, "it is served with --dtype auto"),
+        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid, "it takes "),
+        ({"exclude": ["nobody"]}, PlanInvalid, "nodes: a"),
+        ({"exclude": ["a"]}, PlanInvalid, "it is served as a:0-5"),
+    ]
+    for fields, error, fact in others:
+        with pytest.raises(error) as other:
+            await a.serve("tiny", **fields)
+        assert other.value.fact.startswith(fact)
 
 
 async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):

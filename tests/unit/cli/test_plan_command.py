@@ -53,6 +53,17 @@ def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):
     assert json.loads(told.out)["missing_bytes"] > 0
 
 
+def test_changes_are_answered_where_the_base_does_not_fit(run: Run):
+    flags = ("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
+    shown = run(*flags)
+    assert shown.code == 0
+    assert "fits only with the changes (add m3ultra); now the model needs about" in shown.out
+    told = json.loads(run(*flags, "--json").out)
+    assert told["fits_only_with"]["changes"] == "add m3ultra"
+    assert {stage["device"] for stage in told["stages"]} - {"NVIDIA GeForce RTX 4090 (emulated)"}
+    assert run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
+
+
 def test_too_few_machines_are_no_lack_of_memory(run: Run):
     short = run(*IMAGINED, "--nodes", "5")
     assert short.code == 6
@@ -70,6 +81,7 @@ def test_too_few_machines_are_no_lack_of_memory(run: Run):
         ("--nodes", "65"),
         ("--plan", "a:0-31,b:33-63"),
         ("--objective", "fame"),
+        ("--dtype", "int4"),
         ("--context", "99999999"),
         ("--what-if", "buy a house"),
         ("--measure",),

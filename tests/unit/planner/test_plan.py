@@ -56,8 +56,20 @@ def test_every_machine_that_is_left_out_has_a_reason():
     found = plan(Demand(config=SMALL), able, LAN, Wishes(exclude=()))
     reasons = {one.machine.name: one.reason for one in found.left_out}
     assert reasons.keys() == {"b", "tiny"}
-    assert "longer" in reasons["b"]
+    assert "it would slow each token by" in reasons["b"]
     assert "cannot hold one layer" in reasons["tiny"]
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does():
+    config = named_shape("qwen2.5-32b")
+    able = machines("4x rtx4090", config)
+    with pytest.raises(NoFeasiblePlacement) as told:
+        plan(Demand(config=config, context_tokens=131072, must_keep_tokens=131072), able, LAN)
+    most = int(told.value.next_step.split()[2])
+    assert told.value.next_step.startswith(f"give --context {most} or less")
+    plan(Demand(config=config, context_tokens=most, must_keep_tokens=most), able, LAN)
+    with pytest.raises(NoFeasiblePlacement):
+        plan(Demand(config=config, context_tokens=most + 256, must_keep_tokens=most + 256), able, LAN)
 
 
 def test_nodes_that_do_not_reach_each_other_are_no_neighbours():
