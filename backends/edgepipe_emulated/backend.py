@@ -87,7 +87,7 @@ class EmulatedBackend:
             name=f"{device.name} (emulated)",
             compute_dtype="bfloat16",
             memory_total_bytes=device.memory_bytes,
-            memory_free_bytes=max(0, device.memory_bytes - used),
+            memory_free_bytes=max(0, (device.usable_bytes if device.shared_memory else device.memory_bytes) - used),
             bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
             flops=device.flops,
             block_sizes=self.block_sizes,

@@ -10,6 +10,7 @@ from typing import Any
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
+_DESKTOP_BYTES = 1_500_000_000  # of a GPU's memory: windows, a browser, workspaces
 _BANDWIDTH_EFFICIENCY = 0.85  # share of the data sheet's memory rate that streaming reads reach
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach
 
@@ -40,6 +41,14 @@ class DeviceModel:
     sequence_overhead_s: float = 0.0  # per sequence and step (attention that runs per sequence)
     tile_steps: tuple[tuple[int, float], ...] = ()
     jitter: float = 0.0  # coefficient of variation of step times; their mean stays
+    shared_memory: bool = False  # it is the machine's own, of which macOS gives the GPU three quarters
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that is ours to take on a machine that does nothing else but show its desktop."""
+        if self.shared_memory:
+            return self.memory_bytes * 3 // 4
+        return self.memory_bytes - min(_DESKTOP_BYTES, self.memory_bytes // 10)
 
 
 def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: float) -> DeviceModel:
@@ -64,6 +73,7 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
         layer_overhead_s=20e-6,
         sequence_overhead_s=10e-6,
         tile_steps=((33, 1.15),),
+        shared_memory=True,
     )
 
 

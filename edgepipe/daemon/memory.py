@@ -12,7 +12,7 @@ from edgepipe.wire.v1 import common_pb2
 
 _HOST_HEADROOM_BYTES = 1 << 30  # the rest of a person's desktop goes on working
 _HOST_HEADROOM_FRACTION = 0.1
-_GPU_HEADROOM_BYTES = 600 << 20  # workspaces, fragmentation, a desktop's compositor
+_GPU_HEADROOM_BYTES = 1_500_000_000  # workspaces, fragmentation, a desktop with a browser
 _HOST_KV_FRACTION = 0.25  # of free memory: host memory is shared with everything else
 _GPU_KV_FRACTION = 0.9
 _MODEST_KV_BYTES = 512 << 20

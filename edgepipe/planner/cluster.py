@@ -14,7 +14,6 @@ from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.units import LinkShape
 
-_HEADROOM_BYTES = 600 << 20  # what a node leaves free on a GPU: workspaces, a desktop's compositor
 _BYTES_PER_VALUE = 2  # bf16, of weights and of KV
 
 
@@ -88,7 +87,7 @@ def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machin
         room=NodeRoom(
             node_id=NodeId(name),
             name=name,
-            free_bytes=table_free_bytes(device),
+            free_bytes=device.usable_bytes,
             bytes_per_weight=_BYTES_PER_VALUE,
             bytes_per_kv=_BYTES_PER_VALUE,
         ),
@@ -96,11 +95,6 @@ def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machin
         speed=TableSpeed(CostModel(config, device)),
         total_bytes=device.memory_bytes,
     )
-
-
-def table_free_bytes(device: DeviceModel) -> int:
-    """For weights and KV, on a machine that does nothing else."""
-    return device.memory_bytes - min(_HEADROOM_BYTES, device.memory_bytes // 10)
 
 
 def names(count: int) -> list[str]:

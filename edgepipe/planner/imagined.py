@@ -9,7 +9,7 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.planner.cluster import known_cluster, table_free_bytes
+from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import Placed
@@ -130,7 +130,7 @@ def _limits(
     """One number of blocks for all stages: what the smallest can hold."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
     room = min(
-        (table_free_bytes(devices[name]) - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
+        (devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
         for name, (cost, slices) in held.items()
     )
     tokens = min(room, cluster.kv_tokens) if cluster.kv_tokens else room
@@ -138,7 +138,7 @@ def _limits(
     if num_blocks < 1:
         raise NoFeasiblePlacement(
             "no room is left for a KV cache",
-            fact=f"the smallest device has {format_bytes(min(table_free_bytes(one) for one in devices.values()))}",
+            fact=f"the smallest device has {format_bytes(min(one.usable_bytes for one in devices.values()))}",
             next_step="name more devices, larger ones, or a smaller model",
         )
     return SchedulerLimits(

@@ -103,7 +103,8 @@ def _better_links(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]
 def _more_memory(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     for stage in base.stages:
         machine = stage.machine
-        yield f"8 GB more on {machine.name}", cluster.with_memory(machine.node_id, _MORE_BYTES)
+        if machine.room.shares_host_memory and not machine.device.startswith("Apple"):  # others cannot be given more
+            yield f"8 GB more RAM in {machine.name}", cluster.with_memory(machine.node_id, _MORE_BYTES)
 
 
 def _one_more(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:

@@ -51,7 +51,7 @@ def test_weights_that_took_more_than_was_told_take_it_from_the_kv_cache():
 
 
 def test_kv_is_cut_to_what_fits():
-    memory = ledger(6 * GB)
+    memory = ledger(7 * GB)
     held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=10**6, kv_tokens=10**6)
     assert 512 * 10**6 <= held.kv_bytes < 2 * GB
 

@@ -65,7 +65,9 @@ def test_it_is_found_by_entry_point() -> None:
 @pytest.mark.parametrize("name", ["rtx4090", "rtx5090", "a100-40g", "h100", "m4max", "m4", "RTX 4090", "M4_Max"])
 def test_devices_have_names(name: str) -> None:
     profile = EmulatedBackend(BackendOptions(device=name)).profile()
-    assert profile.memory_free_bytes == profile.memory_total_bytes >= 16e9
+    share = 0.75 if "m4" in name.lower() else 1.0  # macOS keeps the rest from the GPU
+    assert profile.memory_free_bytes == share * profile.memory_total_bytes
+    assert profile.memory_total_bytes >= 16e9
     assert profile.bandwidth_bytes_per_s > 1e11
     assert profile.name.endswith("(emulated)")
 

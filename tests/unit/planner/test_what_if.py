@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from planner_world import GB
@@ -127,3 +128,20 @@ def test_models_that_fit_come_first_the_largest_of_them():
     found = which_fit(clusters, cluster("m4max").links)
     assert [one.model for one in found] == ["qwen2.5-14b", "qwen2.5-7b", "llama-3.3-70b"]
     assert found[-1].plan is None
+
+
+def test_only_memory_that_can_be_bought_is_advised():
+    """A GPU's and a Mac's is what it is; a PC that computes on its CPU takes another module."""
+    whole = cluster("rtx4090, m4max")
+    as_cpu = [replace(one, device="EPYC", room=replace(one.room, shares_host_memory=True)) for one in whole.machines]
+    for machines, advised in ((whole.machines, False), (tuple(as_cpu), True)):
+        tight = replace(whole, machines=machines)
+        base = plan(Demand(config=BIG), tight.machines, tight.links)
+        told = [one.what for one in helps(base.demand, tight, base, Wishes())]
+        assert any("8 GB more RAM in a" in what for what in told) is advised
+        assert not any("8 GB more on" in what for what in told)
+
+
+def test_a_desktop_keeps_its_share_of_every_device():
+    free = {one.name: one.room.free_bytes / one.total_bytes for one in cluster("rtx4090, m4max").machines}
+    assert free == {"a": pytest.approx(22.5 / 24), "b": pytest.approx(0.75)}
