@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import entry_points
 
 from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.cli.options import Json
 from edgepipe.cli.output import print_json
+from edgepipe.daemon.backends import installed_backends
 
 
 def version(as_json: Json = False) -> None:
     """Show versions and the backends that are here."""
-    backends = sorted(entry.name for entry in entry_points(group="edgepipe.backends"))
+    backends = list(installed_backends())
     if as_json:
         print_json(
             {

@@ -25,6 +25,11 @@ def choose_backend(wanted: str) -> str:
     return next((name for name in order if find_spec(name) is not None), NONE)
 
 
+def installed_backends() -> tuple[str, ...]:
+    """Those whose packages are here."""
+    return tuple(name for name in backend_names() if name not in _LIBRARIES or find_spec(name) is not None)
+
+
 def _checked(wanted: str) -> str:
     known = (*backend_names(), NONE)
     if wanted not in known:

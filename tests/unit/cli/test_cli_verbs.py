@@ -13,6 +13,7 @@ import edgepipe.cli.node
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
+from edgepipe.daemon import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.facts import LayerRange
 from tests.unit.cli.conftest import Run
@@ -190,3 +191,8 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_backends_whose_packages_are_here_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "mlx" else object())
+    assert json.loads(run("version", "--json").out)["backends"] == ["emulated", "torch"]
