@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -171,17 +172,22 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     chats = found.kv_tokens // demand.context_tokens
     table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{_count(chats, 'chat')} of {demand.context_tokens}")
     yield table
-    yield Text(f"  {_sources(found)}", style="dim")
+    yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
+    if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
+        yield Text(f"  {' and '.join(busy)} did other work while measured, and may be faster than this", style="yellow")
     if found.gap > 0.01:
         yield Text(f"  another order of machines might be up to {found.gap:.0%} faster", style="dim")
 
 
-def _sources(found: Plan) -> str:
-    """What the predictions rest on."""
+def _sources(found: Plan, *, now_s: float) -> str:
+    """What the predictions rest on, and since when."""
     measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
     links = [hop.link.measured for hop in found.one.hops]
+    when = [stage.machine.speed.measured_s for stage in found.stages if stage.machine.speed.measured_s]
     if all(measured):
         devices = "devices measured"
+        if when:
+            devices += f" {format_duration_s(max(1.0, now_s - min(when)))} ago"
     elif any(measured):
         devices = f"{sum(measured)} of {len(measured)} devices measured, others estimated from data sheets"
     else:

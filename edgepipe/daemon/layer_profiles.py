@@ -6,12 +6,10 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from google.protobuf import json_format
 
 from edgepipe import __version__
@@ -24,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20
 _MOST_SHAPES = 128
-_BUSY = 0.6  # of all cores, over the last minute
 
 
 def profile_key(*facts: object, model_config: str) -> str:
@@ -41,12 +38,6 @@ def profile_key(*facts: object, model_config: str) -> str:
 
 def _plain(value: object) -> object:
     return sorted(value.items()) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType, reportUnknownVariableType]
-
-
-def machine_busy() -> bool:
-    """Whether other programs take so much of the machine that what is measured now says little of quieter times."""
-    recent, _, _ = psutil.getloadavg()
-    return recent > _BUSY * (os.cpu_count() or 1)
 
 
 class LayerProfiles:

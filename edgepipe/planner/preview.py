@@ -162,6 +162,8 @@ def _stage_as_dict(found: Plan, index: int) -> dict[str, Any]:
         "alone_s": stage.alone_s,
         "busy": round(busy_fraction(found, index), 4),
         "source": stage.machine.speed.source,
+        "measured_at": stage.machine.speed.measured_s or None,
+        "measured_busy": stage.machine.speed.busy,
     }
 
 

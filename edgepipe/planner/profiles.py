@@ -42,6 +42,16 @@ class Speed(Protocol):
         """measured | estimated"""
         ...
 
+    @property
+    def busy(self) -> bool:
+        """Measured while other programs took much of the machine."""
+        ...
+
+    @property
+    def measured_s(self) -> float:
+        """When; wall clock, since 1970. 0 where nothing was measured, or nobody knows."""
+        ...
+
     def parts(self, work: StepWork) -> StepParts:
         """The times of a step."""
         ...
@@ -51,6 +61,7 @@ class TableSpeed:
     """A device by its data sheet; see ``edgepipe.backend.cost``."""
 
     source = ESTIMATED
+    busy, measured_s = False, 0.0
 
     def __init__(self, cost: CostModel) -> None:
         self._one, self._two, self._headed = (
@@ -83,6 +94,8 @@ class LayerProfile:
     head: tuple[Point, ...]  # norm and head, against rows
     kv_token_s: float  # one layer, per token of context beyond ``decode_context``, of all rows
     decode_context: int  # tokens that each row attended to while ``decode`` was measured
+    busy: bool = False  # other programs took much of the machine meanwhile: it may be faster than this
+    measured_s: float = 0.0  # wall clock, since 1970; 0: not known
 
 
 class MeasuredSpeed:
@@ -92,6 +105,7 @@ class MeasuredSpeed:
 
     def __init__(self, profile: LayerProfile) -> None:
         self._profile = profile
+        self.busy, self.measured_s = profile.busy, profile.measured_s
 
     def parts(self, work: StepWork) -> StepParts:
         """See ``Speed.parts``. Prompt tokens beside decodes are taken to cost what they cost alone in one row."""

@@ -41,6 +41,8 @@ def layer_profile_from_wire(told: pb.LayerProfile) -> LayerProfile:
         head=_points_from_wire(told.head),
         kv_token_s=told.kv_token_s,
         decode_context=told.decode_context,
+        busy=told.busy,
+        measured_s=told.measured_ms / 1e3,
     )
 
 

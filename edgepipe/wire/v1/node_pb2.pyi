@@ -2332,6 +2332,7 @@ class LayerProfile(_message.Message):
     KV_TOKEN_S_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
+    MEASURED_MS_FIELD_NUMBER: _builtins.int
     base_s: _builtins.float
     """per step, whatever the layers"""
     kv_token_s: _builtins.float
@@ -2340,6 +2341,8 @@ class LayerProfile(_message.Message):
     """tokens that each row of `decode` attended to"""
     busy: _builtins.bool
     """the machine did other things while it was measured"""
+    measured_ms: _builtins.int
+    """wall clock of its node, since 1970; 0: told by an earlier version"""
     @_builtins.property
     def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
         """one layer, by rows"""
@@ -2362,10 +2365,11 @@ class LayerProfile(_message.Message):
         kv_token_s: _builtins.float = ...,
         decode_context: _builtins.int = ...,
         busy: _builtins.bool = ...,
+        measured_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "busy", b"busy", "decode", b"decode", "decode_context", b"decode_context", "head", b"head", "kv_token_s", b"kv_token_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "busy", b"busy", "decode", b"decode", "decode_context", b"decode_context", "head", b"head", "kv_token_s", b"kv_token_s", "measured_ms", b"measured_ms", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from edgepipe_emulated import emulated_model_config
 from stage_settings import STAGE_SETTINGS
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import device, spare
+from edgepipe.daemon import device, layer_measuring, spare
 from edgepipe.daemon.children import Children
 from edgepipe.daemon.device import DeviceHost
 from edgepipe.daemon.layer_profiles import LayerProfiles
@@ -31,6 +32,7 @@ GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
 LAYER = pb.LayerProfile(decode=[pb.ProfilePoint(size=1, seconds=0.001)])
 MEASURE = pb.ProfileLayerRequest(model_config="{}", fresh=True)
+UNLESS_KNOWN = pb.ProfileLayerRequest(model_config="{}")
 
 
 class Process:
@@ -42,8 +44,10 @@ class Process:
         self.alive, self.stopping, self.port, self.certificate, self.hang = True, False, 1, b"", ""
         self.is_dying = False  # it hangs up before its end is told
         self.process = SimpleNamespace(returncode=None)
+        self.pid = os.getpid()
         self.crashed_in = None
         self.measured = 0
+        self.layer_factor = 1.0
         self.paused: list[pb.PauseStage] = []  # as told
         self.progress = pb.ChildProgress()
         self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
@@ -61,7 +65,8 @@ class Process:
             self.paused.append(command.pause)
         if command.HasField("profile"):
             self.measured += 1
-            self.on_profiled(LAYER)
+            seconds = LAYER.decode[0].seconds * self.layer_factor
+            self.on_profiled(pb.LayerProfile(decode=[pb.ProfilePoint(size=1, seconds=seconds)]))
 
     def die(self, status: int = 1) -> None:
         self.alive, self.process.returncode = False, status
@@ -229,7 +234,7 @@ async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answ
 
 
 async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):
-    async with running(tmp_path, free_bytes=GB) as host:
+    async with running(tmp_path, free_bytes=2 * GB) as host:
         await host.prepare()
         for _ in range(20):
             await asyncio.sleep(0)
@@ -255,6 +260,26 @@ async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_pa
         assert (await host.host.profile_layer(MEASURE)).decode == LAYER.decode
         asked = [one for one in host.processes.started if one.measured]
         assert asked == [host.processes.started[2]]  # not the one from beside the stage, which is on its way out
+
+
+async def test_what_was_measured_beside_other_work_is_measured_again_and_the_shorter_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shares = iter([0.5, 0.9, 0.1])
+    monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))
+    async with running(tmp_path) as host:
+        first = await host.host.profile_layer(UNLESS_KNOWN)
+        assert first.busy
+        assert first.measured_ms
+        for child in host.processes.started:
+            child.layer_factor = 3.0
+        again = await host.host.profile_layer(UNLESS_KNOWN)
+        assert (again.busy, again.decode) == (True, first.decode), "other programs make steps longer only"
+        quiet = await host.host.profile_layer(UNLESS_KNOWN)
+        assert not quiet.busy
+        assert quiet.decode != first.decode
+        assert await host.host.profile_layer(UNLESS_KNOWN) == quiet
+        assert sum(one.measured for one in host.processes.started) == 3
 
 
 async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path):
