@@ -13,6 +13,7 @@ from edgepipe.cli.output import as_dict, make_console, make_table, print_json
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
+    from edgepipe.telemetry.audit import AuditEntry
     from edgepipe.wire.v1 import trust_pb2 as pb
 
 app = typer.Typer(help="Who belongs to the cluster.", invoke_without_command=True)
@@ -99,9 +100,17 @@ def log(
     console = make_console()
     for entry in entries:  # lines, not a table: nothing of a log is cut off in a narrow window
         when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
-        times = f" ({entry.times} times)" if entry.times > 1 else ""
-        text = f"{when}  {entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
-        console.print(one_line(text), soft_wrap=True)
+        console.print(one_line(f"{when}  {_told(entry)}"), soft_wrap=True)
+
+
+def _told(entry: AuditEntry) -> str:
+    from edgepipe.telemetry.audit import AuditKind
+
+    times = f" ({entry.times} times)" if entry.times > 1 else ""
+    if entry.kind == AuditKind.HANDSHAKE_REFUSED:
+        verb = "was" if entry.detail.startswith("1 ") else "were"
+        return f"{entry.detail} from an unknown machine {verb} refused{times}"
+    return f"{entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:

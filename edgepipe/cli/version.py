@@ -8,11 +8,12 @@ import sys
 from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.cli.options import Json
 from edgepipe.cli.output import print_json
-from edgepipe.daemon.backends import installed_backends
 
 
 def version(as_json: Json = False) -> None:
     """Show versions and the backends that are here."""
+    from edgepipe.daemon.backends import installed_backends
+
     backends = list(installed_backends())
     if as_json:
         print_json(

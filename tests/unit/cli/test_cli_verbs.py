@@ -13,9 +13,11 @@ import edgepipe.cli.node
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
+from edgepipe.cluster.founding import TrustFolders
 from edgepipe.daemon import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.facts import LayerRange
+from edgepipe.telemetry.audit import AuditKind, AuditLog
 from tests.unit.cli.conftest import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
@@ -196,3 +198,13 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
 def test_only_backends_whose_packages_are_here_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "mlx" else object())
     assert json.loads(run("version", "--json").out)["backends"] == ["emulated", "torch"]
+
+
+def test_refused_strangers_are_told_in_a_sentence(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    audit = AuditLog(TrustFolders(tmp_path / "data").audit, lambda: 0.0)
+    for detail in ("1 connection", "3 connections"):
+        audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
+    shown = run("peers", "log").out
+    assert "1 connection from an unknown machine was refused\n" in shown
+    assert "3 connections from an unknown machine were refused\n" in shown
