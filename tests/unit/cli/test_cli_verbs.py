@@ -200,11 +200,9 @@ def test_only_backends_whose_packages_are_here_are_told(run: Run, monkeypatch: p
     assert json.loads(run("version", "--json").out)["backends"] == ["emulated", "torch"]
 
 
-def test_refused_strangers_are_told_in_a_sentence(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("detail", "verb"), [("1 connection", "was"), ("3 connections", "were")])
+def test_refused_strangers_are_told_in_a_sentence(run: Run, tmp_path: Path, detail: str, verb: str) -> None:
     (tmp_path / "data").mkdir(mode=0o700)
     audit = AuditLog(TrustFolders(tmp_path / "data").audit, lambda: 0.0)
-    for detail in ("1 connection", "3 connections"):
-        audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
-    shown = run("peers", "log").out
-    assert "1 connection from an unknown machine was refused\n" in shown
-    assert "3 connections from an unknown machine were refused\n" in shown
+    audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
+    assert f"{detail} from an unknown machine {verb} refused\n" in run("peers", "log").out
