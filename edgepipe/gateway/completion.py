@@ -159,11 +159,9 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None
 def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
     """The delta with its calls taken out of its text."""
     scanned = scanner.push(delta.text)
-    content, calls = scanned.content, scanned.calls
-    reason = delta.finish_reason
+    content, reason = scanned.content, delta.finish_reason
     if reason is not None:
-        rest = scanner.finish()
-        content, calls = content + rest.content, calls + rest.calls
-        if reason == "stop" and scanner.num_calls:
+        if reason == "stop" and scanner.num_calls and not scanner.in_call:
             reason = "tool_calls"
-    return replace(delta, text=content, calls=calls, finish_reason=reason)
+        content += scanner.finish(cut_off=reason == "length")
+    return replace(delta, text=content, calls=scanned.calls, finish_reason=reason)

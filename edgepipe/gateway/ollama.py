@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class OllamaShape:
         """See Shape."""
         (choice,) = choices
         self._reason = choice.finish_reason
-        calls = choice.whole_calls()
+        calls = _calls_with_objects(choice.whole_calls())
         return self._line("".join(choice.text), calls) | self._numbers()
 
     def opening(self) -> bytes:
@@ -181,7 +182,7 @@ class OllamaShape:
         self._calls += delta.calls
         calls: list[dict[str, Any]] = []
         if delta.finish_reason is not None and self._calls:
-            calls = GatheredChoice(calls=self._calls).whole_calls()
+            calls = _calls_with_objects(GatheredChoice(calls=self._calls).whole_calls())
         if not delta.text and not calls:
             return b""
         return _as_line(self._line(delta.text, calls) | {"done": False})
@@ -200,7 +201,7 @@ class OllamaShape:
             return body | {"response": text}
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
-            message["tool_calls"] = [{"function": _with_object(call["function"])} for call in calls]
+            message["tool_calls"] = calls
         return body | {"message": message}
 
     def _numbers(self) -> dict[str, Any]:
@@ -340,13 +341,14 @@ def _card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object in Ollama's answers."""
-    try:
-        arguments: object = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = {}
-    return {"name": function["name"], "arguments": arguments}
+def _calls_with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments are an object in Ollama's answers, so a call that was cut off has no place there."""
+    whole: list[dict[str, Any]] = []
+    for call in calls:
+        with contextlib.suppress(ValueError):
+            arguments: object = json.loads(call["function"]["arguments"])
+            whole.append({"function": {"name": call["function"]["name"], "arguments": arguments}})
+    return whole
 
 
 def _as_line(body: Mapping[str, Any]) -> bytes:

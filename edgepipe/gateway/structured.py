@@ -65,11 +65,12 @@ async def plan_output(
     """The fields of a chat request as a plan for its output. Raises HttpProblem (400) with the field at fault."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
+    several = parallel_tool_calls is not False and not isinstance(tool_choice, Mapping)
     grammar = _format_grammar(response_format)
     if chosen:
         if grammar is not None:
             raise bad_request("response_format cannot be combined with tools", param="response_format")
-        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=parallel_tool_calls is not False)
+        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=several)
     if grammar is None:
         return OutputPlan()
     try:

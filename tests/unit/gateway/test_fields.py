@@ -162,6 +162,25 @@ async def test_a_streamed_tool_call_comes_name_first_then_arguments() -> None:
         assert "".join(choice["delta"].get("content", "") for choice in choices) == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
+    async with serving(FakeEngine(answer=b"\n" + CALL, group=3)) as served:
+        for fields, reason in (
+            ({"max_tokens": 8}, "length"),
+            ({"max_tokens": 30}, "length"),
+            ({"stop": "oon"}, "stop"),
+        ):
+            response = await served.chat(tools=[LOOK], stream=stream, **fields)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            messages = [choice["delta" if stream else "message"] for choice in choices]
+            assert "".join(message.get("content") or "" for message in messages) == "", fields
+            assert choices[-1]["finish_reason"] == reason
+            pieces = [piece for message in messages for piece in message.get("tool_calls", ())]
+            assert not pieces or reason == "stop"
+        assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"at": "the m'
+
+
 async def test_without_tools_what_looks_like_a_call_is_text() -> None:
     async with serving(FakeEngine(answer=CALL)) as served:
         for more in ({}, {"tools": [LOOK], "tool_choice": "none"}):

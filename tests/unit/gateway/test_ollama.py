@@ -91,6 +91,18 @@ async def test_tool_calls_come_whole_with_objects() -> None:
             assert calls == [{"function": {"name": "look", "arguments": {"at": "x"}}}]
 
 
+async def test_a_call_that_is_cut_off_is_dropped() -> None:
+    """Its arguments are an object here, and what came of one is none."""
+    call = b'<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with serving(FakeEngine(answer=call, group=5)) as served:
+        for stream in (True, False):
+            fields = {"tools": [tool], "stream": stream, "options": {"num_predict": 45}}
+            lines = _lines((await _post(served, "/api/chat", messages=USER, **fields)).text)
+            assert all(line["message"] == {"role": "assistant", "content": ""} for line in lines)
+            assert lines[-1]["done_reason"] == "length"
+
+
 async def test_a_tag_behind_the_name_does_no_harm(served: Served) -> None:
     response = await served.http.post("/api/chat", json={"model": "tiny:latest", "messages": USER, "stream": False})
     assert response.json()["model"] == "tiny"

@@ -122,6 +122,21 @@ async def test_parallel_calls_only_where_wanted(vocabulary: GrammarTokenizer) ->
 
 
 @pytest.mark.parametrize("kind", list(ToolFormat))
+async def test_a_named_function_is_called_once(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
+    call = CALLS[kind]
+    named = (await plan(kind=kind, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})).grammar
+    assert takes(vocabulary, named, call) == "ends"
+    several = {
+        ToolFormat.HERMES: f"{call}\n{call}",
+        ToolFormat.LLAMA: f"{call}; {call}",
+        ToolFormat.MISTRAL: call.replace("}]", '}, {"name": "now", "arguments": {}}]'),
+        ToolFormat.MISTRAL_ARGS: call + call,
+    }[kind]
+    required = (await plan(kind=kind, tools=TOOLS, tool_choice="required")).grammar
+    assert [takes(vocabulary, grammar, several) for grammar in (required, named)] == ["ends", "refuses"]
+
+
+@pytest.mark.parametrize("kind", list(ToolFormat))
 async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
     call = CALLS[kind]
     mark = "<|python_tag|>" if kind is ToolFormat.LLAMA else ""
