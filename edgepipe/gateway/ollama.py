@@ -26,6 +26,7 @@ from edgepipe.gateway.schema import (
     MAX_SCHEMA_CHARS,
     MAX_TOKEN_ID,
     MAX_TOOLS,
+    BodyT,
     ChatBody,
     Checked,
     CompletionBody,
@@ -228,13 +229,13 @@ class OllamaDoor:
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
-        body = await self.door.bodies.read(request, OllamaChatBody)
+        body = await self._read(request, OllamaChatBody)
         messages = [turn.fields(index) for index, turn in enumerate(body.messages)]
         return await self._chat(request, body, messages, tools=body.tools, chat=True)
 
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
-        body = await self.door.bodies.read(request, OllamaGenerateBody)
+        body = await self._read(request, OllamaGenerateBody)
         if body.raw:
             if body.response_format() is not None:
                 raise bad_request("format cannot be combined with raw", param="format")
@@ -266,7 +267,7 @@ class OllamaDoor:
 
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
-        body = await self.door.bodies.read(request, ShowBody)
+        body = await self._read(request, ShowBody)
         entry = self.desk.models.get(_known_name(self.desk.models, body.model or body.name or ""))
         assets = await entry.assets()
         return JSONResponse(
@@ -287,6 +288,10 @@ class OllamaDoor:
     async def version(self, request: Request) -> Response:
         """``GET /api/version``."""
         return JSONResponse({"version": __version__})
+
+    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """Ollama's clients and its documentation send no Content-Type; what a web page sends has an Origin."""
+        return await self.door.bodies.read(request, kind, of_any_type=True)
 
     async def _chat(
         self,

@@ -12,11 +12,12 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.gateway.closed_schema import Schema, closed_parameters, closed_schema, resolved
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_SCHEMA_CHARS, MAX_TOOLS
 from edgepipe.gateway.tool_calls import ToolFormat
@@ -76,7 +77,7 @@ async def plan_output(
     try:
         await compiler.check(grammar)
     except RequestInvalid as exc:
-        await _find_bad_tool(tools or (), compiler)
+        await _find_bad_tool(functions, compiler)
         raise _problem(exc, param="tools" if chosen else _SCHEMA) from exc
     if not chosen:
         return OutputPlan(grammar=grammar)
@@ -95,11 +96,11 @@ def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-async def _find_bad_tool(tools: Sequence[Mapping[str, Any]], compiler: GrammarCompiler) -> None:
+async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
     """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
-    for index, tool in enumerate(tools):
+    for index, schema in enumerate(functions.values()):
         try:
-            await compiler.check(json_grammar(tool["function"].get("parameters") or {}))
+            await compiler.check(json_grammar(schema))
         except RequestInvalid as exc:
             raise _problem(exc, param=f"tools.{index}.function.parameters") from exc
 
@@ -120,9 +121,7 @@ def _format_grammar(response_format: Mapping[str, Any] | None) -> GrammarSpec | 
     schema = cast("Mapping[str, Any]", wrapper).get("schema")
     if not isinstance(schema, Mapping):
         raise bad_request(f"{_SCHEMA} must be an object", param=_SCHEMA)
-    checked = cast("Mapping[str, Any]", schema)
-    _check_schema(checked, param=_SCHEMA)
-    return json_grammar(checked)
+    return json_grammar(_closed(cast("Mapping[str, Any]", schema), closed_schema, param=_SCHEMA))
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
@@ -144,8 +143,7 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         if schema is not None and not isinstance(schema, Mapping):
             raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
         schema = cast("Mapping[str, Any]", schema or {})
-        _check_schema(schema, param=f"{param}.parameters")
-        found[name] = {"type": "object", **schema}
+        found[name] = _closed(schema, closed_parameters, param=f"{param}.parameters")
     return found
 
 
@@ -250,6 +248,15 @@ _AROUND = {
 }
 
 
+def _closed(schema: Schema, close: Callable[[Schema], Schema], *, param: str) -> Schema:
+    """The schema after its checks. Raises HttpProblem."""
+    _check_schema(schema, param=param)
+    try:
+        return close(schema)
+    except RequestInvalid as exc:
+        raise _problem(exc, param=param) from exc
+
+
 def _check_schema(schema: Mapping[str, Any], *, param: str) -> None:
     size = len(json.dumps(schema))
     if size > MAX_SCHEMA_CHARS:
@@ -272,7 +279,7 @@ def _check_references(schema: Mapping[str, Any], *, param: str) -> None:
                 text = f"'{following[:64]}' refers to nothing but itself"
                 raise bad_request(text, param=param, code="invalid_schema")
             way.add(following)
-            target = _resolved(schema, following)
+            target = resolved(schema, following)
             following = target.get("$ref") if target is not None else None
         ends.update(way)
 
@@ -288,15 +295,6 @@ def _references(schema: Mapping[str, Any]) -> Iterator[str]:
             left.extend(fields.values())
         elif isinstance(node, list):
             left.extend(cast("list[object]", node))
-
-
-def _resolved(schema: Mapping[str, Any], reference: str) -> Mapping[str, Any] | None:
-    """What a JSON pointer into the schema points at (RFC 6901), if that is an object."""
-    node: object = schema
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
-    return cast("Mapping[str, Any]", node) if isinstance(node, dict) and reference.startswith("#") else None
 
 
 def _problem(error: RequestInvalid, *, param: str) -> HttpProblem:

@@ -103,6 +103,18 @@ async def test_a_call_that_is_cut_off_is_dropped() -> None:
             assert lines[-1]["done_reason"] == "length"
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+async def test_no_content_type_is_needed(served: Served, kind: str | None) -> None:
+    """``curl -d`` without a header, as in Ollama's documentation."""
+    headers = {} if kind is None else {"content-type": kind}
+    for path, body in (("chat", {"messages": USER}), ("generate", {"prompt": "hi"}), ("show", {})):
+        content = json.dumps({"model": "tiny", "stream": False} | body)
+        response = await served.http.post(f"/api/{path}", content=content, headers=headers)
+        assert response.status_code == 200, response.text
+        foreign = {"origin": "https://elsewhere.example"}
+        assert (await served.http.post(f"/api/{path}", content=content, headers=headers | foreign)).status_code == 403
+
+
 async def test_a_tag_behind_the_name_does_no_harm(served: Served) -> None:
     response = await served.http.post("/api/chat", json={"model": "tiny:latest", "messages": USER, "stream": False})
     assert response.json()["model"] == "tiny"

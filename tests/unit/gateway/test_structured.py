@@ -165,6 +165,7 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "nothing"}), SCHEMA),
         (_schema({"$ref": "http://127.0.0.1/x"}), SCHEMA),
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
+        (_schema({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)}}), SCHEMA),
         (_schema({"$ref": "#"}), SCHEMA),
         (_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1"}, "b/": {"$ref": "#/$defs/a"}}}), SCHEMA),
         (_schema({"type": "string", "pattern": "(("}), SCHEMA),
@@ -194,6 +195,74 @@ async def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict[str, An
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "%llguidance" not in caught.value.message
+
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+DEFS: dict[str, Any] = {"$defs": {"A": A}}
+TO_A = {"$ref": "#/$defs/A"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (A, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (A | {"additionalProperties": True}, ['{"a": 1, "x": 2}'], ['{"a": "1"}']),
+        (A | {"additionalProperties": {"type": "null"}}, ['{"a": 1, "x": null}'], ['{"a": 1, "x": 2}']),
+        ({"type": "object"}, ['{"x": {"y": 1}}'], []),
+        ({"properties": {"a": A}, "type": "object"}, ['{"a": {"a": 1}}'], ['{"a": {"a": 1, "x": 2}}']),
+        ({"properties": {"properties": {}}, "type": "object"}, ['{"properties": {"x": 1}}'], ['{"x": 1}']),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ['{"b": 1, "x": 2}']),
+        ({"type": "array", "items": A}, ['[{"a": 1}]'], ['[{"a": 1, "x": 2}]']),
+        ({"anyOf": [A, B]}, ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 2}', '{"x": 1}']),
+        ({"allOf": [TO_A, B]} | DEFS, ['{"a": 1, "b": 2}'], ['{"a": 1, "b": 2, "x": 3}', '{"a": "1"}']),
+        ({"allOf": [TO_A], "description": "one"} | DEFS, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (TO_A | DEFS, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (
+            {"type": "array", "items": {"anyOf": [{"allOf": [TO_A, B]}, TO_A]}} | DEFS,
+            ['[{"a": 1, "b": 2}, {"a": 1}]'],
+            ['[{"a": 1, "x": 2}]'],
+        ),
+        (A | {"anyOf": [B, {"properties": {"c": {}}, "required": ["c"]}]}, ['{"a": 1, "b": 2}'], ['{"a": 1, "x": 2}']),
+        ({"allOf": [A | {"additionalProperties": True}, B]}, ['{"a": 1, "b": 2, "x": 3}'], []),
+        ({"enum": [{"properties": {}, "x": 1}]}, ['{"properties": {}, "x": 1}'], []),
+        (
+            {"type": "object", "properties": {}, "patternProperties": {"^x": {"type": "integer"}}},
+            ['{"x1": 1}'],
+            ['{"y": 1}'],
+        ),
+    ],
+    ids=str,
+)
+async def test_objects_that_name_their_keys_have_no_others(
+    vocabulary: GrammarTokenizer, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    for bound, around in (
+        (await plan(**_schema(schema)), "{}"),
+        (
+            await plan(
+                tools=[{"type": "function", "function": {"name": "f", "parameters": {**schema}}}],
+                tool_choice="required",
+                kind=ToolFormat.MISTRAL_ARGS,
+            ),
+            "[TOOL_CALLS]f[ARGS]{}",
+        ),
+    ):
+        if schema != {"type": "object"} or around == "{}":
+            assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in good] == ["ends"] * len(
+                good
+            )
+        assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in bad] == ["refuses"] * len(bad)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+async def test_a_function_that_names_no_parameters_takes_none(
+    vocabulary: GrammarTokenizer, parameters: dict[str, Any] | None
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
+    assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
+    assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
 
 
 async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:
