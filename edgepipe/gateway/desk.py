@@ -13,10 +13,10 @@ from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Ticket
 from edgepipe.gateway.completion import Completion, Counts, run_completion
-from edgepipe.gateway.context import check_length
+from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
-from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.text import Delta
@@ -73,7 +73,9 @@ class Desk:
         )
         text = await render_chat(assets, body, plan)
         context_length = entry.served.context_length
-        prompt = await encode(assets, text, special_tokens=False, at_most=context_length, param="messages")
+        prompt = await _encode_prompt(
+            assets, text, special_tokens=False, context_length=context_length, param="messages"
+        )
         sampling = self._sampling(body, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
         completion = self._completion(
@@ -87,7 +89,7 @@ class Desk:
         assets = await entry.assets()
         context_length = entry.served.context_length
         prompts = [
-            await encode(assets, prompt, special_tokens=True, at_most=context_length, param="prompt")
+            await _encode_prompt(assets, prompt, special_tokens=True, context_length=context_length, param="prompt")
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompt
@@ -225,18 +227,34 @@ async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
     return await assets.render(messages, **keywords)
 
 
-async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int, param: str) -> list[int]:
-    """Ids of a text, without holding up the loop. A long text that has more than ``at_most`` is an HttpProblem; a
-    shorter one's number is looked at later."""
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller can use. The caller turns this into the problem of its field."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
+async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int) -> list[int]:
+    """Ids of a text, without holding up the loop. Of a long text that has more than ``at_most`` raises TooManyTokens;
+    a shorter one's number is looked at later."""
     if len(text) <= _INLINE_CHARS:
         return assets.encode(text, special_tokens=special_tokens)
     if len(text) <= _LONG_CHARS:
         return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
     count, ids = await assets.encode_long(text, special_tokens=special_tokens, at_most=at_most)
     if count > at_most:
-        message = f"the text has {count} tokens, at most {at_most} can be used"
-        raise bad_request(message, param=param, code="context_length_exceeded")
+        raise TooManyTokens(count)
     return ids
+
+
+async def _encode_prompt(
+    assets: Assets, text: str, *, special_tokens: bool, context_length: int, param: str
+) -> list[int]:
+    try:
+        return await encode(assets, text, special_tokens=special_tokens, at_most=context_length)
+    except TooManyTokens as exc:
+        raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
 
 
 def _message_for_template(message: Message) -> dict[str, Any]:

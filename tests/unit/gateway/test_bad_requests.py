@@ -213,9 +213,14 @@ async def test_only_json_is_taken(served: Served, kind: str) -> None:
 async def test_a_prompt_that_fills_the_context_is_too_long(served: Served) -> None:
     response = await served.complete([97] * (CONTEXT - 1))
     assert response.json()["choices"][0]["finish_reason"] == "length"
-    error = check_error(await served.complete([97] * CONTEXT), 400, "context_length_exceeded")
-    assert str(CONTEXT) in error["message"]
-    check_error(await served.chat("x" * CONTEXT), 400, "context_length_exceeded")
+    for response in (
+        await served.complete([97] * CONTEXT),
+        await served.chat("x" * CONTEXT),
+        await served.chat("x" * (200 << 10)),  # read in another process
+        await served.complete([97] * (200 << 10)),
+    ):
+        error = check_error(response, 400, "context_length_exceeded")
+        assert error["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
 
 
 async def test_an_unknown_model_lists_those_served(served: Served) -> None:
