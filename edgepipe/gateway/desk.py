@@ -12,6 +12,7 @@ from typing import Any
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Ticket
+from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
@@ -64,7 +65,7 @@ class Desk:
         entry = self.models.get(body.model)
         assets = await entry.assets()
         plan = await plan_output(
-            response_format=body.response_format,
+            form=answer_form(body),
             tools=body.tools,
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
@@ -87,26 +88,27 @@ class Desk:
         """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = self.models.get(body.model)
         assets = await entry.assets()
+        plan = await plan_output(form=answer_form(body), tool_format=assets.tool_format, compiler=self.compiler)
         context_length = entry.served.context_length
+        special = body.add_special_tokens is not False
         prompts = [
-            await _encode_prompt(assets, prompt, special_tokens=True, context_length=context_length, param="prompt")
+            await _encode_prompt(assets, prompt, special_tokens=special, context_length=context_length, param="prompt")
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompt
         ]
         sampling = self._sampling(
             body,
-            plan=OutputPlan(),
+            plan=plan,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
-        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        completion = self._completion(
-            body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=OutputPlan()
-        )
+        wanted = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        completion = self._completion(body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=plan)
+        completion = replace(completion, continues=True, only_scores=body.max_tokens == 0)
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
-        return self._order(replace(completion, continues=True), entry, assets, owner, texts=texts)
+        return self._order(completion, entry, assets, owner, texts=texts)
 
     async def run(self, order: Order) -> AsyncGenerator[Delta]:
         """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
@@ -258,8 +260,13 @@ async def _encode_prompt(
 
 
 def _message_for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text."""
+    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text, and what
+    older clients call functions are tools."""
     fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
+    if message.role == "function":
+        fields["role"] = "tool"
+    if (function := fields.pop("function_call", None)) is not None:
+        fields["tool_calls"] = [*fields.get("tool_calls", ()), {"id": "", "type": "function", "function": function}]
     for call in fields.get("tool_calls", ()):
         try:
             arguments: object = json.loads(call["function"]["arguments"] or "{}")

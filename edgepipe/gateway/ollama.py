@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -18,7 +18,9 @@ from edgepipe.clock import Clock
 from edgepipe.gateway.desk import Desk, Order
 from edgepipe.gateway.door import Door, owner_of
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.logprobs import chat_logprobs
 from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact
 from edgepipe.gateway.schema import (
@@ -26,6 +28,7 @@ from edgepipe.gateway.schema import (
     MAX_SCHEMA_CHARS,
     MAX_TOKEN_ID,
     MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
     BodyT,
     ChatBody,
     Checked,
@@ -40,12 +43,15 @@ from edgepipe.gateway.schema import (
 )
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
+from edgepipe.sampling import TokenLogprobs
 
 _FOREVER = "0001-01-01T00:00:00Z"  # models stay until they are stopped
 
 
 class Options(Checked):
-    """How to draw; what only concerns Ollama's own engine is ignored."""
+    """How to draw; what only concerns Ollama's own engine has no effect."""
+
+    refused: ClassVar[RefusedFields] = SAMPLING
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 40
@@ -86,12 +92,13 @@ class Turn(Checked):
     images: Annotated[list[Text], Field(max_length=0)] | None = None  # none are read
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Text | None = None
+    tool_call_id: Text | None = None
+    thinking: LongText | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
         """As it stands in our bodies."""
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_name is not None:
-            fields["name"] = self.tool_name
+        fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
+        fields |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.thinking}
         if self.tool_calls:
             fields["tool_calls"] = [
                 {
@@ -106,7 +113,12 @@ class Turn(Checked):
 class OllamaBody(Checked):
     """What both endpoints take."""
 
+    refused: ClassVar[RefusedFields] = OLLAMA
+
     model: Text
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    think: bool | Literal["low", "medium", "high"] | None = None  # what the chat template is told
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
@@ -122,8 +134,17 @@ class OllamaBody(Checked):
         return {"type": "json_object"}
 
     def shared_fields(self) -> dict[str, Any]:
-        """Model and options as they stand in our bodies."""
-        return {"model": self.model, **(self.options or Options()).fields()}
+        """Options as they stand in our bodies."""
+        return (self.options or Options()).fields()
+
+    def chat_fields(self) -> dict[str, Any]:
+        """What concerns conversations, as it stands in our bodies."""
+        fields: dict[str, Any] = {"logprobs": self.logprobs or self.top_logprobs > 0, "top_logprobs": self.top_logprobs}
+        if isinstance(self.think, bool):
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think}
+        elif self.think is not None:
+            fields["reasoning_effort"] = self.think
+        return fields | {"response_format": self.response_format()}
 
 
 class OllamaChatBody(OllamaBody):
@@ -140,7 +161,6 @@ class OllamaGenerateBody(OllamaBody):
     system: LongText | None = None
     raw: bool = False  # without the chat template
     images: Annotated[list[Text], Field(max_length=0)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
 class ShowBody(Checked):
@@ -169,7 +189,8 @@ class OllamaShape:
         (choice,) = choices
         self._reason = choice.finish_reason
         calls = _calls_with_objects(choice.whole_calls())
-        return self._line("".join(choice.text), calls) | self._numbers()
+        logprobs = self._logprobs(choice.ids, choice.logprobs)
+        return self._line("".join(choice.text), calls) | logprobs | self._numbers()
 
     def opening(self) -> bytes:
         """See Shape."""
@@ -184,9 +205,10 @@ class OllamaShape:
         calls: list[dict[str, Any]] = []
         if delta.finish_reason is not None and self._calls:
             calls = _calls_with_objects(GatheredChoice(calls=self._calls).whole_calls())
-        if not delta.text and not calls:
+        logprobs = self._logprobs(delta.ids, delta.logprobs)
+        if not (delta.text or calls or logprobs.get("logprobs")):
             return b""
-        return _as_line(self._line(delta.text, calls) | {"done": False})
+        return _as_line(self._line(delta.text, calls) | logprobs | {"done": False})
 
     def ending(self) -> bytes:
         """See Shape."""
@@ -204,6 +226,11 @@ class OllamaShape:
         if calls:
             message["tool_calls"] = calls
         return body | {"message": message}
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not self._order.completion.requests[0].sampling.logprobs:
+            return {}
+        return {"logprobs": chat_logprobs(self._order.assets, ids, logprobs)["content"]}
 
     def _numbers(self) -> dict[str, Any]:
         now_s = self._clock.monotonic_s()
@@ -237,9 +264,8 @@ class OllamaDoor:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
         body = await self._read(request, OllamaGenerateBody)
         if body.raw:
-            if body.response_format() is not None:
-                raise bad_request("format cannot be combined with raw", param="format")
-            fields = body.shared_fields() | {"prompt": body.prompt}
+            fields = body.shared_fields() | {"prompt": body.prompt, "response_format": body.response_format()}
+            fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
             fields["model"] = _known_name(self.desk.models, body.model)
             order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
@@ -303,8 +329,7 @@ class OllamaDoor:
         chat: bool,
     ) -> Response:
         name = _known_name(self.desk.models, body.model)
-        fields = body.shared_fields() | {"messages": messages, "model": name}
-        fields |= {"tools": tools, "response_format": body.response_format()}
+        fields = body.shared_fields() | body.chat_fields() | {"messages": messages, "model": name, "tools": tools}
         if not messages:  # asks that the model be loaded: it is, or this fails
             self.desk.models.get(name)
             return self._loaded(body, chat=chat)

@@ -12,7 +12,7 @@ from edgepipe.gateway.desk import TooManyTokens, encode, render_chat
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
-from edgepipe.gateway.structured import OutputPlan
+from edgepipe.gateway.structured import OutputPlan, checked_tools
 
 MAX_TOKENS = 1 << 18  # of one text: writing more as JSON would hold up the loop
 MAX_TOKEN_STRINGS = 1 << 16
@@ -34,7 +34,8 @@ class TokenPages:
             special = body.add_special_tokens is not False
             ids = await _encode(assets, body.prompt, special_tokens=special, param="prompt")
         else:
-            text = await render_chat(assets, ChatBody(messages=body.messages or []), OutputPlan())
+            chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
+            text = await render_chat(assets, chat, OutputPlan(tools=checked_tools(body.tools)))
             special = bool(body.add_special_tokens)
             ids = await _encode(assets, text, special_tokens=special, param="messages")
         texts = [assets.token_text(token) for token in ids[:MAX_TOKEN_STRINGS]] if body.return_token_strs else None

@@ -187,6 +187,11 @@ async def test_what_is_no_clean_json_object_is_refused(served: Served, body: byt
     check_error(response, 400, "invalid_json")
 
 
+async def test_a_bad_key_of_logit_bias_is_named(served: Served) -> None:
+    error = check_error(await served.http.post(CHAT, json={"messages": USER, "logit_bias": {"Paris": 1}}), 400)
+    assert "'Paris'" in error["message"]
+
+
 async def test_a_missing_field_is_named(served: Served) -> None:
     assert check_error(await served.http.post(CHAT, json={}), 400)["param"] == "messages"
     assert check_error(await served.http.post(TEXT, json={}), 400)["param"] == "prompt"

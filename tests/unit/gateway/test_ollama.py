@@ -73,6 +73,30 @@ async def test_format_binds_the_answer(served: Served) -> None:
     assert (await _post(served, "/api/chat", messages=USER, format="xml")).status_code == 400
 
 
+async def test_raw_prompts_have_a_format_too(served: Served) -> None:
+    await _post(served, "/api/generate", prompt="x", raw=True, format="json")
+    assert served.engine.submits[0].sampling.grammar
+
+
+@pytest.mark.parametrize("raw", [None, False, True])
+async def test_logprobs(served: Served, raw: bool | None) -> None:
+    """``raw`` None: of a chat."""
+    fields: dict[str, Any] = {"messages": USER} if raw is None else {"prompt": "hi", "raw": raw}
+    path = "/api/chat" if raw is None else "/api/generate"
+    for stream in (True, False):
+        response = await _post(served, path, stream=stream, logprobs=True, top_logprobs=1, **fields)
+        scores = [score for line in _lines(response.text) for score in line.get("logprobs", ())]
+        assert "".join(score["token"] for score in scores) == ANSWER
+        assert scores[0]["top_logprobs"] == [{"token": "A", "logprob": -1.0, "bytes": [65]}]
+    assert "logprobs" not in (await _post(served, path, stream=False, **fields)).json()
+
+
+async def test_thinking_is_told_to_the_template(served: Served) -> None:
+    for think, told in ((False, b"[enable_thinking=False]"), ("low", b"[reasoning_effort=low]")):
+        await _post(served, "/api/chat", messages=USER, think=think, stream=False)
+        assert bytes(served.engine.submits[-1].prompt).startswith(told)
+
+
 async def test_no_messages_only_ask_that_the_model_be_there(served: Served) -> None:
     (line,) = _lines((await _post(served, "/api/chat", messages=[])).text)
     assert (line["done"], line["done_reason"]) == (True, "load")

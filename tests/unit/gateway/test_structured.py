@@ -1,12 +1,15 @@
 """``response_format`` and ``tools`` to grammars: what they let through, and what is refused with which field."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
@@ -66,7 +69,10 @@ def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
 
 
 async def plan(**fields: Any) -> OutputPlan:
-    return await plan_output(tool_format=fields.pop("kind", ToolFormat.HERMES), compiler=GrammarCompiler(), **fields)
+    tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
+    kind = fields.pop("kind", ToolFormat.HERMES)
+    form = answer_form(CompletionBody(prompt=["x"], **fields))
+    return await plan_output(tool_format=kind, compiler=GrammarCompiler(), form=form, **tools)
 
 
 async def test_nothing_asked_is_nothing_bound() -> None:
@@ -263,6 +269,88 @@ async def test_a_function_that_names_no_parameters_takes_none(
     grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
     assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
     assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
+
+
+CITY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ROME, LIE = '{"city": "Rome"}', '{"town": "Rome"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"guided_json": CITY_SCHEMA}, ROME, LIE),
+        ({"guided_json": json.dumps(CITY_SCHEMA)}, ROME, LIE),
+        ({"json_schema": CITY_SCHEMA}, ROME, LIE),
+        ({"structured_outputs": {"json": CITY_SCHEMA}}, ROME, LIE),
+        ({"response_format": {"type": "json_object", "schema": CITY_SCHEMA}}, ROME, LIE),
+        ({"structured_outputs": {"json_object": True}}, LIE, "[1]"),
+        ({"guided_choice": ["yes", 'no "é"\n/']}, 'no "é"\n/', "yesno"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
+        ({"guided_regex": "^[0-9]{3}/[a-f]+$"}, "123/beef", "123"),
+        ({"guided_regex": r"a\/b\n?"}, "a/b", "a-b"),
+        ({"guided_regex": "x\ny|z"}, "x\ny", "xy"),
+        ({"structured_outputs": {"regex": "a|bc", "json": None, "disable_fallback": True}}, "bc", "ac"),
+    ],
+    ids=str,
+)
+async def test_every_way_to_ask_for_a_form(
+    vocabulary: GrammarTokenizer, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = (await plan(**fields)).grammar
+    assert takes(vocabulary, grammar, good) == "ends"
+    assert takes(vocabulary, grammar, bad) != "ends"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"guided_regex": "a(?=b)"}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a", "tools": TOOLS}, "guided_regex"),
+    ],
+    ids=str,
+)
+async def test_a_form_that_cannot_be_is_a_400_that_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpProblem) as caught:
+        await plan(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    call = CALLS[ToolFormat.HERMES]
+    other = call.replace("now", "weather").replace("{}", '{"city": "Rome"}')
+    for mode, said in (("auto", "ends"), ("required", "refuses")):
+        some = await plan(tools=TOOLS, tool_choice=allowed(mode, "weather"))
+        assert [takes(vocabulary, some.grammar, text) for text in (other, call, "Hello")] == ["ends", "refuses", said]
+        assert [tool["function"]["name"] for tool in some.tools] == ["weather"]
+    twice = (await plan(tools=TOOLS, tool_choice=allowed("required", "weather", "now"))).grammar
+    assert takes(vocabulary, twice, f"{call}\n{other}") == "ends"
+    for bad, param in (
+        (allowed("maybe", "now"), "tool_choice.allowed_tools.mode"),
+        (allowed("auto", "gone"), "tool_choice"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools.tools"),
+    ):
+        with pytest.raises(HttpProblem) as caught:
+            await plan(tools=TOOLS, tool_choice=bad)
+        assert caught.value.param == param
 
 
 async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:
