@@ -77,7 +77,7 @@ class Desk:
         prompt = await _encode_prompt(
             assets, text, special_tokens=False, context_length=context_length, param="messages"
         )
-        sampling = self._sampling(body, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+        sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
         completion = self._completion(
             body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
@@ -99,6 +99,7 @@ class Desk:
         ]
         sampling = self._sampling(
             body,
+            assets,
             plan=plan,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
@@ -143,21 +144,24 @@ class Desk:
     def _sampling(
         self,
         body: RequestBody,
+        assets: Assets,
         *,
         plan: OutputPlan,
         logprobs: bool,
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
+        """What the request says, else the model, else OpenAI's API."""
+        own = assets.sampling
         return SamplingParams(
-            temperature=_or(body.temperature, 1.0),
+            temperature=_or(body.temperature, own.get("temperature", 1.0)),
             seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
-            top_k=max(0, body.top_k or 0),
-            top_p=_or(body.top_p, 1.0),
-            min_p=_or(body.min_p, 0.0),
+            top_k=max(0, int(_or(body.top_k, own.get("top_k", 0)))),
+            top_p=_or(body.top_p, own.get("top_p", 1.0)),
+            min_p=_or(body.min_p, own.get("min_p", 0.0)),
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            repetition_penalty=_or(body.repetition_penalty, own.get("repetition_penalty", 1.0)),
             logit_bias=tuple(sorted((body.logit_bias or {}).items())),
             logprobs=logprobs,
             top_logprobs=top,

@@ -19,7 +19,7 @@ from edgepipe.gateway.desk import Desk, Order
 from edgepipe.gateway.door import Door, owner_of
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.logprobs import chat_logprobs
-from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.models import Assets, ModelTable
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact
@@ -45,6 +45,7 @@ from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.sampling import TokenLogprobs
 
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _FOREVER = "0001-01-01T00:00:00Z"  # models stay until they are stopped
 
 
@@ -53,21 +54,23 @@ class Options(Checked):
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 40
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.9
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
     num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as there is room for
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
 
-    def fields(self) -> dict[str, Any]:
-        """As they stand in our bodies."""
+    def fields(self, own: Mapping[str, float]) -> dict[str, Any]:
+        """As they stand in our bodies: as given, else as the model wants it (``own``), else as Ollama has it."""
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
-        fields["repetition_penalty"] = self.repeat_penalty
+        if self.repeat_penalty is not None:
+            fields["repetition_penalty"] = self.repeat_penalty
+        fields = {name: value for name, value in _DEFAULTS.items() if name not in own} | fields
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
 
@@ -133,9 +136,9 @@ class OllamaBody(Checked):
             raise bad_request("format must be 'json' or a JSON schema", param="format")
         return {"type": "json_object"}
 
-    def shared_fields(self) -> dict[str, Any]:
+    def shared_fields(self, assets: Assets) -> dict[str, Any]:
         """Options as they stand in our bodies."""
-        return (self.options or Options()).fields()
+        return (self.options or Options()).fields(assets.sampling)
 
     def chat_fields(self) -> dict[str, Any]:
         """What concerns conversations, as it stands in our bodies."""
@@ -264,10 +267,11 @@ class OllamaDoor:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
         body = await self._read(request, OllamaGenerateBody)
         if body.raw:
-            fields = body.shared_fields() | {"prompt": body.prompt, "response_format": body.response_format()}
+            name = _known_name(self.desk.models, body.model)
+            fields = body.shared_fields(await self.desk.models.get(name).assets())
+            fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
-            fields["model"] = _known_name(self.desk.models, body.model)
             order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
             return await self.door.answer(request, order, self._shape(order, chat=False), body.stream)
         messages = [{"role": "user", "content": body.prompt}]
@@ -329,10 +333,11 @@ class OllamaDoor:
         chat: bool,
     ) -> Response:
         name = _known_name(self.desk.models, body.model)
-        fields = body.shared_fields() | body.chat_fields() | {"messages": messages, "model": name, "tools": tools}
-        if not messages:  # asks that the model be loaded: it is, or this fails
-            self.desk.models.get(name)
+        entry = self.desk.models.get(name)
+        if not messages:  # asks that the model be loaded: it is
             return self._loaded(body, chat=chat)
+        fields = body.shared_fields(await entry.assets()) | body.chat_fields()
+        fields |= {"messages": messages, "model": name, "tools": tools}
         order = await self.desk.chat(validate(ChatBody, fields), owner=owner_of(request))
         return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
 

@@ -52,6 +52,31 @@ async def test_defaults_change_nothing(served: Served) -> None:
     assert not sampling.grammar
 
 
+class Opinionated(ByteAssets):
+    """A model whose makers say how to draw its tokens."""
+
+    sampling: Mapping[str, float] = {"temperature": 0.6, "top_k": 20.0, "repetition_penalty": 1.05}
+
+
+async def test_a_model_s_own_defaults_hold_where_a_request_does_not_say() -> None:
+    async with serving(FakeEngine(), load=lambda path: Opinionated()) as served:
+
+        async def drawn(path: str, **fields: Any) -> tuple[float, ...]:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"} | fields
+            del body["prompt" if "chat" in path else "messages"]
+            assert (await served.http.post(path, json=body)).status_code == 200
+            sampling = served.engine.submits[-1].sampling
+            numbers = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+            return tuple(round(number, 3) for number in numbers)
+
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            assert await drawn(path) == (0.6, 20, 1, 1.05)
+            assert await drawn(path, temperature=0, top_k=-1, repetition_penalty=1) == (0, 0, 1, 1)
+        for path in ("/api/chat", "/api/generate"):
+            assert await drawn(path) == (0.6, 20, 0.9, 1.05)
+            assert await drawn(path, options={"temperature": 0, "repeat_penalty": 1}) == (0, 20, 0.9, 1)
+
+
 async def test_logprobs_of_a_chat_add_up_to_its_text(served: Served) -> None:
     body = (await served.chat(logprobs=True, top_logprobs=2)).json()
     content = body["choices"][0]["logprobs"]["content"]
