@@ -161,6 +161,8 @@ NO_EFFECT: Mapping[str, str] = {
     "prompt_cache_key": "what prompts have in common is always computed once",
     "prompt_cache_options": "what prompts have in common is always computed once",
     "prompt_cache_retention": "what prompts have in common is always computed once",
+    "reasoning": "of a turn: reasoning_content is shown to models",
+    "refusal": "of a turn: content is shown to models",
     "request_id": "the header X-Request-Id names a request",
     "return_progress": "progress is not sent",
     "safety_identifier": "nobody is told",
