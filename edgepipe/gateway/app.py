@@ -23,6 +23,7 @@ from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.ollama import OllamaChatBody, OllamaDoor, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
+from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
@@ -60,7 +61,7 @@ def make_app(
 
     routes = [Route(each.path, each.handler, methods=[each.method]) for each in endpoints]
     routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, rules=rules)],
         exception_handlers={
@@ -70,6 +71,7 @@ def make_app(
             Exception: _show_bug,
         },
     )
+    return RequestScope(app, ids=desk.ids)
 
 
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}

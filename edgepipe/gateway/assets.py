@@ -17,7 +17,15 @@ from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
 class ModelAssets:
     """``edgepipe.gateway.models.Assets`` over the model room's tokenizer and template."""
 
-    def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer, long_texts: LongTextEncoder) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        renderer: TemplateRenderer,
+        long_texts: LongTextEncoder,
+        *,
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
+        self.sampling = sampling or {}
         self._tokenizer = tokenizer
         self._long_texts = long_texts
         self._renderer = renderer
@@ -88,4 +96,4 @@ class ModelAssets:
 def load_assets(path: Path) -> ModelAssets:
     """Read the files of a model in the store. Blocks for some 100 ms. Raises ModelInvalid."""
     model = StoredModel(path.name, path)
-    return ModelAssets(model.tokenizer(), model.template(), LongTextEncoder(path))
+    return ModelAssets(model.tokenizer(), model.template(), LongTextEncoder(path), sampling=model.card.sampling)

@@ -32,9 +32,9 @@ class BodyReader:
     models: ModelTable
     child: WarmChild = field(default_factory=_new_child)  # started by the first large body
 
-    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """The body as a checked value. Raises HttpProblem."""
-        body = await read_body(request)
+    async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
+        """The body as a checked value; ``of_any_type``: whatever its Content-Type says. Raises HttpProblem."""
+        body = await read_body(request, of_any_type=of_any_type)
         if len(body) <= _INLINE_BYTES:
             return validate(kind, parse_json_object(body))
         context = max((served.context_length for served in self.models.served), default=0)

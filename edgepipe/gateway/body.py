@@ -22,9 +22,13 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 broken off."""
-    _check_content_type(request.headers.get("content-type", ""))
+async def read_body(request: Request, *, of_any_type: bool = False) -> bytes:
+    """The whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 broken off.
+
+    ``of_any_type``: the client need not say that it is JSON.
+    """
+    if not of_any_type:
+        _check_content_type(request.headers.get("content-type", ""))
     declared = request.headers.get("content-length", "0")
     too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
     body = bytearray()

@@ -30,6 +30,7 @@ class Completion:
     requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
     tool_format: ToolFormat | None = None  # set: calls are looked for in the text
+    only_scores: bool = False  # of the prompts: the one token that engines make at least is not shown
     continues: bool = False  # the answer goes on with the prompt's text; a chat's answer begins a text
 
     @property
@@ -98,8 +99,14 @@ async def run_completion(
             changed.clear()
             for track in running:
                 if (delta := _advance(track, counts, meter)) is not None:
-                    yield delta
+                    yield _without_output(delta, counts) if completion.only_scores else delta
             running = [track for track in running if not track.text.finished]
+
+
+def _without_output(delta: Delta, counts: Counts) -> Delta:
+    counts.completion_tokens = 0
+    reason = None if delta.finish_reason is None else "length"
+    return replace(delta, text="", ids=(), logprobs=(), finish_reason=reason)
 
 
 def _tracks(completion: Completion, generations: list[Generation], assets: Assets) -> list[_Track]:
@@ -159,11 +166,9 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None
 def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
     """The delta with its calls taken out of its text."""
     scanned = scanner.push(delta.text)
-    content, calls = scanned.content, scanned.calls
-    reason = delta.finish_reason
+    content, reason = scanned.content, delta.finish_reason
     if reason is not None:
-        rest = scanner.finish()
-        content, calls = content + rest.content, calls + rest.calls
-        if reason == "stop" and scanner.num_calls:
+        if reason == "stop" and scanner.num_calls and not scanner.in_call:
             reason = "tool_calls"
-    return replace(delta, text=content, calls=calls, finish_reason=reason)
+        content += scanner.finish(cut_off=reason == "length")
+    return replace(delta, text=content, calls=scanned.calls, finish_reason=reason)

@@ -19,6 +19,7 @@ from edgepipe.gateway.problems import HttpProblem
 
 MAX_HEADER_BYTES = 16 << 10
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: what a client that reads slowly may leave there
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between two that find out whether a client has left
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._header_deadline: asyncio.TimerHandle | None = None
+        self._half_closed = False  # by the client, that waits for its answer or has left
 
     @property
     def idle(self) -> bool:
@@ -128,6 +130,16 @@ class LimitedProtocol(H11Protocol):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + size])
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Whether its half of the connection was all that it closed is not to be seen: so the
+        answer that it waits for is still made, and news that nobody reads tell one who has left."""
+        waits = self.conn.their_state is h11.DONE and self.scope["http_version"] == "1.1"
+        if self.idle or self.cycle.response_started or not waits:
+            return False
+        self._half_closed = True
+        self._find_leaver(_FIRST_PROBE_S)
+        return True
+
     def handle_events(self) -> None:
         """Requests that are complete up to their header begin here, later ones of a pipeline too."""
         before = self.cycle
@@ -139,6 +151,8 @@ class LimitedProtocol(H11Protocol):
         """The connection idles from now on, or goes on with what the client sent ahead."""
         self.registry.touch(self)
         super().on_response_complete()
+        if self.idle and self._half_closed:
+            self.transport.close()
         if self.idle and self.conn.trailing_data[0] and self._header_deadline is None:
             self._expect_header()
 
@@ -152,6 +166,18 @@ class LimitedProtocol(H11Protocol):
     def abort(self) -> None:
         """Close at once, dropping what was not sent."""
         self.transport.abort()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of WebSockets: the request is answered as if it had not asked for one."""
+
+    def _find_leaver(self, next_s: float) -> None:
+        """Say that the answer is under way (102), until it begins. The system of a client that has left refuses it, and
+        the write after that closes the connection."""
+        if self.transport.is_closing() or self.idle or self.cycle.response_started:
+            return
+        processing = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+        self.transport.write(self.conn.send(processing) or b"")
+        self.loop.call_later(next_s, self._find_leaver, min(2 * next_s, _LAST_PROBE_S))
 
     def _expect_header(self) -> None:
         self._header_deadline = self.loop.call_later(self.registry.limits.header_s, self._header_is_late)

@@ -21,9 +21,14 @@ def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: 
         raise RequestInvalid("the prompt is empty", next_step="send at least one token")
     left = context_length - num_prompt_tokens
     if left < 1:
-        raise PromptTooLong(
-            "the prompt is longer than the model's context",
-            fact=f"it has {num_prompt_tokens} tokens; the context has {context_length}, one of them for the answer",
-            next_step=f"shorten it by {1 - left} tokens",
-        )
+        raise prompt_too_long(num_prompt_tokens, context_length)
     return min(wanted, left) if wanted is not None else left
+
+
+def prompt_too_long(num_prompt_tokens: int, context_length: int) -> PromptTooLong:
+    """Make the error of a prompt that leaves no room for an answer. Clients look for the first words of it."""
+    return PromptTooLong(
+        f"This model's maximum context length is {context_length} tokens",
+        fact=f"the prompt has {num_prompt_tokens}, and the answer needs at least one",
+        next_step=f"shorten the prompt by {num_prompt_tokens + 1 - context_length} tokens",
+    )

@@ -12,11 +12,12 @@ from typing import Any
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Ticket
+from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
-from edgepipe.gateway.context import check_length
+from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
-from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.text import Delta
@@ -64,7 +65,7 @@ class Desk:
         entry = self.models.get(body.model)
         assets = await entry.assets()
         plan = await plan_output(
-            response_format=body.response_format,
+            form=answer_form(body),
             tools=body.tools,
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
@@ -73,8 +74,10 @@ class Desk:
         )
         text = await render_chat(assets, body, plan)
         context_length = entry.served.context_length
-        prompt = await encode(assets, text, special_tokens=False, at_most=context_length, param="messages")
-        sampling = self._sampling(body, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+        prompt = await _encode_prompt(
+            assets, text, special_tokens=False, context_length=context_length, param="messages"
+        )
+        sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
         completion = self._completion(
             body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
@@ -85,26 +88,28 @@ class Desk:
         """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = self.models.get(body.model)
         assets = await entry.assets()
+        plan = await plan_output(form=answer_form(body), tool_format=assets.tool_format, compiler=self.compiler)
         context_length = entry.served.context_length
+        special = body.add_special_tokens is not False
         prompts = [
-            await encode(assets, prompt, special_tokens=True, at_most=context_length, param="prompt")
+            await _encode_prompt(assets, prompt, special_tokens=special, context_length=context_length, param="prompt")
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompt
         ]
         sampling = self._sampling(
             body,
-            plan=OutputPlan(),
+            assets,
+            plan=plan,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
-        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        completion = self._completion(
-            body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=OutputPlan()
-        )
+        wanted = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        completion = self._completion(body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=plan)
+        completion = replace(completion, continues=True, only_scores=body.max_tokens == 0)
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
-        return self._order(replace(completion, continues=True), entry, assets, owner, texts=texts)
+        return self._order(completion, entry, assets, owner, texts=texts)
 
     async def run(self, order: Order) -> AsyncGenerator[Delta]:
         """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
@@ -139,21 +144,24 @@ class Desk:
     def _sampling(
         self,
         body: RequestBody,
+        assets: Assets,
         *,
         plan: OutputPlan,
         logprobs: bool,
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
+        """What the request says, else the model, else OpenAI's API."""
+        own = assets.sampling
         return SamplingParams(
-            temperature=_or(body.temperature, 1.0),
+            temperature=_or(body.temperature, own.get("temperature", 1.0)),
             seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
-            top_k=max(0, body.top_k or 0),
-            top_p=_or(body.top_p, 1.0),
-            min_p=_or(body.min_p, 0.0),
+            top_k=max(0, int(_or(body.top_k, own.get("top_k", 0)))),
+            top_p=_or(body.top_p, own.get("top_p", 1.0)),
+            min_p=_or(body.min_p, own.get("min_p", 0.0)),
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            repetition_penalty=_or(body.repetition_penalty, own.get("repetition_penalty", 1.0)),
             logit_bias=tuple(sorted((body.logit_bias or {}).items())),
             logprobs=logprobs,
             top_logprobs=top,
@@ -225,23 +233,44 @@ async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
     return await assets.render(messages, **keywords)
 
 
-async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int, param: str) -> list[int]:
-    """Ids of a text, without holding up the loop. A long text that has more than ``at_most`` is an HttpProblem; a
-    shorter one's number is looked at later."""
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller can use. The caller turns this into the problem of its field."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
+async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int) -> list[int]:
+    """Ids of a text, without holding up the loop. Of a long text that has more than ``at_most`` raises TooManyTokens;
+    a shorter one's number is looked at later."""
     if len(text) <= _INLINE_CHARS:
         return assets.encode(text, special_tokens=special_tokens)
     if len(text) <= _LONG_CHARS:
         return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
     count, ids = await assets.encode_long(text, special_tokens=special_tokens, at_most=at_most)
     if count > at_most:
-        message = f"the text has {count} tokens, at most {at_most} can be used"
-        raise bad_request(message, param=param, code="context_length_exceeded")
+        raise TooManyTokens(count)
     return ids
 
 
+async def _encode_prompt(
+    assets: Assets, text: str, *, special_tokens: bool, context_length: int, param: str
+) -> list[int]:
+    try:
+        return await encode(assets, text, special_tokens=special_tokens, at_most=context_length)
+    except TooManyTokens as exc:
+        raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
+
+
 def _message_for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text."""
+    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text, and what
+    older clients call functions are tools."""
     fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
+    if message.role == "function":
+        fields["role"] = "tool"
+    if (function := fields.pop("function_call", None)) is not None:
+        fields["tool_calls"] = [*fields.get("tool_calls", ()), {"id": "", "type": "function", "function": function}]
     for call in fields.get("tool_calls", ()):
         try:
             arguments: object = json.loads(call["function"]["arguments"] or "{}")

@@ -46,7 +46,7 @@ class TextLogprobs:
             text = self._assets.token_text(token)
             part["tokens"].append(text)
             part["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-            part["top_logprobs"].append(None if entry is None else self._top(entry))
+            part["top_logprobs"].append(None if entry is None else self._top(text, entry))
             part["text_offset"].append(self._offset)
             self._offset += len(self._detokenizer.add(token))
         return part
@@ -55,8 +55,11 @@ class TextLogprobs:
         """Count on from here: an echoed prompt is shown as the client wrote it."""
         self._offset = offset
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        return {self._assets.token_text(token): _finite(value) for token, value in reversed(entry.top)}
+    def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
+        """The token that came is among them, whether or not it is one of the likeliest."""
+        return {sampled: _finite(entry.logprob)} | {
+            self._assets.token_text(token): _finite(value) for token, value in reversed(entry.top)
+        }
 
 
 def _finite(value: float) -> float:

@@ -24,6 +24,11 @@ class Assets(Protocol):
         ...
 
     @property
+    def sampling(self) -> Mapping[str, float]:
+        """How the model's tokens are drawn where a request does not say, by the names of its fields."""
+        ...
+
+    @property
     def tool_format(self) -> ToolFormat:
         """How the model writes tool calls."""
         ...

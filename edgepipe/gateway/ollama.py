@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -17,7 +18,9 @@ from edgepipe.clock import Clock
 from edgepipe.gateway.desk import Desk, Order
 from edgepipe.gateway.door import Door, owner_of
 from edgepipe.gateway.engine_types import ServedModel
-from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.logprobs import chat_logprobs
+from edgepipe.gateway.models import Assets, ModelTable
+from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact
 from edgepipe.gateway.schema import (
@@ -25,6 +28,8 @@ from edgepipe.gateway.schema import (
     MAX_SCHEMA_CHARS,
     MAX_TOKEN_ID,
     MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    BodyT,
     ChatBody,
     Checked,
     CompletionBody,
@@ -38,28 +43,34 @@ from edgepipe.gateway.schema import (
 )
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
+from edgepipe.sampling import TokenLogprobs
 
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _FOREVER = "0001-01-01T00:00:00Z"  # models stay until they are stopped
 
 
 class Options(Checked):
-    """How to draw; what only concerns Ollama's own engine is ignored."""
+    """How to draw; what only concerns Ollama's own engine has no effect."""
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 40
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.9
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    refused: ClassVar[RefusedFields] = SAMPLING
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
     num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as there is room for
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
 
-    def fields(self) -> dict[str, Any]:
-        """As they stand in our bodies."""
+    def fields(self, own: Mapping[str, float]) -> dict[str, Any]:
+        """As they stand in our bodies: as given, else as the model wants it (``own``), else as Ollama has it."""
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
-        fields["repetition_penalty"] = self.repeat_penalty
+        if self.repeat_penalty is not None:
+            fields["repetition_penalty"] = self.repeat_penalty
+        fields = {name: value for name, value in _DEFAULTS.items() if name not in own} | fields
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
 
@@ -84,12 +95,13 @@ class Turn(Checked):
     images: Annotated[list[Text], Field(max_length=0)] | None = None  # none are read
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Text | None = None
+    tool_call_id: Text | None = None
+    thinking: LongText | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
         """As it stands in our bodies."""
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_name is not None:
-            fields["name"] = self.tool_name
+        fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
+        fields |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.thinking}
         if self.tool_calls:
             fields["tool_calls"] = [
                 {
@@ -104,7 +116,12 @@ class Turn(Checked):
 class OllamaBody(Checked):
     """What both endpoints take."""
 
+    refused: ClassVar[RefusedFields] = OLLAMA
+
     model: Text
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    think: bool | Literal["low", "medium", "high"] | None = None  # what the chat template is told
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
@@ -119,9 +136,18 @@ class OllamaBody(Checked):
             raise bad_request("format must be 'json' or a JSON schema", param="format")
         return {"type": "json_object"}
 
-    def shared_fields(self) -> dict[str, Any]:
-        """Model and options as they stand in our bodies."""
-        return {"model": self.model, **(self.options or Options()).fields()}
+    def shared_fields(self, assets: Assets) -> dict[str, Any]:
+        """Options as they stand in our bodies."""
+        return (self.options or Options()).fields(assets.sampling)
+
+    def chat_fields(self) -> dict[str, Any]:
+        """What concerns conversations, as it stands in our bodies."""
+        fields: dict[str, Any] = {"logprobs": self.logprobs or self.top_logprobs > 0, "top_logprobs": self.top_logprobs}
+        if isinstance(self.think, bool):
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think}
+        elif self.think is not None:
+            fields["reasoning_effort"] = self.think
+        return fields | {"response_format": self.response_format()}
 
 
 class OllamaChatBody(OllamaBody):
@@ -138,7 +164,6 @@ class OllamaGenerateBody(OllamaBody):
     system: LongText | None = None
     raw: bool = False  # without the chat template
     images: Annotated[list[Text], Field(max_length=0)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
 class ShowBody(Checked):
@@ -166,8 +191,9 @@ class OllamaShape:
         """See Shape."""
         (choice,) = choices
         self._reason = choice.finish_reason
-        calls = choice.whole_calls()
-        return self._line("".join(choice.text), calls) | self._numbers()
+        calls = _calls_with_objects(choice.whole_calls())
+        logprobs = self._logprobs(choice.ids, choice.logprobs)
+        return self._line("".join(choice.text), calls) | logprobs | self._numbers()
 
     def opening(self) -> bytes:
         """See Shape."""
@@ -181,10 +207,11 @@ class OllamaShape:
         self._calls += delta.calls
         calls: list[dict[str, Any]] = []
         if delta.finish_reason is not None and self._calls:
-            calls = GatheredChoice(calls=self._calls).whole_calls()
-        if not delta.text and not calls:
+            calls = _calls_with_objects(GatheredChoice(calls=self._calls).whole_calls())
+        logprobs = self._logprobs(delta.ids, delta.logprobs)
+        if not (delta.text or calls or logprobs.get("logprobs")):
             return b""
-        return _as_line(self._line(delta.text, calls) | {"done": False})
+        return _as_line(self._line(delta.text, calls) | logprobs | {"done": False})
 
     def ending(self) -> bytes:
         """See Shape."""
@@ -200,8 +227,13 @@ class OllamaShape:
             return body | {"response": text}
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
-            message["tool_calls"] = [{"function": _with_object(call["function"])} for call in calls]
+            message["tool_calls"] = calls
         return body | {"message": message}
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not self._order.completion.requests[0].sampling.logprobs:
+            return {}
+        return {"logprobs": chat_logprobs(self._order.assets, ids, logprobs)["content"]}
 
     def _numbers(self) -> dict[str, Any]:
         now_s = self._clock.monotonic_s()
@@ -227,19 +259,19 @@ class OllamaDoor:
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
-        body = await self.door.bodies.read(request, OllamaChatBody)
+        body = await self._read(request, OllamaChatBody)
         messages = [turn.fields(index) for index, turn in enumerate(body.messages)]
         return await self._chat(request, body, messages, tools=body.tools, chat=True)
 
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
-        body = await self.door.bodies.read(request, OllamaGenerateBody)
+        body = await self._read(request, OllamaGenerateBody)
         if body.raw:
-            if body.response_format() is not None:
-                raise bad_request("format cannot be combined with raw", param="format")
-            fields = body.shared_fields() | {"prompt": body.prompt}
+            name = _known_name(self.desk.models, body.model)
+            fields = body.shared_fields(await self.desk.models.get(name).assets())
+            fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
+            fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
-            fields["model"] = _known_name(self.desk.models, body.model)
             order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
             return await self.door.answer(request, order, self._shape(order, chat=False), body.stream)
         messages = [{"role": "user", "content": body.prompt}]
@@ -265,7 +297,7 @@ class OllamaDoor:
 
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
-        body = await self.door.bodies.read(request, ShowBody)
+        body = await self._read(request, ShowBody)
         entry = self.desk.models.get(_known_name(self.desk.models, body.model or body.name or ""))
         assets = await entry.assets()
         return JSONResponse(
@@ -287,6 +319,10 @@ class OllamaDoor:
         """``GET /api/version``."""
         return JSONResponse({"version": __version__})
 
+    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """Ollama's clients and its documentation send no Content-Type; what a web page sends has an Origin."""
+        return await self.door.bodies.read(request, kind, of_any_type=True)
+
     async def _chat(
         self,
         request: Request,
@@ -297,11 +333,11 @@ class OllamaDoor:
         chat: bool,
     ) -> Response:
         name = _known_name(self.desk.models, body.model)
-        fields = body.shared_fields() | {"messages": messages, "model": name}
-        fields |= {"tools": tools, "response_format": body.response_format()}
-        if not messages:  # asks that the model be loaded: it is, or this fails
-            self.desk.models.get(name)
+        entry = self.desk.models.get(name)
+        if not messages:  # asks that the model be loaded: it is
             return self._loaded(body, chat=chat)
+        fields = body.shared_fields(await entry.assets()) | body.chat_fields()
+        fields |= {"messages": messages, "model": name, "tools": tools}
         order = await self.desk.chat(validate(ChatBody, fields), owner=owner_of(request))
         return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
 
@@ -340,13 +376,14 @@ def _card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object in Ollama's answers."""
-    try:
-        arguments: object = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = {}
-    return {"name": function["name"], "arguments": arguments}
+def _calls_with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments are an object in Ollama's answers, so a call that was cut off has no place there."""
+    whole: list[dict[str, Any]] = []
+    for call in calls:
+        with contextlib.suppress(ValueError):
+            arguments: object = json.loads(call["function"]["arguments"])
+            whole.append({"function": {"name": call["function"]["name"], "arguments": arguments}})
+    return whole
 
 
 def _as_line(body: Mapping[str, Any]) -> bytes:

@@ -111,7 +111,7 @@ class Head:
             service_tier=None if body.service_tier is None else ("flex" if body.is_batch else "default"),
             with_ids=bool(body.return_token_ids),
             with_usage=bool(options and options.include_usage),
-            with_running_usage=bool(options and options.continuous_usage_stats),
+            with_running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         )
 
     def fields(self, kind: str, order: Order) -> dict[str, Any]:

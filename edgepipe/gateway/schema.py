@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from edgepipe.gateway.other_fields import CHAT, COMPLETION, GENERATION, MESSAGE, TOKENIZE, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
 MAX_CHOICES = 8
@@ -41,21 +42,9 @@ MAX_CALLS = 4096  # in all earlier turns together
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
 MAX_SCHEMA_CHARS = 64 << 10  # of JSON
+MAX_REGEX_CHARS = 16 << 10
 MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: what a grammar of them may have
 _MAX_KEYWORDS_CHARS = 64 << 10
-
-# Fields that are not supported: a value that changes nothing is taken, any other is refused rather than ignored.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None, False, 0),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "suffix": (None, ""),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "chat_template": (None,),  # templates come from models, never from requests
-    "use_beam_search": (None, False),
-    "web_search_options": (None,),
-}
 
 BodyT = TypeVar("BodyT", bound="Checked")
 
@@ -100,7 +89,7 @@ def _biases(value: object) -> object:
     for key, bias in cast("dict[object, object]", value).items():
         text = str(key)
         if not re.fullmatch(r"[0-9]{1,10}", text):
-            raise ValueError("keys must be token ids")
+            raise ValueError(f"its key '{text[:32]}' is no token id")
         if int(text) in biases:
             raise ValueError(f"token {int(text)} stands there twice")
         biases[int(text)] = bias
@@ -123,18 +112,29 @@ _RawBiasMap = Annotated[dict[Text, Bias], Field(max_length=MAX_BIASED_TOKENS)]
 Biases = Annotated[_BiasMap | None, BeforeValidator(_biases, json_schema_input_type=_RawBiasMap | None)]
 
 
-_MISFIT = "misfit"
+_MISFIT, _UNSUPPORTED = "misfit", "unsupported"
 
 
-def _misfit(field: str, message: str) -> PydanticCustomError:
-    """Make the error of a field that contradicts another one."""
-    return PydanticCustomError(_MISFIT, "{message}", {"field": field, "message": message})
+def _misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
+    """Make the error of a field that contradicts another one, or that is not supported."""
+    return PydanticCustomError(kind, "{message}", {"field": field, "message": message})
 
 
 class Checked(BaseModel):
-    """Strict: a number is no text and a flag no number. Unknown fields are ignored, as OpenAI's clients expect."""
+    """Strict: a number is no text and a flag no number. Fields of other servers that would bind the answer are refused;
+    unknown ones are ignored, as OpenAI's clients expect."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    refused: ClassVar[RefusedFields] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_refused_field(cls, raw: Any) -> Any:
+        given = cast("dict[str, object]", raw) if isinstance(raw, dict) else dict[str, object]()
+        for name, refused in cls.refused.items():
+            if not refused.takes(given.get(name)):
+                raise _misfit(name, refused.message(name), kind=_UNSUPPORTED)
+        return cast("object", raw)
 
 
 class TextPart(Checked):
@@ -155,8 +155,116 @@ class StreamOptions(Checked):
     continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
+_FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_TOOL_SCHEMA = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": _FUNCTION_NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object", "description": "JSON schema of the arguments."},
+            },
+        },
+    },
+}
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME}},
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "allowed_tools"],
+            "properties": {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {
+                    "type": "object",
+                    "required": ["mode", "tools"],
+                    "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array"}},
+                },
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_FORMAT_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+                "schema": {"type": "object", "description": "Of a json_object."},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_FORM_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "json": {"type": ["object", "string"], "description": "JSON schema of the answer."},
+                "regex": {"type": "string"},
+                "choice": {"type": "array", "items": {"type": "string"}},
+                "json_object": {"type": "boolean"},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSize:
+    """A bound on a value that is free in form, as an annotation: checked, and told in the API's document."""
+
+    most_chars: int  # of JSON
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), JSON_SIZE: self.most_chars}
+
+    def _check(self, value: Any) -> Any:
+        if value and (size := len(json.dumps(value))) > self.most_chars:
+            raise ValueError(f"it is too large: {size} characters of JSON, at most {self.most_chars} can be used")
+        return value
+
+
+JSON_SIZE = "x-max-json-characters"
+"""The keyword of that bound in the API's document."""
+
+
+# Read by edgepipe.gateway.structured and answer_form, which check them; here is what the API's document tells of them.
+_RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
+RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
+RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
+RawSchema = Annotated[LongText | dict[str, Any] | None, JsonSize(2 * MAX_SCHEMA_CHARS)]  # or the text of one
+RawForm = Annotated[dict[str, Any] | None, WithJsonSchema(_FORM_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
+RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
+
+
 class RequestBody(Checked):
     """Fields that both endpoints share."""
+
+    refused: ClassVar[RefusedFields] = GENERATION
 
     model: Text | None = None
     stream: bool | None = None
@@ -180,6 +288,12 @@ class RequestBody(Checked):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "batch"] | None = None  # flex, batch: others go first
+    response_format: RawFormat = None  # this and the next bind the answer: one of them at most
+    structured_outputs: RawForm = None
+    guided_json: RawSchema = None
+    guided_choice: Annotated[list[LongText] | None, JsonSize(MAX_SCHEMA_CHARS)] = None
+    guided_regex: Annotated[str, Field(max_length=MAX_REGEX_CHARS)] | None = None
+    json_schema: RawSchema = None
 
     @property
     def is_batch(self) -> bool:
@@ -213,99 +327,27 @@ class ToolCall(Checked):
 class Message(Checked):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    refused: ClassVar[RefusedFields] = MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
     name: Text | None = None
     reasoning_content: LongText | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
+    function_call: FunctionCall | None = None  # what older clients send for a call
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.function_call is None:
             raise _misfit("content", f"content is required for role '{self.role}'")
         return self
 
 
-_FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-_TOOL_SCHEMA = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": _FUNCTION_NAME,
-                "description": {"type": "string"},
-                "parameters": {"type": "object", "description": "JSON schema of the arguments."},
-            },
-        },
-    },
-}
-_CHOICE_SCHEMA = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME}},
-            },
-        },
-        {"type": "null"},
-    ]
-}
-_FORMAT_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
-            },
-        },
-        {"type": "null"},
-    ]
-}
-
-
-@dataclass(frozen=True, slots=True)
-class JsonSize:
-    """A bound on a value that is free in form, as an annotation: checked, and told in the API's document."""
-
-    most_chars: int  # of JSON
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), JSON_SIZE: self.most_chars}
-
-    def _check(self, value: Any) -> Any:
-        if value and (size := len(json.dumps(value))) > self.most_chars:
-            raise ValueError(f"it is too large: {size} characters of JSON, at most {self.most_chars} can be used")
-        return value
-
-
-JSON_SIZE = "x-max-json-characters"
-"""The keyword of that bound in the API's document."""
-
-
-# Read by edgepipe.gateway.structured, which checks them; here stands what the API's document tells of them.
-_RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
-RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
-RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
-RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
-
-
 def _num_chars(message: Message) -> int:
-    calls = sum(len(call.function.arguments) for call in message.tool_calls or ())
+    called = [call.function for call in message.tool_calls or ()]
+    called += [message.function_call] if message.function_call is not None else []
+    calls = sum(len(function.arguments) for function in called)
     return len(message.content or "") + len(message.reasoning_content or "") + calls
 
 
@@ -317,22 +359,24 @@ def _bounded(messages: list[Message]) -> list[Message]:
     return messages
 
 
+Keywords = Annotated[dict[str, Any], Field(max_length=32), JsonSize(_MAX_KEYWORDS_CHARS)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
 
 
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
+    refused: ClassVar[RefusedFields] = CHAT
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: RawFormat = None
     tools: RawTools | None = None
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32), JsonSize(_MAX_KEYWORDS_CHARS)] | None = None
+    chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
@@ -344,6 +388,10 @@ class ChatBody(RequestBody):
 class CompletionBody(RequestBody):
     """``POST /v1/completions``."""
 
+    refused: ClassVar[RefusedFields] = COMPLETION
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None  # 0: only the prompt's scores
+    add_special_tokens: bool | None = None  # to prompts that are texts; they are added unless this is false
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
@@ -352,11 +400,15 @@ class CompletionBody(RequestBody):
 class TokenizeBody(Checked):
     """``POST /tokenize``: a text, or a conversation as its prompt."""
 
+    refused: ClassVar[RefusedFields] = TOKENIZE
+
     model: Text | None = None
     prompt: LongText | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # of a text; a template brings its own
     return_token_strs: bool | None = None
+    tools: RawTools | None = None  # of a conversation
+    chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
@@ -374,10 +426,6 @@ class DetokenizeBody(Checked):
 
 def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
     """The body as a checked value. Raises HttpProblem 400 that names the first bad field."""
-    for name, neutral in _NEUTRAL.items():
-        value = raw.get(name)
-        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral):
-            raise bad_request(f"'{name}' is not supported", param=name, code="unsupported_parameter")
     try:
         return kind.model_validate(raw)
     except ValidationError as exc:
@@ -386,14 +434,15 @@ def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
 
 def _problem(exc: ValidationError) -> HttpProblem:
     first = exc.errors(include_url=False, include_input=False)[0]
-    misfit = first["type"] == _MISFIT
+    misfit = first["type"] in (_MISFIT, _UNSUPPORTED)
     place = (*first["loc"], first.get("ctx", {})["field"]) if misfit else first["loc"]
     names = [str(part) for part in place if isinstance(part, int) or part.isidentifier()]
     param = ".".join(name for name in names if name not in _TYPE_NAMES)
     message = first["msg"].removeprefix("Value error, ")
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    code = _CODES.get(first["type"], "invalid_value")
     return bad_request(message if misfit else f"{param}: {message}", param=param or None, code=code)
 
 
+_CODES = {"missing": "missing_required_parameter", _UNSUPPORTED: "unsupported_parameter"}
 _TYPE_NAMES = ("str", "list", "int", "dict")
 """Of union members: pydantic puts them into an error's place, but no request has such a field."""

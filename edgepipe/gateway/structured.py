@@ -1,5 +1,5 @@
-"""What a request wants its output to look like: ``response_format`` and ``tools`` to a grammar, checked before the
-request is accepted.
+"""What a request wants its output to look like: an answer's form and ``tools`` to a grammar, checked before the request
+is accepted.
 
 ``plan_output`` takes the fields as they stand in the body; everything that is wrong with them is a 400 that names the
 field. Compiling runs in a thread. The tools of a chat also go into its prompt: through the model's template where that
@@ -12,19 +12,21 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
-from edgepipe.gateway.problems import HttpProblem, bad_request
-from edgepipe.gateway.schema import MAX_SCHEMA_CHARS, MAX_TOOLS
+from edgepipe.gateway.answer_form import AnswerForm
+from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
+from edgepipe.gateway.closed_schema import closed_parameters
+from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import check_grammar, json_grammar, json_rule, lark_grammar
 
 MAX_CACHED_GRAMMARS = 64
-_SCHEMA = "response_format.json_schema.schema"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -55,7 +57,7 @@ class GrammarCompiler:
 
 async def plan_output(
     *,
-    response_format: Mapping[str, Any] | None = None,
+    form: AnswerForm | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: str | Mapping[str, Any] | None = None,
     parallel_tool_calls: bool | None = None,
@@ -65,22 +67,29 @@ async def plan_output(
     """The fields of a chat request as a plan for its output. Raises HttpProblem (400) with the field at fault."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
-    grammar = _format_grammar(response_format)
+    several = parallel_tool_calls is not False and not _names_one(tool_choice)
+    grammar = form.grammar if form is not None else None
     if chosen:
-        if grammar is not None:
-            raise bad_request("response_format cannot be combined with tools", param="response_format")
-        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=parallel_tool_calls is not False)
+        if form is not None:
+            raise bad_request(f"{form.field} cannot be combined with tools", param=form.field)
+        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=several)
     if grammar is None:
         return OutputPlan()
     try:
         await compiler.check(grammar)
     except RequestInvalid as exc:
-        await _find_bad_tool(tools or (), compiler)
-        raise _problem(exc, param="tools" if chosen else _SCHEMA) from exc
+        await _find_bad_tool(functions, compiler)
+        raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
     if not chosen:
         return OutputPlan(grammar=grammar)
     shown = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
     return OutputPlan(grammar=grammar, tools=shown, tool_format=tool_format)
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
+    """The tools of a prompt that nobody answers. Raises HttpProblem (400) with the field at fault."""
+    _functions(tools)
+    return tuple(tools or ())
 
 
 def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -94,34 +103,13 @@ def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-async def _find_bad_tool(tools: Sequence[Mapping[str, Any]], compiler: GrammarCompiler) -> None:
+async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
     """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
-    for index, tool in enumerate(tools):
+    for index, schema in enumerate(functions.values()):
         try:
-            await compiler.check(json_grammar(tool["function"].get("parameters") or {}))
+            await compiler.check(json_grammar(schema))
         except RequestInvalid as exc:
-            raise _problem(exc, param=f"tools.{index}.function.parameters") from exc
-
-
-def _format_grammar(response_format: Mapping[str, Any] | None) -> GrammarSpec | None:
-    kind = None if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return json_grammar({"type": "object"})
-    if kind != "json_schema":
-        raise bad_request(
-            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format.type"
-        )
-    wrapper = response_format.get("json_schema")
-    if not isinstance(wrapper, Mapping):
-        raise bad_request("response_format.json_schema is required", param="response_format.json_schema")
-    schema = cast("Mapping[str, Any]", wrapper).get("schema")
-    if not isinstance(schema, Mapping):
-        raise bad_request(f"{_SCHEMA} must be an object", param=_SCHEMA)
-    checked = cast("Mapping[str, Any]", schema)
-    _check_schema(checked, param=_SCHEMA)
-    return json_grammar(checked)
+            raise invalid_schema(exc, param=f"tools.{index}.function.parameters") from exc
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
@@ -143,8 +131,7 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         if schema is not None and not isinstance(schema, Mapping):
             raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
         schema = cast("Mapping[str, Any]", schema or {})
-        _check_schema(schema, param=f"{param}.parameters")
-        found[name] = {"type": "object", **schema}
+        found[name] = checked_schema(schema, param=f"{param}.parameters", close=closed_parameters)
     return found
 
 
@@ -160,18 +147,50 @@ def _choice(
         raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
     if tool_choice == "required":
         return functions, True
-    name = _chosen_name(tool_choice)
+    if not isinstance(tool_choice, str) and tool_choice.get("type") == "allowed_tools":
+        return _allowed(tool_choice, functions)
+    name = _function_name(tool_choice)
     if name is None:
-        raise bad_request("tool_choice must be 'none', 'auto', 'required' or name a function", param="tool_choice")
+        raise bad_request(
+            "tool_choice must be 'none', 'auto', 'required', name a function or list the allowed_tools",
+            param="tool_choice",
+        )
+    return {name: _known(name, functions)}, True
+
+
+def _names_one(tool_choice: str | Mapping[str, Any] | None) -> bool:
+    """Whether a function is named: it is called once, then the answer ends."""
+    return isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
+
+
+def _allowed(
+    tool_choice: Mapping[str, Any], functions: dict[str, Mapping[str, Any]]
+) -> tuple[dict[str, Mapping[str, Any]], bool]:
+    """Some of the functions, of which one may or must be called."""
+    allowed = tool_choice.get("allowed_tools")
+    fields = cast("Mapping[str, Any]", allowed) if isinstance(allowed, Mapping) else dict[str, Any]()
+    listed = fields.get("tools")
+    names = [_function_name(tool) for tool in cast("list[Any]", listed)] if isinstance(listed, list) else []
+    known = [name for name in names if name is not None]
+    if not names or len(known) < len(names):
+        text = "allowed_tools.tools must list functions like {'type': 'function', 'function': {'name': ...}}"
+        raise bad_request(text, param="tool_choice.allowed_tools.tools")
+    if fields.get("mode") not in ("auto", "required"):
+        raise bad_request("allowed_tools.mode must be 'auto' or 'required'", param="tool_choice.allowed_tools.mode")
+    chosen = {name: _known(name, functions) for name in known}
+    return {name: schema for name, schema in functions.items() if name in chosen}, fields["mode"] == "required"
+
+
+def _known(name: str, functions: dict[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     if name not in functions:
         raise bad_request(f"tool_choice names '{name[:64]}', which is not among the tools", param="tool_choice")
-    return {name: functions[name]}, True
+    return functions[name]
 
 
-def _chosen_name(tool_choice: str | Mapping[str, Any]) -> str | None:
-    if isinstance(tool_choice, str) or tool_choice.get("type") != "function":
-        return None
-    function = tool_choice.get("function")
+def _function_name(value: object) -> str | None:
+    """The name in ``{"type": "function", "function": {"name": ...}}``."""
+    fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else dict[str, Any]()
+    function = fields.get("function") if fields.get("type") == "function" else None
     name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
@@ -185,7 +204,7 @@ def _tool_grammar(
     try:
         return lark_grammar("\n".join(rules) + "\n")
     except RequestInvalid as exc:
-        raise _problem(exc, param="tools") from exc
+        raise invalid_schema(exc, param="tools") from exc
 
 
 def _call_rule(index: int, name: str, kind: ToolFormat, schema: Mapping[str, Any]) -> str:
@@ -247,57 +266,3 @@ _AROUND = {
     ToolFormat.MISTRAL: _mistral,
     ToolFormat.MISTRAL_ARGS: _mistral_args,
 }
-
-
-def _check_schema(schema: Mapping[str, Any], *, param: str) -> None:
-    size = len(json.dumps(schema))
-    if size > MAX_SCHEMA_CHARS:
-        raise bad_request(
-            f"the schema is too large: {size} characters, at most {MAX_SCHEMA_CHARS} can be used", param=param
-        )
-    _check_references(schema, param=param)
-    if "x-guidance" in schema:
-        raise bad_request("'x-guidance' is not supported", param=param)
-
-
-def _check_references(schema: Mapping[str, Any], *, param: str) -> None:
-    """A reference that leads to nothing but references would bind the output to nothing at all."""
-    ends: set[str] = set()  # references that are known to lead somewhere, or nowhere, which the library refuses
-    for first in _references(schema):
-        way: set[str] = set()
-        following: object = first
-        while isinstance(following, str) and following not in ends:
-            if following in way:
-                text = f"'{following[:64]}' refers to nothing but itself"
-                raise bad_request(text, param=param, code="invalid_schema")
-            way.add(following)
-            target = _resolved(schema, following)
-            following = target.get("$ref") if target is not None else None
-        ends.update(way)
-
-
-def _references(schema: Mapping[str, Any]) -> Iterator[str]:
-    left: list[object] = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            fields = cast("dict[str, object]", node)
-            if isinstance(reference := fields.get("$ref"), str):
-                yield reference
-            left.extend(fields.values())
-        elif isinstance(node, list):
-            left.extend(cast("list[object]", node))
-
-
-def _resolved(schema: Mapping[str, Any], reference: str) -> Mapping[str, Any] | None:
-    """What a JSON pointer into the schema points at (RFC 6901), if that is an object."""
-    node: object = schema
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
-    return cast("Mapping[str, Any]", node) if isinstance(node, dict) and reference.startswith("#") else None
-
-
-def _problem(error: RequestInvalid, *, param: str) -> HttpProblem:
-    message = ". ".join(line.rstrip(".") for line in error.lines())
-    return bad_request(message, param=param, code="invalid_schema")

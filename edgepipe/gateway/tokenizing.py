@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.desk import encode, render_chat
+from edgepipe.gateway.desk import TooManyTokens, encode, render_chat
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
-from edgepipe.gateway.structured import OutputPlan
+from edgepipe.gateway.structured import OutputPlan, checked_tools
 
 MAX_TOKENS = 1 << 18  # of one text: writing more as JSON would hold up the loop
 MAX_TOKEN_STRINGS = 1 << 16
@@ -32,11 +32,12 @@ class TokenPages:
         assets = await entry.assets()
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            ids = await encode(assets, body.prompt, special_tokens=special, at_most=MAX_TOKENS, param="prompt")
+            ids = await _encode(assets, body.prompt, special_tokens=special, param="prompt")
         else:
-            text = await render_chat(assets, ChatBody(messages=body.messages or []), OutputPlan())
+            chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
+            text = await render_chat(assets, chat, OutputPlan(tools=checked_tools(body.tools)))
             special = bool(body.add_special_tokens)
-            ids = await encode(assets, text, special_tokens=special, at_most=MAX_TOKENS, param="messages")
+            ids = await _encode(assets, text, special_tokens=special, param="messages")
         texts = [assets.token_text(token) for token in ids[:MAX_TOKEN_STRINGS]] if body.return_token_strs else None
         return JSONResponse(
             {"count": len(ids), "max_model_len": entry.served.context_length, "tokens": ids, "token_strs": texts}
@@ -56,6 +57,14 @@ class TokenPages:
         return JSONResponse(
             {"model": entry.served.name, "model_max_length": entry.served.context_length, **assets.info()}
         )
+
+
+async def _encode(assets: Assets, text: str, *, special_tokens: bool, param: str) -> list[int]:
+    try:
+        return await encode(assets, text, special_tokens=special_tokens, at_most=MAX_TOKENS)
+    except TooManyTokens as exc:
+        message = f"the text has {exc.count} tokens, at most {MAX_TOKENS} can be used"
+        raise bad_request(message, param=param, code="context_length_exceeded") from exc
 
 
 def _check(tokens: list[int], assets: Assets) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 from edgepipe.gateway.tool_calls import CallDelta
@@ -15,28 +16,43 @@ _BRACKETS = re.compile(r'["{}\[\]]')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 
+@dataclass(slots=True, kw_only=True)
+class _News:
+    """What is new of one call."""
+
+    index: int
+    name: str = ""  # set where the call begins
+    pieces: list[str] = field(default_factory=list[str])  # of its arguments
+
+
 class CallNews:
-    """Gives calls their numbers and collects what is to be told of them."""
+    """Number the calls, and collect what is new of each."""
 
     def __init__(self, new_id: Callable[[int], str]) -> None:
         self.count = 0
         self._new_id = new_id
-        self._news: list[CallDelta] = []
+        self._news: list[_News] = []
 
     def begin(self, name: str) -> None:
-        """A call of this function."""
-        self._news.append(CallDelta(index=self.count, call_id=self._new_id(self.count), name=name))
+        """Begin a call of this function."""
+        self._news.append(_News(index=self.count, name=name))
         self.count += 1
 
     def arguments(self, text: str) -> None:
-        """A piece for the call begun last."""
+        """Add a piece to the arguments of the call that began last."""
+        if text and not self._news:
+            self._news.append(_News(index=self.count - 1))
         if text:
-            self._news.append(CallDelta(index=self.count - 1, arguments=text))
+            self._news[-1].pieces.append(text)
 
     def take(self) -> tuple[CallDelta, ...]:
-        """What has not been told yet."""
-        news, self._news = tuple(self._news), []
-        return news
+        """Return what was not taken yet, one entry for each call: clients refuse two of one index in a delta."""
+        news, self._news = self._news, []
+        return tuple(self._delta(each) for each in news)
+
+    def _delta(self, news: _News) -> CallDelta:
+        call_id = self._new_id(news.index) if news.name else ""
+        return CallDelta(index=news.index, call_id=call_id, name=news.name, arguments="".join(news.pieces))
 
 
 class NotACall(Exception):

@@ -15,7 +15,8 @@ from edgepipe.gateway.tool_calls import Scanned, ToolFormat
 class ToolCallScanner:
     """Splits one choice's text into content and calls. A function of the text, however it is cut into pieces.
 
-    Text that turns out to be no call (broken JSON, a tag never closed) is content, unchanged: nothing is lost.
+    Text that turns out to be no call (broken JSON) is content, unchanged. What the end of the text leaves unfinished of
+    a call is dropped, but for the arguments that were shown: a call's markup is never content.
     """
 
     def __init__(self, kind: ToolFormat, *, new_id: Callable[[int], str]) -> None:
@@ -24,16 +25,22 @@ class ToolCallScanner:
 
     @property
     def num_calls(self) -> int:
-        """Calls begun so far; if any, the choice's finish reason is ``tool_calls``."""
+        """Calls begun so far."""
         return self._reader.calls.count
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun and is not complete."""
+        return self._reader.in_call
 
     def push(self, text: str) -> Scanned:
         """Take the next piece."""
         return self._reader.push(text)
 
-    def finish(self) -> Scanned:
-        """What was held back, at the end of the text."""
-        return self._reader.finish()
+    def finish(self, *, cut_off: bool = False) -> str:
+        """Content that was held back, at the end of the text. ``cut_off``: the text would have gone on, so what may be
+        the beginning of a call is dropped, too."""
+        return self._reader.finish(cut_off=cut_off)
 
 
 class _Reader:
@@ -68,18 +75,21 @@ class _Reader:
             at = self._state(text, at)
         return self._scanned()
 
-    def finish(self) -> Scanned:
-        """The text is over."""
-        closes = self._state == self._group and self._begun
-        held = "" if closes else self._pending
-        if self._object is not None:
-            held = self._object.raw
-        if not closes and not (self._object is not None and not held):
-            self._show("".join([*self._marks, held]))
-        if not self.calls.count:
+    @property
+    def in_call(self) -> bool:
+        """See ToolCallScanner."""
+        between_calls = self._state == self._group and self._begun > 0
+        return self._state not in (self._start, self._text) and not between_calls
+
+    def finish(self, *, cut_off: bool) -> str:
+        """See ToolCallScanner."""
+        dropped = self.in_call or (cut_off and self._state == self._text and self._pending != "")
+        if not dropped and self._state in (self._start, self._text):
+            self._show("".join([*self._marks, self._pending]))
+        if not dropped and not self.calls.count:
             self._content += self._spaces
         self._marks, self._spaces, self._pending, self._object = [], [], "", None
-        return self._scanned()
+        return self._scanned().content
 
     def _scanned(self) -> Scanned:
         content, self._content = "".join(self._content), []

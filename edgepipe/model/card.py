@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
 from edgepipe.model.manifest import CARD_FILE, METADATA_LIMITS
 from edgepipe.model.rope_config import extended_context
+from edgepipe.model.sampling_defaults import checked_sampling
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
 from edgepipe.units import format_bytes
@@ -31,6 +33,7 @@ class ModelCard:
     config: ModelConfig
     template: ChatTemplate
     emulated: bool = False  # has no weights; only the emulated backend serves it
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # defaults by their name in requests
 
     def to_json(self) -> bytes:
         """The file's content. Raises ModelInvalid if it is larger than ``read_card`` takes."""
@@ -40,6 +43,7 @@ class ModelCard:
             "chat_templates": dict(self.template.sources),
             "special_tokens": dict(self.template.special_tokens),
             "emulated": self.emulated,
+            "sampling": dict(self.sampling),
         }
         data = json.dumps(value, indent=1).encode()
         if len(data) > _MAX_CARD_BYTES:
@@ -62,6 +66,7 @@ class ModelCard:
                 "chat_templates": dict(self.template.sources),
                 "special_tokens": dict(self.template.special_tokens),
                 "emulated": self.emulated,
+                **({"sampling": dict(self.sampling)} if self.sampling else {}),
             }
         )
 
@@ -89,6 +94,7 @@ def _card(values: dict[str, Any]) -> ModelCard:
         config=replace(shape, context_length=context),
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
+        sampling=checked_sampling(_mapping(fields, "sampling")),
     )
 
 
@@ -98,9 +104,13 @@ def _told(shape: ModelConfig | Rope) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _texts(fields: Fields, key: str) -> dict[str, str]:
+def _mapping(fields: Fields, key: str) -> dict[str, object]:
     value = fields.raw(key)
-    entries = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
+def _texts(fields: Fields, key: str) -> dict[str, str]:
+    entries = _mapping(fields, key)
     if not all(isinstance(text, str) and len(text) <= MAX_TEMPLATE_BYTES for text in entries.values()):
         raise fields.fail(key, "texts are needed")
     return {name: str(text) for name, text in entries.items()}

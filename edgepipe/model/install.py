@@ -26,6 +26,7 @@ from edgepipe.model.manifest import (
 )
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
+from edgepipe.model.sampling_defaults import hf_sampling
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import GGUF_FILE, Weights, is_emulated, open_gguf_weights, open_hf_weights
@@ -63,7 +64,7 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
     tokenizer = _tokenizer_content(folder, weights.config)
     config = _with_ends(folder, weights.config)
     emulated = not gguf.is_file() and is_emulated(folder)
-    card = ModelCard(config=config, template=template, emulated=emulated)
+    card = ModelCard(config=config, template=template, emulated=emulated, sampling=hf_sampling(folder))
     (folder / CARD_FILE).write_bytes(card.to_json())
     contents = {CARD_FILE: read_card(folder).digest, **tokenizer}
     manifest = Manifest(

@@ -7,6 +7,7 @@ mask, and its bounds on work are counted, not timed: what is refused here is ref
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,22 @@ def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The schema as it stands in a Lark grammar's rule. References in it are relative to itself."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}, ensure_ascii=True)
+
+
+def choice_grammar(texts: Sequence[str]) -> GrammarSpec:
+    """Output that is one of the texts. Not checked yet. Raises RequestInvalid if they are too large."""
+    return lark_grammar(f"start: {' | '.join(map(json.dumps, texts))}\n")
+
+
+def regex_grammar(pattern: str) -> GrammarSpec:
+    """Output that matches the pattern as a whole. Not checked yet. Raises RequestInvalid if it is too large."""
+    slashed = _REGEX_PART.sub(lambda part: _SLASHED.get(part[0], part[0]), pattern)
+    return lark_grammar(f"start: /{slashed}/\n")
+
+
+_REGEX_PART = re.compile(r"\\?.", re.DOTALL)  # a character, or an escaped one
+_SLASHED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+"""What would end a pattern, or its line, in a Lark grammar."""
 
 
 def lark_grammar(text: str) -> GrammarSpec:

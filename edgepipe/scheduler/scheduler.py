@@ -499,8 +499,9 @@ class Scheduler:
             return
         short_of_memory = self._limits.max_tokens < self._limits.context_length
         raise PromptTooLong(
-            "the prompt is longer than the KV cache of the cluster" if short_of_memory else "",
-            fact=f"the prompt has {prompt_tokens} tokens, {self._limits.max_tokens} fit with at least one of output",
+            f"This model's maximum context length is {self._limits.max_tokens} tokens"
+            + (" in the memory of the cluster" if short_of_memory else ""),
+            fact=f"the prompt has {prompt_tokens}, and the answer needs at least one",
             next_step="shorten the prompt" + (" or add a node with memory" if short_of_memory else ""),
         )
 

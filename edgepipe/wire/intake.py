@@ -60,8 +60,8 @@ def check_submission(submission: Submission, model: ModelBounds) -> None:
     """Raise RequestInvalid, or PromptTooLong, for a request that this model cannot take."""
     if len(submission.prompt) >= model.context_length:
         raise PromptTooLong(
-            fact=f"the prompt has {len(submission.prompt)} tokens, the context {model.context_length} with at least "
-            "one of output",
+            f"This model's maximum context length is {model.context_length} tokens",
+            fact=f"the prompt has {len(submission.prompt)}, and the answer needs at least one",
             next_step="shorten the prompt",
         )
     if (refused := submission_refusal(submission, model)) is not None:

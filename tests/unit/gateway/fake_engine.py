@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from edgepipe.errors import EdgepipeError, PeerClosed
@@ -53,6 +54,7 @@ class ByteAssets:
         return len(ids), ids if len(ids) <= at_most else []
 
     vocab_size = 257
+    sampling: Mapping[str, float] = MappingProxyType({})
     tool_format = ToolFormat.HERMES
     template_knows_tools = False
 

@@ -187,6 +187,11 @@ async def test_what_is_no_clean_json_object_is_refused(served: Served, body: byt
     check_error(response, 400, "invalid_json")
 
 
+async def test_a_bad_key_of_logit_bias_is_named(served: Served) -> None:
+    error = check_error(await served.http.post(CHAT, json={"messages": USER, "logit_bias": {"Paris": 1}}), 400)
+    assert "'Paris'" in error["message"]
+
+
 async def test_a_missing_field_is_named(served: Served) -> None:
     assert check_error(await served.http.post(CHAT, json={}), 400)["param"] == "messages"
     assert check_error(await served.http.post(TEXT, json={}), 400)["param"] == "prompt"
@@ -213,9 +218,14 @@ async def test_only_json_is_taken(served: Served, kind: str) -> None:
 async def test_a_prompt_that_fills_the_context_is_too_long(served: Served) -> None:
     response = await served.complete([97] * (CONTEXT - 1))
     assert response.json()["choices"][0]["finish_reason"] == "length"
-    error = check_error(await served.complete([97] * CONTEXT), 400, "context_length_exceeded")
-    assert str(CONTEXT) in error["message"]
-    check_error(await served.chat("x" * CONTEXT), 400, "context_length_exceeded")
+    for response in (
+        await served.complete([97] * CONTEXT),
+        await served.chat("x" * CONTEXT),
+        await served.chat("x" * (200 << 10)),  # read in another process
+        await served.complete([97] * (200 << 10)),
+    ):
+        error = check_error(response, 400, "context_length_exceeded")
+        assert error["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
 
 
 async def test_an_unknown_model_lists_those_served(served: Served) -> None:

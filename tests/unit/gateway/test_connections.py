@@ -109,6 +109,68 @@ async def test_http_1_0_and_pipelined_requests_are_answered_in_order(served: Ser
     assert answer.endswith(b'{"status":"ok"}')
 
 
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+async def test_a_client_that_closes_its_half_gets_its_answer(stream: bytes) -> None:
+    engine = FakeEngine(hold_after=0)
+    async with serving(engine) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        text = b'{"prompt": "x", "stream": ' + stream + b"}"
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            assert await reader.readline() == b"HTTP/1.1 102 Processing\r\n"
+            engine.release.set()
+            answer = await reader.read()
+        writer.close()
+        assert b"HTTP/1.1 200 OK" in answer
+        assert b'"finish_reason":"length"' in answer
+        assert not engine.cancels
+
+
+@pytest.mark.parametrize("sent", [b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}'])
+async def test_a_client_that_leaves_before_its_answer_begins_ends_its_request(sent: bytes) -> None:
+    engine = FakeEngine(hold_after=0)
+    async with serving(engine) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
+        async with asyncio.timeout(10):
+            await engine.submitted.wait()
+            writer.close()
+            await engine.cancelled.wait()
+
+
+async def test_a_target_with_its_host_is_the_same_as_without(served: Served) -> None:
+    for target, status in (
+        (b"http://localhost/v1/models?x=1", b"200"),
+        (b"HTTP://127.0.0.1:9/health", b"200"),
+        (b"http://evil.example/v1/models", b"421"),
+        (b"http://localhost", b"404"),
+    ):
+        answer = await served.raw(b"GET " + target + b" HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        assert answer.split()[1] == status, target
+
+
+async def test_who_asks_for_a_websocket_is_not_told_of_our_server(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(GET + upgrade)
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+    assert caplog.records == []
+
+
+async def test_every_response_has_a_request_id(served: Served) -> None:
+    ids = [(await served.http.get(path)).headers["x-request-id"] for path in ("/health", "/v1/models", "/nothing")]
+    ids.append((await served.http.get("/health", headers={"host": "evil.example"})).headers["x-request-id"])
+    ids.append((await served.chat(stream=True)).headers["x-request-id"])
+    assert len(set(ids)) == 5
+    for given, kept in (("trace-7:a.b_c", True), ("x" * 129, False), ("a b", False)):
+        response = await served.http.get("/health", headers={"x-request-id": given})
+        assert (response.headers["x-request-id"] == given) is kept
+
+
 async def test_a_body_that_dribbles_in_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.3)
     answer = await served.raw(HEAD + b"Content-Length: 100\r\n\r\n{")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from tests.unit.gateway.conftest import Served, events_of, serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_engine import ByteAssets, FakeEngine
 
 ANSWER = FakeEngine().answer.decode()
 LOOK = {
@@ -51,6 +52,31 @@ async def test_defaults_change_nothing(served: Served) -> None:
     assert not sampling.grammar
 
 
+class Opinionated(ByteAssets):
+    """A model whose makers say how to draw its tokens."""
+
+    sampling: Mapping[str, float] = {"temperature": 0.6, "top_k": 20.0, "repetition_penalty": 1.05}
+
+
+async def test_a_model_s_own_defaults_hold_where_a_request_does_not_say() -> None:
+    async with serving(FakeEngine(), load=lambda path: Opinionated()) as served:
+
+        async def drawn(path: str, **fields: Any) -> tuple[float, ...]:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"} | fields
+            del body["prompt" if "chat" in path else "messages"]
+            assert (await served.http.post(path, json=body)).status_code == 200
+            sampling = served.engine.submits[-1].sampling
+            numbers = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+            return tuple(round(number, 3) for number in numbers)
+
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            assert await drawn(path) == (0.6, 20, 1, 1.05)
+            assert await drawn(path, temperature=0, top_k=-1, repetition_penalty=1) == (0, 0, 1, 1)
+        for path in ("/api/chat", "/api/generate"):
+            assert await drawn(path) == (0.6, 20, 0.9, 1.05)
+            assert await drawn(path, options={"temperature": 0, "repeat_penalty": 1}) == (0, 20, 0.9, 1)
+
+
 async def test_logprobs_of_a_chat_add_up_to_its_text(served: Served) -> None:
     body = (await served.chat(logprobs=True, top_logprobs=2)).json()
     content = body["choices"][0]["logprobs"]["content"]
@@ -78,10 +104,75 @@ async def test_logprobs_of_a_completion_with_its_echoed_prompt(served: Served) -
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "c", "T"],
         "token_logprobs": [None, -0.5, -0.5, -0.5],
-        "top_logprobs": [None, {"A": -1.0}, {"A": -1.0}, {"A": -1.0}],
+        "top_logprobs": [None, {"b": -0.5, "A": -1.0}, {"c": -0.5, "A": -1.0}, {"T": -0.5, "A": -1.0}],
         "text_offset": [0, 1, 2, 3],
     }
     assert served.engine.submits[0].sampling.prompt_logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_output_tokens_leave_the_scores_of_the_prompts(served: Served, stream: bool) -> None:
+    """What evaluations ask for that only want to know how likely a text is."""
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": stream}
+    response = await served.complete(["abc", "de"], **fields)
+    chunks = events_of(response.text)[:-1] if stream else [response.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    shown = {choice["index"]: (choice["text"], choice["logprobs"]) for choice in choices if choice["text"]}
+    assert {index: text for index, (text, _) in shown.items()} == {0: "abc", 1: "de"}
+    assert shown[1][1] == {
+        "tokens": ["d", "e"],
+        "token_logprobs": [None, -0.5],
+        "top_logprobs": [None, {"e": -0.5}],
+        "text_offset": [0, 1],
+    }
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length", "length"]
+    assert [submit.max_tokens for submit in served.engine.submits] == [1, 1], "0 means without a limit there"
+    if not stream:
+        assert response.json()["usage"]["completion_tokens"] == 0
+
+
+async def test_no_output_tokens_and_no_echo_are_an_empty_answer(served: Served) -> None:
+    (choice,) = (await served.complete("abc", max_tokens=0)).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+
+
+async def test_usage_in_every_event_needs_usage(served: Served) -> None:
+    for include in (False, None):
+        options = {"include_usage": include, "continuous_usage_stats": True}
+        assert '"usage"' not in (await served.chat(stream=True, stream_options=options)).text
+
+
+class SeenMessages(ByteAssets):
+    """Keeps what its template is given."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+        self.messages = [dict(message) for message in messages]
+        return "x"
+
+
+async def test_a_function_of_older_clients_is_a_tool() -> None:
+    seen = SeenMessages()
+
+    async def rendered(turns: list[dict[str, Any]]) -> Any:
+        messages = [{"role": "user", "content": "see"}, *turns]
+        response = await served.http.post("/v1/chat/completions", json={"messages": messages})
+        assert response.status_code == 200
+        return seen.messages
+
+    function = {"name": "look", "arguments": '{"at": "x"}'}
+    old = [
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "look", "content": "a moon"},
+    ]
+    new = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "", "type": "function", "function": function}]},
+        {"role": "tool", "name": "look", "content": "a moon"},
+    ]
+    async with serving(FakeEngine(), load=lambda path: seen) as served:
+        assert await rendered(old) == await rendered(new)
 
 
 async def test_a_streamed_echo_comes_first_and_offsets_go_on(served: Served) -> None:
@@ -160,6 +251,26 @@ async def test_a_streamed_tool_call_comes_name_first_then_arguments() -> None:
         assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == {"at": "the moon"}
         assert choices[-1]["finish_reason"] == "tool_calls"
         assert "".join(choice["delta"].get("content", "") for choice in choices) == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
+    async with serving(FakeEngine(answer=b"\n" + CALL, group=3)) as served:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"max_tokens": 8}, "length"),
+            ({"max_tokens": 30}, "length"),
+            ({"stop": "oon"}, "stop"),
+        ]
+        for fields, reason in cases:
+            response = await served.chat(tools=[LOOK], stream=stream, **fields)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            messages = [choice["delta" if stream else "message"] for choice in choices]
+            assert "".join(message.get("content") or "" for message in messages) == "", fields
+            assert choices[-1]["finish_reason"] == reason
+            pieces = [piece for message in messages for piece in message.get("tool_calls", ())]
+            arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+            assert arguments == ('{"at": "the m' if reason == "stop" else "")
 
 
 async def test_without_tools_what_looks_like_a_call_is_text() -> None:

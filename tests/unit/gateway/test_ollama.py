@@ -73,6 +73,30 @@ async def test_format_binds_the_answer(served: Served) -> None:
     assert (await _post(served, "/api/chat", messages=USER, format="xml")).status_code == 400
 
 
+async def test_raw_prompts_have_a_format_too(served: Served) -> None:
+    await _post(served, "/api/generate", prompt="x", raw=True, format="json")
+    assert served.engine.submits[0].sampling.grammar
+
+
+@pytest.mark.parametrize("raw", [None, False, True])
+async def test_logprobs(served: Served, raw: bool | None) -> None:
+    """``raw`` None: of a chat."""
+    fields: dict[str, Any] = {"messages": USER} if raw is None else {"prompt": "hi", "raw": raw}
+    path = "/api/chat" if raw is None else "/api/generate"
+    for stream in (True, False):
+        response = await _post(served, path, stream=stream, logprobs=True, top_logprobs=1, **fields)
+        scores = [score for line in _lines(response.text) for score in line.get("logprobs", ())]
+        assert "".join(score["token"] for score in scores) == ANSWER
+        assert scores[0]["top_logprobs"] == [{"token": "A", "logprob": -1.0, "bytes": [65]}]
+    assert "logprobs" not in (await _post(served, path, stream=False, **fields)).json()
+
+
+async def test_thinking_is_told_to_the_template(served: Served) -> None:
+    for think, told in ((False, b"[enable_thinking=False]"), ("low", b"[reasoning_effort=low]")):
+        await _post(served, "/api/chat", messages=USER, think=think, stream=False)
+        assert bytes(served.engine.submits[-1].prompt).startswith(told)
+
+
 async def test_no_messages_only_ask_that_the_model_be_there(served: Served) -> None:
     (line,) = _lines((await _post(served, "/api/chat", messages=[])).text)
     assert (line["done"], line["done_reason"]) == (True, "load")
@@ -89,6 +113,30 @@ async def test_tool_calls_come_whole_with_objects() -> None:
             response = await _post(served, "/api/chat", messages=USER, tools=[tool], stream=stream)
             calls = [c for line in _lines(response.text) for c in line["message"].get("tool_calls", ())]
             assert calls == [{"function": {"name": "look", "arguments": {"at": "x"}}}]
+
+
+async def test_a_call_that_is_cut_off_is_dropped() -> None:
+    """Its arguments are an object here, and what came of one is none."""
+    call = b'<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with serving(FakeEngine(answer=call, group=5)) as served:
+        for stream in (True, False):
+            fields = {"tools": [tool], "stream": stream, "options": {"num_predict": 45}}
+            lines = _lines((await _post(served, "/api/chat", messages=USER, **fields)).text)
+            assert all(line["message"] == {"role": "assistant", "content": ""} for line in lines)
+            assert lines[-1]["done_reason"] == "length"
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+async def test_no_content_type_is_needed(served: Served, kind: str | None) -> None:
+    """``curl -d`` without a header, as in Ollama's documentation."""
+    headers = {} if kind is None else {"content-type": kind}
+    for path, body in (("chat", {"messages": USER}), ("generate", {"prompt": "hi"}), ("show", {})):
+        content = json.dumps({"model": "tiny", "stream": False} | body)
+        response = await served.http.post(f"/api/{path}", content=content, headers=headers)
+        assert response.status_code == 200, response.text
+        foreign = {"origin": "https://elsewhere.example"}
+        assert (await served.http.post(f"/api/{path}", content=content, headers=headers | foreign)).status_code == 403
 
 
 async def test_a_tag_behind_the_name_does_no_harm(served: Served) -> None:

@@ -99,6 +99,28 @@ async def test_tools_over_two_turns() -> None:
         assert again.choices[0].message.content
 
 
+@pytest.mark.parametrize("group", [1, 7, 200])
+async def test_streamed_calls_of_any_cut(group: int) -> None:
+    """The client takes one entry of each call in a delta, and refuses what breaks that."""
+    async with serving(FakeEngine(answer=CALL + b"\n" + CALL, group=group)) as served, _client(served) as client:
+        stream = client.chat.completions.stream(
+            model="tiny",
+            messages=[{"role": "user", "content": "look"}],
+            tools=[{"type": "function", "function": {"name": "look"}}],
+            tool_choice="required",
+        )
+        async with stream as events:
+            async for event in events:
+                pieces = event.chunk.choices[0].delta.tool_calls or () if event.type == "chunk" else ()
+                assert len({piece.index for piece in pieces}) == len(pieces)
+            choice = (await events.get_final_completion()).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert [json.loads(call.function.arguments) for call in choice.message.tool_calls or ()] == [
+            {"at": "the moon"},
+            {"at": "the moon"},
+        ]
+
+
 class Place(BaseModel):
     """What the model is to answer with."""
 

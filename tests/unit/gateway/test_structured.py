@@ -1,12 +1,15 @@
 """``response_format`` and ``tools`` to grammars: what they let through, and what is refused with which field."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
@@ -66,7 +69,10 @@ def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
 
 
 async def plan(**fields: Any) -> OutputPlan:
-    return await plan_output(tool_format=fields.pop("kind", ToolFormat.HERMES), compiler=GrammarCompiler(), **fields)
+    tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
+    kind = fields.pop("kind", ToolFormat.HERMES)
+    form = answer_form(CompletionBody(prompt=["x"], **fields))
+    return await plan_output(tool_format=kind, compiler=GrammarCompiler(), form=form, **tools)
 
 
 async def test_nothing_asked_is_nothing_bound() -> None:
@@ -122,6 +128,21 @@ async def test_parallel_calls_only_where_wanted(vocabulary: GrammarTokenizer) ->
 
 
 @pytest.mark.parametrize("kind", list(ToolFormat))
+async def test_a_named_function_is_called_once(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
+    call = CALLS[kind]
+    named = (await plan(kind=kind, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})).grammar
+    assert takes(vocabulary, named, call) == "ends"
+    several = {
+        ToolFormat.HERMES: f"{call}\n{call}",
+        ToolFormat.LLAMA: f"{call}; {call}",
+        ToolFormat.MISTRAL: call.replace("}]", '}, {"name": "now", "arguments": {}}]'),
+        ToolFormat.MISTRAL_ARGS: call + call,
+    }[kind]
+    required = (await plan(kind=kind, tools=TOOLS, tool_choice="required")).grammar
+    assert [takes(vocabulary, grammar, several) for grammar in (required, named)] == ["ends", "refuses"]
+
+
+@pytest.mark.parametrize("kind", list(ToolFormat))
 async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
     call = CALLS[kind]
     mark = "<|python_tag|>" if kind is ToolFormat.LLAMA else ""
@@ -150,6 +171,7 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "nothing"}), SCHEMA),
         (_schema({"$ref": "http://127.0.0.1/x"}), SCHEMA),
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
+        (_schema({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)}}), SCHEMA),
         (_schema({"$ref": "#"}), SCHEMA),
         (_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1"}, "b/": {"$ref": "#/$defs/a"}}}), SCHEMA),
         (_schema({"type": "string", "pattern": "(("}), SCHEMA),
@@ -179,6 +201,156 @@ async def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict[str, An
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "%llguidance" not in caught.value.message
+
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+DEFS: dict[str, Any] = {"$defs": {"A": A}}
+TO_A = {"$ref": "#/$defs/A"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (A, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (A | {"additionalProperties": True}, ['{"a": 1, "x": 2}'], ['{"a": "1"}']),
+        (A | {"additionalProperties": {"type": "null"}}, ['{"a": 1, "x": null}'], ['{"a": 1, "x": 2}']),
+        ({"type": "object"}, ['{"x": {"y": 1}}'], []),
+        ({"properties": {"a": A}, "type": "object"}, ['{"a": {"a": 1}}'], ['{"a": {"a": 1, "x": 2}}']),
+        ({"properties": {"properties": {}}, "type": "object"}, ['{"properties": {"x": 1}}'], ['{"x": 1}']),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ['{"b": 1, "x": 2}']),
+        ({"type": "array", "items": A}, ['[{"a": 1}]'], ['[{"a": 1, "x": 2}]']),
+        ({"anyOf": [A, B]}, ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 2}', '{"x": 1}']),
+        ({"allOf": [TO_A, B]} | DEFS, ['{"a": 1, "b": 2}'], ['{"a": 1, "b": 2, "x": 3}', '{"a": "1"}']),
+        ({"allOf": [TO_A], "description": "one"} | DEFS, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (TO_A | DEFS, ['{"a": 1}'], ['{"a": 1, "x": 2}']),
+        (
+            {"type": "array", "items": {"anyOf": [{"allOf": [TO_A, B]}, TO_A]}} | DEFS,
+            ['[{"a": 1, "b": 2}, {"a": 1}]'],
+            ['[{"a": 1, "x": 2}]'],
+        ),
+        (A | {"anyOf": [B, {"properties": {"c": {}}, "required": ["c"]}]}, ['{"a": 1, "b": 2}'], ['{"a": 1, "x": 2}']),
+        ({"allOf": [A | {"additionalProperties": True}, B]}, ['{"a": 1, "b": 2, "x": 3}'], []),
+        ({"enum": [{"properties": {}, "x": 1}]}, ['{"properties": {}, "x": 1}'], []),
+        (
+            {"type": "object", "properties": {}, "patternProperties": {"^x": {"type": "integer"}}},
+            ['{"x1": 1}'],
+            ['{"y": 1}'],
+        ),
+    ],
+    ids=str,
+)
+async def test_objects_that_name_their_keys_have_no_others(
+    vocabulary: GrammarTokenizer, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    for bound, around in (
+        (await plan(**_schema(schema)), "{}"),
+        (
+            await plan(
+                tools=[{"type": "function", "function": {"name": "f", "parameters": {**schema}}}],
+                tool_choice="required",
+                kind=ToolFormat.MISTRAL_ARGS,
+            ),
+            "[TOOL_CALLS]f[ARGS]{}",
+        ),
+    ):
+        if schema != {"type": "object"} or around == "{}":
+            assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in good] == ["ends"] * len(
+                good
+            )
+        assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in bad] == ["refuses"] * len(bad)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+async def test_a_function_that_names_no_parameters_takes_none(
+    vocabulary: GrammarTokenizer, parameters: dict[str, Any] | None
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
+    assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
+    assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
+
+
+CITY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ROME, LIE = '{"city": "Rome"}', '{"town": "Rome"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"guided_json": CITY_SCHEMA}, ROME, LIE),
+        ({"guided_json": json.dumps(CITY_SCHEMA)}, ROME, LIE),
+        ({"json_schema": CITY_SCHEMA}, ROME, LIE),
+        ({"structured_outputs": {"json": CITY_SCHEMA}}, ROME, LIE),
+        ({"response_format": {"type": "json_object", "schema": CITY_SCHEMA}}, ROME, LIE),
+        ({"structured_outputs": {"json_object": True}}, LIE, "[1]"),
+        ({"guided_choice": ["yes", 'no "é"\n/']}, 'no "é"\n/', "yesno"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
+        ({"guided_regex": "^[0-9]{3}/[a-f]+$"}, "123/beef", "123"),
+        ({"guided_regex": r"a\/b\n?"}, "a/b", "a-b"),
+        ({"guided_regex": "x\ny|z"}, "x\ny", "xy"),
+        ({"structured_outputs": {"regex": "a|bc", "json": None, "disable_fallback": True}}, "bc", "ac"),
+    ],
+    ids=str,
+)
+async def test_every_way_to_ask_for_a_form(
+    vocabulary: GrammarTokenizer, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = (await plan(**fields)).grammar
+    assert takes(vocabulary, grammar, good) == "ends"
+    assert takes(vocabulary, grammar, bad) != "ends"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"guided_regex": "a(?=b)"}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a", "tools": TOOLS}, "guided_regex"),
+    ],
+    ids=str,
+)
+async def test_a_form_that_cannot_be_is_a_400_that_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpProblem) as caught:
+        await plan(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    call = CALLS[ToolFormat.HERMES]
+    other = call.replace("now", "weather").replace("{}", '{"city": "Rome"}')
+    for mode, said in (("auto", "ends"), ("required", "refuses")):
+        some = await plan(tools=TOOLS, tool_choice=allowed(mode, "weather"))
+        assert [takes(vocabulary, some.grammar, text) for text in (other, call, "Hello")] == ["ends", "refuses", said]
+        assert [tool["function"]["name"] for tool in some.tools] == ["weather"]
+    twice = (await plan(tools=TOOLS, tool_choice=allowed("required", "weather", "now"))).grammar
+    assert takes(vocabulary, twice, f"{call}\n{other}") == "ends"
+    for bad, param in (
+        (allowed("maybe", "now"), "tool_choice.allowed_tools.mode"),
+        (allowed("auto", "gone"), "tool_choice"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools.tools"),
+    ):
+        with pytest.raises(HttpProblem) as caught:
+            await plan(tools=TOOLS, tool_choice=bad)
+        assert caught.value.param == param
 
 
 async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:

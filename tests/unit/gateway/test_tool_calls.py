@@ -16,13 +16,16 @@ NAMED = '[TOOL_CALLS]sum[ARGS]{"a": [1, 2], "s": "}\\" ]"}'
 ARGUMENTS = {"a": [1, 2], "s": '}" ]'}
 
 
-def scan(kind: ToolFormat, pieces: list[str]) -> Scanned:
+def scan(kind: ToolFormat, pieces: list[str], *, cut_off: bool = False) -> Scanned:
     """All that the pieces give, with every call's parts joined."""
     scanner = ToolCallScanner(kind, new_id=lambda index: f"id{index}")
     content, parts = "", list[CallDelta]()
-    for result in [*(scanner.push(piece) for piece in pieces), scanner.finish()]:
+    for result in map(scanner.push, pieces):
         content += result.content
         parts += result.calls
+        indices = [call.index for call in result.calls]
+        assert len(set(indices)) == len(indices), "clients take one entry of an index"
+    content += scanner.finish(cut_off=cut_off)
     joined: list[CallDelta] = []
     for part in parts:
         if part.name:
@@ -78,8 +81,7 @@ def test_several_calls_and_the_text_between_them() -> None:
 def test_arguments_stream_before_the_call_ends() -> None:
     scanner = ToolCallScanner(ToolFormat.HERMES, new_id=str)
     first = scanner.push('<tool_call>{"name": "f", "arguments": {"x": "lon')
-    assert first.calls[0] == CallDelta(index=0, call_id="0", name="f")
-    assert "".join(call.arguments for call in first.calls) == '{"x": "lon'
+    assert first.calls == (CallDelta(index=0, call_id="0", name="f", arguments='{"x": "lon'),)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +106,9 @@ def test_odd_but_clear_calls(body: str, name: str, arguments: str) -> None:
         (ToolFormat.HERMES, "<tool_call>what?</tool_call> "),
         (ToolFormat.HERMES, '<tool_call>{"answer": 42}</tool_call>'),
         (ToolFormat.HERMES, '<tool_call>{"name": ""}'),
-        (ToolFormat.HERMES, '<tool_call>{"na'),
         (ToolFormat.LLAMA, '{"answer": {"deep": "}"}}\n'),
         (ToolFormat.LLAMA, " 1 < 2 "),
-        (ToolFormat.MISTRAL, "[TOOL_CALLS] none"),
-        (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]none"),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS] (none)"),
         (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]a b[ARGS]{}"),
         (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS] 3 {}"),
         (ToolFormat.MISTRAL_ARGS, "[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}"),
@@ -127,6 +127,29 @@ def test_a_call_cut_off_keeps_what_came() -> None:
     found = scan(ToolFormat.MISTRAL_ARGS, ['[TOOL_CALLS]f[ARGS]{"x": "unfin'])
     assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"x": "unfin')]
     assert found.content == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content"),
+    [
+        (ToolFormat.HERMES, HERMES, "Sure."),
+        (ToolFormat.HERMES, "\n" + HERMES.removeprefix("Sure."), ""),
+        (ToolFormat.LLAMA, LLAMA, ""),
+        (ToolFormat.LLAMA, "Well: <|python_tag|>" + LLAMA, "Well:"),
+        (ToolFormat.MISTRAL, "Sure. " + MISTRAL, "Sure."),
+        (ToolFormat.MISTRAL_ARGS, "Sure. " + NAMED, "Sure."),
+    ],
+)
+def test_wherever_a_call_is_cut_off_its_markup_is_no_content(kind: ToolFormat, text: str, content: str) -> None:
+    for end in range(len(content) + 1, len(text)):
+        found = scan(kind, list(text[:end]), cut_off=True)
+        assert found.content.rstrip() == content, text[:end]
+        assert all(call.name == "sum" for call in found.calls)
+
+
+def test_an_opening_that_a_whole_text_ends_with_is_text() -> None:
+    assert scan(ToolFormat.HERMES, ["1 <"]).content == "1 <"
+    assert scan(ToolFormat.HERMES, ["1 <tool"], cut_off=True).content == "1"
 
 
 PIECES = ["{", "}", '"', '"name": "f"', ",", ":", " ", "\\", "a"]
@@ -151,7 +174,8 @@ def test_hostile_text_ends_in_time_and_is_no_call(kind: ToolFormat, piece: str) 
     opening = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA: ""}.get(kind, "[TOOL_CALLS]")
     text = opening + piece * 40_000
     found = scan(kind, [text[i : i + 16] for i in range(0, len(text), 16)])
-    assert found == Scanned(text, ())
+    assert found.calls == ()
+    assert text.startswith(found.content)
 
 
 def test_ids_belong_to_the_request() -> None:

@@ -145,6 +145,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
         replace(card, config=replace(card.config, bos_token_id=None)),
         replace(card, config=replace(card.config, context_length=64)),
         replace(card, config=replace(card.config, rope=replace(card.config.rope, factor=2.0))),
+        replace(card, sampling={"temperature": 0.6}),
     ]
 
 
@@ -153,10 +154,11 @@ def test_a_card_counts_by_what_it_says(giver: StoredModel, tmp_path: Path) -> No
     values = json.loads((giver.path / CARD_FILE).read_text())
     for key in ("qk_norm", "sliding_windows", "mlp_bias"):
         del values["config"][key]
+    del values["sampling"]
     (tmp_path / CARD_FILE).write_text(json.dumps(values))
     assert read_card(tmp_path).digest == giver.card.digest
     digests = {card.digest for card in changed_card(giver.card)}
-    assert len(digests) == 7
+    assert len(digests) == 8
     assert giver.card.digest not in digests
 
 

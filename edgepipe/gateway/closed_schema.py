@@ -1,0 +1,169 @@
+"""Close the objects of a JSON schema: one that names its keys and does not mention ``additionalProperties`` allows no
+other keys. JSON Schema itself would allow any, and small models invent them; clients expect what is done here.
+
+Parts that describe one object together (``allOf``, or ``anyOf`` beside ``properties``) stay as they are, and the schema
+that joins them allows the keys of all. An object that names no keys at all stays free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from edgepipe.errors import RequestInvalid
+
+Schema = Mapping[str, Any]
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other in a row would take millions
+_OPENING = ("additionalProperties", "unevaluatedProperties")
+
+
+def closed_schema(schema: Schema) -> Schema:
+    """Return the schema with its objects closed. Raises RequestInvalid if its parts refer to too many others."""
+    return _Closer(schema).copy(schema)
+
+
+def closed_parameters(schema: Schema) -> Schema:
+    """Return a function's parameters with their objects closed. A function that names none takes ``{}``.
+
+    Raises RequestInvalid, see ``closed_schema``.
+    """
+    shapes = {*_MAPS, *_LISTS, *_OPENING, "$ref", "required", "minProperties", "enum", "const"}
+    none: dict[str, Any] = {"properties": {}} if not shapes & schema.keys() else {}
+    return closed_schema({"type": "object", **none, **schema})
+
+
+def resolved(root: Schema, reference: object) -> Schema | None:
+    """Return the object that a JSON pointer into the schema points at (RFC 6901), or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    node: object = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
+    return _schema(node)
+
+
+class _Closer:
+    """Copies the schemas of one document. Nodes are known by ``id``: the document outlives the closer."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._steps = 0
+        self._names: dict[int, frozenset[str]] = {}
+        self._joined: set[int] = set()  # parts that others close, since they describe an object together
+        left = [root]
+        while left:
+            node = left.pop()
+            left.extend(_children(node))
+            if self._joins(node):
+                self._joined |= {id(part) for part in self._all_parts(node)}
+
+    def copy(self, node: Schema) -> dict[str, Any]:
+        """Copy a schema and those in it, closed."""
+        fields = dict(node)
+        for key, value in node.items():
+            if key in _MAPS and isinstance(value, dict):
+                fields[key] = {name: self._copied(each) for name, each in cast("dict[str, object]", value).items()}
+            elif key in _LISTS and isinstance(value, list):
+                fields[key] = [self._copied(each) for each in cast("list[object]", value)]
+            elif key in _SINGLE:
+                fields[key] = self._copied(value)
+        return self._closed(node, fields) if id(node) not in self._joined else fields
+
+    def _copied(self, value: object) -> object:
+        return value if (node := _schema(value)) is None else self.copy(node)
+
+    def _closed(self, node: Schema, fields: dict[str, Any]) -> dict[str, Any]:
+        beyond = self._joins(node) or any(id(part) in self._joined for part in self._parts(node))
+        if not (beyond or "properties" in node) or self._is_open(node):
+            return fields
+        own = cast("dict[str, Any]", fields.get("properties", {}))
+        missing: dict[str, Any] = {name: {} for name in sorted(self._names_of(node) - own.keys())}
+        return fields | {"properties": own | missing, "additionalProperties": False}
+
+    def _joins(self, node: Schema) -> bool:
+        """Whether several parts of the schema describe one object together."""
+        parts = sum(bool(self._names_of(part)) for part in self._all_of(node))
+        choices = sum(any(map(self._names_of, _list(node, key))) for key in ("anyOf", "oneOf"))
+        own = bool({"properties", *_OPENING} & node.keys())
+        return own + parts + choices > 1
+
+    def _names_of(self, node: Schema) -> frozenset[str]:
+        """Return the keys that a schema names, those of its parts included."""
+        if id(node) not in self._names:
+            named = (_own_names(each) for each in [node, *self._all_parts(node)])
+            self._names[id(node)] = frozenset().union(*named)
+        return self._names[id(node)]
+
+    def _is_open(self, node: Schema) -> bool:
+        """Whether the schema itself says which further keys it allows, or a part of it does."""
+        says = {*_OPENING, "patternProperties"}
+        return bool({*_OPENING} & node.keys()) or any(says & part.keys() for part in self._all_parts(node))
+
+    def _all_parts(self, node: Schema) -> list[Schema]:
+        """Return the schemas that describe the same value as this one, and their parts. A schema may hold itself."""
+        found: dict[int, Schema] = {}
+        left = [*self._parts(node)]
+        while left:
+            part = left.pop()
+            if id(part) not in found:
+                found[id(part)] = part
+                left.extend(self._parts(part))
+        self._count(len(found))
+        return list(found.values())
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MAX_STEPS:
+            raise RequestInvalid(
+                "the output cannot be bound to this schema",
+                fact="its parts refer to each other in rows that are too long",
+                next_step="write what belongs together in one place",
+            )
+
+    def _parts(self, node: Schema) -> Iterator[Schema]:
+        """Yield the schemas that describe the same value as this one, as far as it names them."""
+        yield from self._all_of(node)
+        for key in ("anyOf", "oneOf"):
+            yield from _list(node, key)
+
+    def _all_of(self, node: Schema) -> Iterator[Schema]:
+        yield from _list(node, "allOf")
+        if (target := resolved(self._root, node.get("$ref"))) is not None:
+            yield target
+
+
+def _own_names(node: Schema) -> set[str]:
+    properties, required = node.get("properties"), node.get("required")
+    if not isinstance(properties, dict):
+        return set()
+    wanted = cast("list[object]", required) if isinstance(required, list) else ()
+    return {*cast("dict[str, Any]", properties), *(name for name in wanted if isinstance(name, str))}
+
+
+def _schema(value: object) -> Schema | None:
+    return cast("Schema", value) if isinstance(value, dict) else None
+
+
+def _list(node: Schema, key: str) -> Iterator[Schema]:
+    value = node.get(key)
+    for each in cast("list[object]", value) if isinstance(value, list) else ():
+        if (schema := _schema(each)) is not None:
+            yield schema
+
+
+def _children(node: Schema) -> Iterator[Schema]:
+    """Yield every schema that stands directly in this one."""
+    for key in _MAPS:
+        for each in cast("dict[str, object]", node[key]).values() if isinstance(node.get(key), dict) else ():
+            if (schema := _schema(each)) is not None:
+                yield schema
+    for key in _LISTS:
+        yield from _list(node, key)
+    for key in _SINGLE:
+        if (schema := _schema(node.get(key))) is not None:
+            yield schema

@@ -1,0 +1,40 @@
+"""How a model's makers want its tokens drawn: what requests use that do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.fields import Fields
+from edgepipe.model.strict_json import read_json_object
+
+_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0.0, float((1 << 31) - 1)),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""The defaults that are read, and the values that the API takes for them."""
+
+
+def hf_sampling(folder: Path) -> dict[str, float]:
+    """Return what ``generation_config.json`` says, without values that cannot be used. Raises ModelInvalid if it is
+    no JSON."""
+    path = folder / "generation_config.json"
+    values = read_json_object(path) if path.is_file() else {}
+    found: dict[str, float] = {}
+    for name in _BOUNDS:
+        try:
+            found |= checked_sampling({name: values.get(name)})
+        except ModelInvalid:
+            continue  # -1 for all, or a text: a model is not refused for that
+    return found
+
+
+def checked_sampling(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the defaults among the values. Raises ModelInvalid for one out of bounds."""
+    fields = Fields(values, what="the model's defaults of sampling")
+    numbers = {name: fields.optional_number(name, low=low, high=high) for name, (low, high) in _BOUNDS.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
