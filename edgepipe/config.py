@@ -221,7 +221,7 @@ def _known(key: str, origin: str) -> str:
     if name not in _PARSERS:
         close = difflib.get_close_matches(name, _PARSERS, n=1)
         raise ConfigInvalid(
-            f"'{key}' is no setting ({origin})",
+            f"unknown setting '{key}' ({origin})",
             fact=f"settings: {', '.join(sorted(_PARSERS))}",
             next_step=f"did you mean '{close[0]}'?" if close else "remove it",
         )

@@ -106,7 +106,7 @@ class Dialogue:
         """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
         option = OPTIONS.get(name)
         if option is None:
-            raise RequestInvalid(f"there is no setting {name}", fact=f"settings: {', '.join(OPTIONS)}")
+            raise RequestInvalid(f"unknown setting '{name}'", fact=f"settings: {', '.join(OPTIONS)}")
         if text in ("", "default"):
             self.options[name] = None
             return

@@ -31,7 +31,7 @@ async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> Non
             if as_json:
                 _print_event(event)
             else:
-                _show(event, start)
+                show(event, start)
             if event.HasField("asks"):
                 commands.put_nowait(pb.InviteCommand(accept=await _accepts(event.asks)))
 
@@ -41,7 +41,8 @@ async def _each(commands: asyncio.Queue[pb.InviteCommand]) -> AsyncIterator[pb.I
         yield await commands.get()
 
 
-def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+    """Print what came of an invitation so far."""
     if event.HasField("opened"):
         _show_code(event.opened, long_string=start.long_string)
     elif event.HasField("failed"):
@@ -56,8 +57,9 @@ def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
         print(f"  ◀ '{name}' ({asks.address}) gave the right code. Its key: {key}", flush=True)
     elif event.HasField("joined"):
         joined = event.joined
-        role = " as an owner: losing this machine locks nobody out" if joined.role == "owner" else ""
-        print(f"  ✓ '{joined.name}' joined{role}", flush=True)
+        print(f"  ✓ '{joined.name}' joined", flush=True)
+        if joined.role == "owner":
+            print("    It can also manage the cluster if this machine is lost.", flush=True)
         if joined.wanted_name:
             print(f"    it calls itself '{joined.wanted_name}', as another machine does", flush=True)
         if joined.silent:

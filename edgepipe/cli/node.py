@@ -239,7 +239,7 @@ def drain(
     from edgepipe.cli.admin import run_async
 
     run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))
-    print("the node takes work again" if undo else "nothing runs here any more: edgepipe node stop")
+    print("the node takes work again" if undo else "safe to switch off now")
 
 
 async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:

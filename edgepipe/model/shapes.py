@@ -11,7 +11,7 @@ def named_shape(name: str) -> ModelConfig:
     shapes = model_shapes()
     key = name.strip().lower().removesuffix("-instruct")
     if key not in shapes:
-        raise ModelUnknown(f"no shape is known of '{name}'", fact=f"there are {', '.join(shapes)}")
+        raise ModelUnknown(f"cannot plan for '{name}'", fact=f"known models: {', '.join(shapes)}")
     return shapes[key]
 
 

@@ -368,7 +368,7 @@ class Sizer:
         self._retired = 0  # steps since the last look
         self._sequences: int = 0  # at the last look
         self._turns_between: int = TURNS_BETWEEN
-        why = f"asked for: {fixed}" if fixed else "one per stage until every stage has been measured"
+        why = f"asked for: {fixed}" if fixed else "1 per stage (still measuring)"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
     def due(self, *, sequences: int) -> bool:
@@ -406,7 +406,7 @@ class Sizer:
 
 
 def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
-    turn = f"a token's turn takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it latency"
+    turn = f"each token takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it on the network"
     slowest = f"{forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
     if forecast.filled:
         return f"{slowest} and never waits; {turn}"
@@ -416,4 +416,5 @@ def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.1f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"

@@ -107,7 +107,7 @@ def test_an_unknown_model_is_exit_7(command: str, here: Callable[[str], Done]) -
     ("variable", "value", "words"),
     [
         ("EDGEPIPE_PORT", "abc", ("port cannot be 'abc'", "env EDGEPIPE_PORT", "from 0 to")),
-        ("EDGEPIPE_PROT", "1", ("'prot' is no setting", "did you mean 'port'?")),
+        ("EDGEPIPE_PROT", "1", ("unknown setting 'prot'", "did you mean 'port'?")),
         ("EDGEPIPE_CONFIG", "/no/such/file.toml", ("/no/such/file.toml", "does not exist")),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_bad_variable_is_named(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 7117", ("'prot' is no setting", "config.toml", "did you mean 'port'?")),
+        ("prot = 7117", ("unknown setting 'prot'", "config.toml", "did you mean 'port'?")),
         ("port = 'x'", ("port cannot be 'x'", "'port' in file", "config.toml")),
         ("port = = 7117", ("config.toml cannot be read", "line 1")),
     ],

@@ -39,8 +39,10 @@ class Asking(Protocol):
         """One of the choices' values."""
         ...
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
-        """A line; ``check`` says what is wrong with it (empty: nothing)."""
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
+        """A line; ``check`` says what is wrong with it (empty: nothing), ``flags`` what would have answered it."""
         ...
 
     def confirm(self, question: str, *, default: bool) -> bool:
@@ -67,7 +69,9 @@ class Terminal:
         answer = questionary.select(question, options, default=default, instruction="(arrows, Enter)").ask()
         return _understood(answer)
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
         """Typed; ``<`` goes back."""
         import questionary
 
@@ -95,10 +99,13 @@ class Defaults:
         """The default."""
         return default
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
         """The default. Raises ConfigInvalid where there is none."""
         if wrong := check(default):
-            raise ConfigInvalid(f"'{question}' needs an answer: {wrong}", next_step="edgepipe setup --help")
+            what = question.rstrip(":?").lower()
+            raise ConfigInvalid(f"a {what} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
         return default
 
     def confirm(self, question: str, *, default: bool) -> bool:

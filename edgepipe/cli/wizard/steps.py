@@ -37,6 +37,7 @@ Step = Callable[[Setup], None]
 
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
+_CODE_FLAGS = "--join CODE, or --cluster NAME to start a new cluster"
 _NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
 
 
@@ -200,17 +201,17 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
             return
         elif answer == _ADDRESS:
             host = setup.asking.text("Address of a machine that runs edgepipe:", check=_filled)
-            if _reachable(setup, host) and _join_asking(setup, host):
+            if _reachable(setup, host) and join_asking(setup, host):
                 return
-        elif answer != _AGAIN and _join_asking(setup, _pairing_place(found, answer)):
+        elif answer != _AGAIN and join_asking(setup, _pairing_place(found, answer)):
             return
 
 
-def _join_asking(setup: Setup, host: str) -> bool:
+def join_asking(setup: Setup, host: str) -> bool:
     """Ask for the code, at most as often as the other side allows. False: back to the choice."""
     say("     on that machine: edgepipe node invite    (it shows a code)", style="dim")
     for tries in range(ADDRESS_TRIES, 0, -1):
-        code = setup.asking.text("Code shown there:", check=_code)
+        code = setup.asking.text("Pairing code:", check=_code, flags=_CODE_FLAGS)
         try:
             _join(setup, code, host)
         except PairingRejected as error:

@@ -79,7 +79,7 @@ async def test_slash_commands_change_what_is_asked(
     assert "session  2 answers · 4 tok" in shown.err
     assert "saved in" in shown.err
     assert "1 question loaded" in shown.err
-    assert "there is no setting nonsense" in shown.err
+    assert "unknown setting 'nonsense'" in shown.err
 
 
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(

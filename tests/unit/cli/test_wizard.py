@@ -67,7 +67,7 @@ def test_models_that_fit_come_with_an_estimate() -> None:
 
 def test_defaults_answer_and_what_has_none_is_an_error() -> None:
     assert Defaults().confirm("?", default=True)
-    with pytest.raises(ConfigInvalid, match="needs an answer"):
+    with pytest.raises(ConfigInvalid, match="a code is needed"):
         Defaults().text("Code:", check=lambda text: "" if text else "type something")
 
 
