@@ -34,8 +34,6 @@ def show(
         print_json({name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()})
         return
     table = make_table("SETTING", "VALUE", *(["FROM"] if origin else []))
-    for column in table.columns[1:]:
-        column.no_wrap, column.overflow = False, "fold"  # paths are read whole
     for name, value in values.items():
         shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         table.add_row(name, shown or "-", *([loaded.origins[name]] if origin else []))

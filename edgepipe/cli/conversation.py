@@ -13,7 +13,7 @@ from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.cli.find import Target
-    from edgepipe.cli.sse import ChatClient
+    from edgepipe.cli.sse import ChatClient, Piece
 
 
 _HEARTBEAT = "still working"
@@ -64,39 +64,57 @@ class Answer:
         return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
 
 
+class Incoming:
+    """An answer while it comes. What has come so far is an answer, too."""
+
+    def __init__(self, *, num_nodes: int, show: Callable[[str], None]) -> None:
+        self._num_nodes = num_nodes
+        self._show = show
+        self._started_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._texts: list[str] = []
+        self._reason, self._note = "", ""
+        self._num_tokens, self._num_prompt_tokens = 0, 0
+
+    def take(self, piece: Piece) -> None:
+        """Show the piece and count it."""
+        if piece.text:
+            self._last_s = time.monotonic()
+            self._first_s = self._first_s or self._last_s
+            self._texts.append(piece.text)
+            self._show(piece.text)
+        if piece.note and piece.note != _HEARTBEAT:
+            self._note = piece.note.removeprefix(_RECOVERING)
+        self._reason = piece.finish_reason or self._reason
+        self._num_tokens = piece.completion_tokens or self._num_tokens
+        self._num_prompt_tokens = piece.prompt_tokens or self._num_prompt_tokens
+
+    def answer(self) -> Answer:
+        """What has come so far."""
+        first_s, last_s, tokens = self._first_s, self._last_s, self._num_tokens
+        return Answer(
+            text="".join(self._texts),
+            finish_reason=self._reason,
+            num_tokens=tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            first_word_s=(first_s or time.monotonic()) - self._started_s,
+            tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 2 and last_s > first_s else 0.0,
+            num_nodes=self._num_nodes,
+            note=self._note,
+        )
+
+
 async def stream_answer(
     client: ChatClient,
     target: Target,
     messages: Sequence[Mapping[str, str]],
     options: Mapping[str, Any],
-    show: Callable[[str], None],
+    incoming: Incoming,
 ) -> Answer:
-    """Ask and pass the text on as it comes. Raises the gateway's error."""
-    started = time.monotonic()
-    first = last = 0.0
-    texts: list[str] = []
-    reason, num_tokens, num_prompt, note = "", 0, 0, ""
+    """Ask and pass the answer on as it comes. Raises the gateway's error."""
     async for piece in client.stream(messages, model=target.model, options=options):
-        if piece.text:
-            last = time.monotonic()
-            first = first or last
-            texts.append(piece.text)
-            show(piece.text)
-        if piece.note and piece.note != _HEARTBEAT:
-            note = piece.note.removeprefix(_RECOVERING)
-        reason = piece.finish_reason or reason
-        num_tokens = piece.completion_tokens or num_tokens
-        num_prompt = piece.prompt_tokens or num_prompt
-    return Answer(
-        text="".join(texts),
-        finish_reason=reason,
-        num_tokens=num_tokens,
-        num_prompt_tokens=num_prompt,
-        first_word_s=(first or time.monotonic()) - started,
-        tokens_per_s=(num_tokens - 1) / (last - first) if num_tokens > 2 and last > first else 0.0,
-        num_nodes=target.num_nodes,
-        note=note,
-    )
+        incoming.take(piece)
+    return incoming.answer()
 
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
@@ -110,11 +128,13 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     messages.append({"role": "user", "content": question})
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            answer = await stream_answer(client, target, messages, settings.options(), _nothing)
+            incoming = Incoming(num_nodes=target.num_nodes, show=_nothing)
+            answer = await stream_answer(client, target, messages, settings.options(), incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
-            answer = await stream_answer(client, target, messages, settings.options(), view.show)
+            incoming = Incoming(num_nodes=target.num_nodes, show=view.show)
+            answer = await stream_answer(client, target, messages, settings.options(), incoming)
     print_footer(answer)
 
 

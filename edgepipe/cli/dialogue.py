@@ -86,10 +86,11 @@ class Dialogue:
         """The next question."""
         self.turns.append({"role": "user", "content": question})
 
-    def answered(self, text: str) -> None:
+    def answered(self, answer: Answer) -> None:
         """What came of it; nothing: the question is forgotten, too, or the answer that was taken back stands again."""
-        if text:
-            self.turns.append({"role": "assistant", "content": text})
+        if answer.text:
+            self.turns.append({"role": "assistant", "content": answer.text})
+            self.answers.append(answer)
         elif self.taken_back:
             self.turns.append(self.taken_back)
         else:

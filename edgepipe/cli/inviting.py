@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.output import print_json
+from edgepipe.cli.output import print_json, say
 from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.v1 import trust_pb2 as pb
 
@@ -48,22 +48,22 @@ def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
     elif event.HasField("failed"):
         failed = event.failed
         who = f"{failed.name or 'somebody'} ({failed.address})"
-        print(f"  ✗ {who}: {failed.error.what}", flush=True)
+        say(f"{who}: {failed.error.what}", first="  ✗ ")
         if failed.error.fact:
-            print(f"    {failed.error.fact}", flush=True)
+            say(failed.error.fact, first="    ")
     elif event.HasField("asks"):
         asks = event.asks
         name, key = asks.name, asks.node_id[:_KEY_CHARS]
-        print(f"  ◀ '{name}' ({asks.address}) gave the right code. Its key: {key}", flush=True)
+        say(f"'{name}' ({asks.address}) gave the right code. Its key: {key}", first="  ◀ ")
     elif event.HasField("joined"):
         joined = event.joined
-        print(f"  ✓ '{joined.name}' joined", flush=True)
+        say(f"'{joined.name}' joined", first="  ✓ ")
         if joined.role == "owner":
-            print("    It can also manage the cluster if this machine is lost.", flush=True)
+            say("It can also manage the cluster if this machine is lost.", first="    ")
         if joined.wanted_name:
-            print(f"    it calls itself '{joined.wanted_name}', as another machine does", flush=True)
+            say(f"it calls itself '{joined.wanted_name}', as another machine does", first="    ")
         if joined.silent:
-            print("    but it never said so; if it does not show up: edgepipe peers remove", flush=True)
+            say("but it never said so; if it does not show up: edgepipe peers remove", first="    ")
 
 
 def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from typing import Annotated, NoReturn
@@ -82,6 +83,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
+    _replace_what_cannot_be_shown()
     try:
         status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
@@ -90,6 +92,13 @@ def main(args: list[str] | None = None) -> NoReturn:
             sys.exit(1)
         sys.exit(_show(_innermost(error)))
     sys.exit(status or 0)
+
+
+def _replace_what_cannot_be_shown() -> None:
+    """On a terminal that is not UTF-8, a character beyond its alphabet becomes a question mark, no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _show(error: Exception) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.answer_view import make_view
-from edgepipe.cli.conversation import ChatSettings, print_footer, stream_answer
+from edgepipe.cli.conversation import ChatSettings, Incoming, print_footer, stream_answer
 from edgepipe.cli.dialogue import Dialogue
 from edgepipe.cli.find import find_target
 from edgepipe.cli.output import make_console, print_error
@@ -51,28 +51,21 @@ async def converse(settings: ChatSettings) -> None:
 
 async def _answer(talk: Talk, settings: ChatSettings) -> None:
     """Stream one answer and keep what came of it; an unanswered question is forgotten."""
-    shown: list[str] = []
     dialogue = talk.dialogue
     view = make_view(markdown=settings.markdown)
-
-    def show(text: str) -> None:
-        shown.append(text)
-        view.show(text)
-
+    incoming = Incoming(num_nodes=talk.target.num_nodes, show=view.show)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
-        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.wishes(), show))
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.wishes(), incoming))
         try:
             with view, _interrupts(work):
-                answer = await work
-            dialogue.answers.append(answer)
-            print_footer(answer)
+                print_footer(await work)
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
             make_console(stderr=True).print("stopped", style="dim")
         finally:
-            dialogue.answered("".join(shown))
+            dialogue.answered(incoming.answer())
 
 
 @contextmanager

@@ -6,11 +6,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line, visible
+
+if TYPE_CHECKING:
+    from questionary import Question
 
 BACK = "<"
 _BACK_HINT = "(< goes back)"
@@ -66,8 +69,7 @@ class Terminal:
 
         options = [questionary.Choice(one_line(one.text), value=one.value) for one in choices]
         options.append(questionary.Choice("go back", value=BACK))
-        answer = questionary.select(question, options, default=default, instruction="(arrows, Enter)").ask()
-        return _understood(answer)
+        return _answer(questionary.select(question, options, default=default, instruction="(arrows, Enter)"))
 
     def text(
         self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
@@ -78,8 +80,7 @@ class Terminal:
         def validate(line: str) -> bool | str:
             return True if line.strip().endswith(BACK) else check(line.strip()) or True
 
-        answer = questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate).ask()
-        return _understood(answer).strip()
+        return _answer(questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate)).strip()
 
     def confirm(self, question: str, *, default: bool) -> bool:
         """``y``, ``n``, or ``<``."""
@@ -113,9 +114,11 @@ class Defaults:
         return default
 
 
-def _understood(answer: str | None) -> str:
-    if answer is None:  # ^C or ^D
-        raise Quit
+def _answer(question: Question) -> str:
+    try:
+        answer: str = question.unsafe_ask()  # the other way of asking prints a sentence of its own at ^C
+    except (KeyboardInterrupt, EOFError):
+        raise Quit from None
     if answer.strip().endswith(BACK):  # typed behind a default, too
         raise Back
     return answer

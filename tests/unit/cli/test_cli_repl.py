@@ -15,12 +15,28 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from edgepipe.cli import repl
+from edgepipe.cli.answer_view import PlainView
 from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.find import Target
 from tests.unit.gateway.conftest import Served, serving
 from tests.unit.gateway.fake_engine import FakeEngine
 
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+
+
+class ViewUntil(PlainView):
+    """Tells when a text has been shown."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted, self._shown = wanted, ""
+        self.reached = asyncio.Event()
+
+    def show(self, text: str) -> None:
+        """Print the piece."""
+        super().show(text)
+        self._shown += text
+        if self._wanted in self._shown:
+            self.reached.set()
 
 
 @asynccontextmanager
@@ -85,16 +101,23 @@ async def test_slash_commands_change_what_is_asked(
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = FakeEngine(answer=b"a long story", hold_after=6)
+    engine, view = FakeEngine(answer=b"a long story", hold_after=6), ViewUntil("a long")
+
+    def the_view(*, markdown: bool) -> PlainView:
+        return view
+
+    monkeypatch.setattr(repl, "make_view", the_view)
     async with conversation(engine, tmp_path, monkeypatch) as (served, keys, task):
         keys.send_text("tell\r")
-        await served.engine.submitted.wait()
+        await view.reached.wait()
         os.kill(os.getpid(), signal.SIGINT)
         await served.engine.cancelled.wait()
         served.engine.release.set()
-        keys.send_text(f"{CTRL_C}again\r/bye\r")
+        keys.send_text(f"{CTRL_C}/stats\ragain\r/bye\r")
         await task
-    assert "stopped" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "stopped" in shown
+    assert "session  1 answer · 6 tok" in shown
     assert len(served.engine.submits) == 2
 
 

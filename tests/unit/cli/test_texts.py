@@ -42,7 +42,7 @@ def test_what_a_verb_does_not_know_it_says_with_what_it_knows(
 
 
 def test_an_unknown_setting_is_called_that() -> None:
-    with pytest.raises(ConfigInvalid, match=r"^unknown setting 'nmae' \(env EDGEPIPE_NMAE\)"):
+    with pytest.raises(ConfigInvalid, match=r"^unknown setting 'nmae' \(EDGEPIPE_NMAE\)"):
         load_config({}, environ={"EDGEPIPE_NMAE": "x"})
 
 
