@@ -20,12 +20,8 @@ _MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
 def chat(
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="Model to talk to; loaded if nobody serves it.",
-            autocompletion=complete_model,
+        typer.Argument(
+            help="Model to talk to; loaded if nobody serves it.", show_default=False, autocompletion=complete_model
         ),
     ] = "",
     prompt: Annotated[

@@ -70,7 +70,7 @@ def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | No
         raise ModelUnknown(
             "several models are served",
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
-            next_step="name one: edgepipe chat --model MODEL",
+            next_step="name one: edgepipe chat MODEL",
         )
     wanted = model.lower()
     return next((e for e in ready if not model or wanted in (e.model.lower(), e.model.rsplit("/")[-1].lower())), None)
@@ -84,7 +84,7 @@ def _only_model(status: pb.ClusterStatus) -> str:
     raise ModelUnknown(
         "no model is served",
         fact=f"on disk: {', '.join(names) or 'none'}",
-        next_step="edgepipe chat --model MODEL" if names else "edgepipe models pull demo, then edgepipe chat",
+        next_step="edgepipe chat MODEL" if names else "edgepipe models pull demo, then edgepipe chat",
     )
 
 

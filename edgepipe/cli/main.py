@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -72,8 +73,12 @@ def make_app() -> typer.Typer:
 def _start(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
 ) -> None:
     """One language model over the machines you already own."""
+    if show_version:
+        version.version()
+        raise typer.Exit
     if context.invoked_subcommand is None:
         overview.overview()
 
@@ -90,7 +95,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         if debug:
             print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)
             sys.exit(1)
-        sys.exit(_show(_innermost(error)))
+        sys.exit(_show(_innermost(error), args))
     sys.exit(status or 0)
 
 
@@ -101,9 +106,9 @@ def _replace_what_cannot_be_shown() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _show(error: Exception) -> int:
+def _show(error: Exception, args: Sequence[str]) -> int:
     """Print the error; the exit code that it means."""
-    error = bad_usage(error) or error
+    error = bad_usage(error, args) or error
     if isinstance(error, EdgepipeError):
         print_error(error)
         return error.exit_code

@@ -18,7 +18,8 @@ USAGE = {
     "node": ("missing command", "start, ", "edgepipe node --help"),
     "status --nope": ("--nope", "edgepipe status --help"),
     "serve": ("missing argument", "edgepipe serve --help"),
-    "chat --model": ("--model",),
+    "chat --seed": ("--seed",),
+    "pull tiny": ("there is no verb 'pull'", "edgepipe models pull tiny"),
     "chat --temperature -1 -p x": ("--temperature",),
     "chat --max-tokens 0 -p x": ("--max-tokens",),
     "serve x --nodes -1": ("--nodes",),
@@ -38,9 +39,9 @@ SETTINGS = {
     "node start --interface eth99": ("eth99", "lo 127.0.0.1"),
     "node start --backend nosuch": ("there is no backend 'nosuch'", "emulated"),
     "demo --backends torch,mlx,torch": ("3 backends for 2 nodes",),
-    "stop": ("--all",),
+    "stop x --all": ("--all",),
 }
-NO_NODE = ["status", "serve x", "ps", "stop x", "stop --all", "logs", "node stop"]
+NO_NODE = ["status", "serve x", "ps", "stop", "stop x", "stop --all", "logs", "node stop"]
 HELP = [
     "",
     "demo",
@@ -150,7 +151,7 @@ def test_a_data_directory_that_cannot_be_written_is_exit_2(folder: str, here: Ca
 def test_errors_are_the_same_in_a_process_of_its_own(shell: Shell) -> None:
     error_of(shell.run("chat", "--temperature", "9", "-p", "x"), 2, "--temperature")
     error_of(shell.run("chat"), 2, "the prompt is empty", lines=(2,))
-    done = shell.run("chat", "-p", "x", "--model", "nothing")
+    done = shell.run("chat", "-p", "x", "nothing")
     alone = done.returncode == 4  # else some other node announces itself on this network
     words = ("mDNS", "edgepipe node start") if alone else ("found '",)
     error_of(done, 4 if alone else 3, str(shell.data_dir), *words)

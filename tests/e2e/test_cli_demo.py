@@ -235,7 +235,7 @@ def test_a_prompt_longer_than_the_context_is_exit_2(demo: Demo) -> None:
 
 
 def test_an_unknown_model_is_exit_7(demo: Demo) -> None:
-    three_lines(demo.run("chat", "--model", "nothing", "--prompt", "x"), 7)
+    three_lines(demo.run("chat", "nothing", "--prompt", "x"), 7)
     three_lines(demo.run("stop", "nothing"), 7)
 
 

@@ -152,7 +152,7 @@ def show_end(setup: Setup) -> None:
     say("\nReady.", style="bold")
     status = _status(setup)
     own = next((member.node for member in status.members if member.self), None) if status is not None else None
-    say(f"   chat       edgepipe chat{f' --model {setup.model}' if setup.model else ''}")
+    say(f"   chat       edgepipe chat{f' {setup.model}' if setup.model else ''}")
     if own is not None:
         say(f"   API        http://127.0.0.1:{own.http_port}/v1")
         if asks_on_loopback(setup.config):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 import edgepipe.cli.node
+from edgepipe.cli import admin, chat, repl
+from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.facts import LayerRange
+from edgepipe.wire.v1 import engine_pb2, node_pb2
 from tests.unit.cli.conftest import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
@@ -32,7 +37,7 @@ def test_help_names_every_verb(run: Run) -> None:
     [
         (("node", "start"), NODE_FLAGS),
         (("serve",), ["--nodes", "--plan", "--micro-batches"]),
-        (("chat",), ["--model", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
+        (("chat",), ["MODEL", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
         (("demo",), ["--nodes", "--backends", "--model", "--prompt", "--serve", "--http-port"]),
         (("status",), ["--json"]),
         (("models", "pull"), ["--dry-run"]),
@@ -50,6 +55,96 @@ def test_a_bare_command_says_what_stands_here_and_what_comes_next(run: Run) -> N
     assert "not running on this machine" in result.out
     assert "edgepipe demo" in result.out
     assert max(map(len, result.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("run", "org/some-model"), "edgepipe chat org/some-model"),
+        (("pull", "org/some-model"), "edgepipe models pull org/some-model"),
+        (("list",), "edgepipe models list"),
+        (("rm", "demo"), "edgepipe models rm demo"),
+    ],
+)
+def test_verbs_of_other_programs_lead_to_ours(run: Run, typed: tuple[str, ...], meant: str) -> None:
+    result = run(*typed)
+    assert result.code == 2
+    assert result.err == f"error: there is no verb '{typed[0]}'\n   try: {meant}\n"
+
+
+def test_the_version_is_also_an_option(run: Run) -> None:
+    result = run("--version")
+    assert (result.code, result.out) == (0, run("version").out)
+
+
+def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def converse(settings: ChatSettings) -> None:
+        asked.append(settings.model)
+
+    monkeypatch.setattr(repl, "converse", converse)
+
+    def no_question(prompt: str | None) -> None:
+        return None
+
+    monkeypatch.setattr(chat, "_question", no_question)
+    assert run("chat", "demo").code == 0
+    assert asked == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("served", "words", "code", "shown", "stopped"),
+    [
+        (["a"], ("stop",), 0, "stopped a", ["a"]),
+        ([], ("stop",), 0, "nothing was served", []),
+        (["b", "a"], ("stop",), 2, "2 models are served\n       a, b\n   try: name one", []),
+        (["b", "a"], ("stop", "--all"), 0, "stopped", [""]),
+        (["b", "a"], ("stop", "b"), 0, "stopped b", ["b"]),
+    ],
+)
+def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    served: list[str],
+    words: tuple[str, ...],
+    code: int,
+    shown: str,
+    stopped: list[str],
+) -> None:
+    asked: list[str] = []
+
+    class FakeAdmin:
+        async def status(self) -> node_pb2.ClusterStatus:
+            return node_pb2.ClusterStatus(engines=[engine_pb2.EngineState(model=name) for name in served])
+
+        async def stop_model(self, model: str) -> list[str]:
+            asked.append(model)
+            return [model]
+
+    @asynccontextmanager
+    async def connect(data_dir: Path) -> AsyncIterator[FakeAdmin]:
+        yield FakeAdmin()
+
+    monkeypatch.setattr(admin, "connect", connect)
+    result = run(*words)
+    assert result.code == code
+    assert shown in result.out + result.err
+    assert asked == stopped
+
+
+def test_a_setting_is_checked_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config" / "edgepipe" / "config.toml"
+    assert f"port is set in {path}" in run("config", "set", "port", "7200").out
+    assert run("config", "set", "peers", "a:1,b:2").code == 0
+    assert run("config", "set", "discovery", "no").code == 0
+    assert path.read_text() == 'port = 7200\npeers = ["a:1", "b:2"]\ndiscovery = false\n'
+    assert path.stat().st_mode & 0o077 == 0
+    wrong = run("config", "set", "nmae", "x")
+    assert (wrong.code, wrong.err.splitlines()[0]) == (2, "error: unknown setting 'nmae'")
+    assert run("config", "set", "port", "high").code == 2
+    monkeypatch.setenv("EDGEPIPE_PORT", "7300")
+    assert "EDGEPIPE_PORT says otherwise here, and wins" in run("config", "set", "port", "7201").out
 
 
 def test_version_for_people_and_for_scripts(run: Run) -> None:
@@ -78,7 +173,8 @@ def test_an_empty_store_says_how_to_fill_it(run: Run) -> None:
         (("ps",), 3),
         (("serve", "demo"), 3),
         (("stop", "demo"), 3),
-        (("stop",), 2),
+        (("stop",), 3),
+        (("stop", "demo", "--all"), 2),
         (("logs",), 3),
         (("node", "stop"), 3),
         (("models", "rm", "nothing"), 7),
