@@ -28,13 +28,13 @@ class ChatSettings:
     model: str
     system: str = ""
     max_tokens: int | None = None
-    temperature: float = 0.0
+    temperature: float | None = None
     seed: int | None = None
     as_json: bool = False
     markdown: bool = True  # drawn where somebody looks at a terminal
 
     def options(self) -> dict[str, Any]:
-        """Fields of the request; None means not given."""
+        """Fields of the requests; None means not given."""
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
 
 
@@ -62,6 +62,11 @@ class Answer:
         elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
         return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
+
+
+def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict[str, Any]:
+    """What was asked for, and for the rest what the model's makers advise."""
+    return {**advice, **{name: value for name, value in options.items() if value is not None}}
 
 
 class Incoming:
@@ -126,15 +131,16 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     target = await find_target(settings.data_dir, settings.model)
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": question})
+    wishes = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
             incoming = Incoming(num_nodes=target.num_nodes, show=_nothing)
-            answer = await stream_answer(client, target, messages, settings.options(), incoming)
+            answer = await stream_answer(client, target, messages, wishes, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
             incoming = Incoming(num_nodes=target.num_nodes, show=view.show)
-            answer = await stream_answer(client, target, messages, settings.options(), incoming)
+            answer = await stream_answer(client, target, messages, wishes, incoming)
     print_footer(answer)
 
 

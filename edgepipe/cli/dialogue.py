@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgepipe.cli.conversation import Answer, ChatSettings
+from edgepipe.cli.conversation import Answer, ChatSettings, with_advice
 from edgepipe.errors import RequestInvalid
 
 Message = dict[str, str]
@@ -75,12 +75,13 @@ class Dialogue:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.turns]
 
-    def wishes(self) -> dict[str, Any]:
-        """Fields of the next request. Another answer is drawn, and drawn anew each time."""
+    def wishes(self, advice: Mapping[str, float]) -> dict[str, Any]:
+        """Fields of the next request: as set, else as advised. Another answer is drawn, and drawn anew each time."""
+        wishes = with_advice(self.options, advice)
         if self.taken_back is None:
-            return self.options
-        greedy = self.options.get("temperature") == 0
-        return self.options | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
+            return wishes
+        greedy = wishes.get("temperature") == 0
+        return wishes | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
 
     def ask(self, question: str) -> None:
         """The next question."""

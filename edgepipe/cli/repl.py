@@ -56,7 +56,9 @@ async def _answer(talk: Talk, settings: ChatSettings) -> None:
     incoming = Incoming(num_nodes=talk.target.num_nodes, show=view.show)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
-        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.wishes(), incoming))
+        work = asyncio.ensure_future(
+            stream_answer(client, talk.target, messages, dialogue.wishes(talk.target.sampling), incoming)
+        )
         try:
             with view, _interrupts(work):
                 print_footer(await work)

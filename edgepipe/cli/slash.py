@@ -102,7 +102,9 @@ async def _set(talk: Talk, argument: str) -> None:
     if name:
         talk.dialogue.set(name, value.strip())
     given = {key: value for key, value in talk.dialogue.options.items() if value is not None}
-    _say("\n".join(f"{key} {value}" for key, value in given.items()) or "all as the model has it")
+    advised = {key: value for key, value in talk.target.sampling.items() if key not in given}
+    lines = [f"{key} {value}" for key, value in given.items()]
+    _say("\n".join([*lines, *(f"{key} {value} (default)" for key, value in advised.items())]))
 
 
 async def _clear(talk: Talk, argument: str) -> None:

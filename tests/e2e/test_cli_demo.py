@@ -204,10 +204,10 @@ def test_status_and_ps_show_nodes_stages_and_memory(demo: Demo) -> None:
 
 
 def test_chat_prints_the_answer_and_its_figures(demo: Demo) -> None:
-    done = demo.run("chat", "--prompt", "hello", "--max-tokens", "6")
+    done = demo.run("chat", "--prompt", "hello", "--max-tokens", "6", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d+ tok · .*first word [\d.]+ s · 2 nodes", done.stderr)
-    piped = demo.run("chat", "--max-tokens", "6", stdin="hello\n")
+    piped = demo.run("chat", "--max-tokens", "6", "--temperature", "0", stdin="hello\n")
     assert piped.stdout == done.stdout
     answer = json.loads(demo.run("chat", "--prompt", "hello", "--max-tokens", "6", "--json").stdout)
     assert answer["nodes"] == 2

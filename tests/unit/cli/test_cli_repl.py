@@ -98,6 +98,17 @@ async def test_slash_commands_change_what_is_asked(
     assert "unknown setting 'nonsense'" in shown.err
 
 
+async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text("one\r/set\r/set temperature 0\rtwo\r/set temperature default\rthree\r/bye\r")
+        await task
+        temperatures = [submit.sampling.temperature for submit in served.engine.submits]
+    assert temperatures == pytest.approx([0.7, 0.0, 0.7])
+    assert "temperature 0.7 (default)" in capsys.readouterr().err
+
+
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

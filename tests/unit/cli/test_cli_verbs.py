@@ -10,15 +10,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
 import edgepipe.cli.node
-from edgepipe.cli import admin, chat, repl
+from edgepipe.cli import admin, chat, find, repl
 from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange
+from edgepipe.model.store import ModelStore
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 from tests.unit.cli.conftest import Run
 
@@ -131,6 +134,19 @@ def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
     assert result.code == code
     assert shown in result.out + result.err
     assert asked == stopped
+
+
+async def test_a_model_is_sampled_as_its_makers_advise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(data_dir: Path, model: str) -> find.Target:
+        return find.Target(base_url="http://x", model=model)
+
+    monkeypatch.setattr(find, "_target", found)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    ModelStore(tmp_path / "models").pull(str(tmp_path / "tiny"))
+    assert (await find.find_target(tmp_path, "tiny")).sampling == {"temperature": 0.6, "top_k": 20}
+    assert (await find.find_target(tmp_path, "elsewhere")).sampling == {"temperature": 0.7}
 
 
 def test_a_setting_is_checked_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
