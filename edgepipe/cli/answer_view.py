@@ -36,14 +36,19 @@ class AnswerView(Protocol):
 class PlainView:
     """Text as it is. Control characters a model may write cannot move the cursor."""
 
+    def __init__(self) -> None:
+        self._begun = False
+
     def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        print(flush=True)
+        if self._begun:
+            print(flush=True)
 
     def show(self, text: str) -> None:
         """Print the piece."""
+        self._begun = True
         print(visible(text, keep=_KEPT), end="", flush=True)
 
 

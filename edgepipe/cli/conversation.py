@@ -50,6 +50,12 @@ class Answer:
     tokens_per_s: float  # after the first one; 0: too short to tell
     num_nodes: int
     note: str = ""  # the last thing that the gateway told beside it
+    max_tokens: int | None = None  # that were asked for
+
+    @property
+    def context_full(self) -> bool:
+        """Whether the model's context ended it: it is cut, and below the limit that was asked for."""
+        return self.finish_reason == "length" and (self.max_tokens is None or self.num_tokens < self.max_tokens)
 
     def footer(self) -> str:
         """``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``"""
@@ -61,7 +67,9 @@ class Answer:
             parts.append(one_line(self.note))
         elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
-        return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
+        if self.finish_reason == "length":
+            parts.append("cut: the context is full" if self.context_full else "cut by max tokens")
+        return " · ".join(parts)
 
 
 def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict[str, Any]:
@@ -72,8 +80,8 @@ def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict
 class Incoming:
     """An answer while it comes. What has come so far is an answer, too."""
 
-    def __init__(self, *, num_nodes: int, show: Callable[[str], None]) -> None:
-        self._num_nodes = num_nodes
+    def __init__(self, *, num_nodes: int, max_tokens: int | None, show: Callable[[str], None]) -> None:
+        self._num_nodes, self._max_tokens = num_nodes, max_tokens
         self._show = show
         self._started_s = time.monotonic()
         self._first_s = self._last_s = 0.0
@@ -106,6 +114,7 @@ class Incoming:
             tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 2 and last_s > first_s else 0.0,
             num_nodes=self._num_nodes,
             note=self._note,
+            max_tokens=self._max_tokens,
         )
 
 
@@ -134,12 +143,12 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     wishes = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            incoming = Incoming(num_nodes=target.num_nodes, show=_nothing)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, show=_nothing)
             answer = await stream_answer(client, target, messages, wishes, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
-            incoming = Incoming(num_nodes=target.num_nodes, show=view.show)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, show=view.show)
             answer = await stream_answer(client, target, messages, wishes, incoming)
     print_footer(answer)
 

@@ -19,7 +19,7 @@ from edgepipe.cli.answer_view import PlainView
 from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.find import Target
 from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
 
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
 
@@ -28,6 +28,7 @@ class ViewUntil(PlainView):
     """Tells when a text has been shown."""
 
     def __init__(self, wanted: str) -> None:
+        super().__init__()
         self._wanted, self._shown = wanted, ""
         self.reached = asyncio.Event()
 
@@ -96,6 +97,38 @@ async def test_slash_commands_change_what_is_asked(
     assert "saved in" in shown.err
     assert "1 question loaded" in shown.err
     assert "unknown setting 'nonsense'" in shown.err
+
+
+async def test_a_full_context_offers_a_way_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        first, second, third = "a" * 2000, "b" * 1500, "c" * 2000
+        keys.send_text(f"{first}\r{second}\r{third}\r/set history drop\r{third}\rmore\r/bye\r")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    turns = f"user: {second}\nassistant: yes\nuser: {third}\nassistant:"
+    assert [prompt[6] for prompt in prompts] == ["a", "a", "b", "b"]
+    assert prompts[2:] == [turns, f"{turns} yes\nuser: more\nassistant:"]
+    shown = capsys.readouterr().err
+    assert "error: the conversation no longer fits into the model's context" in shown
+    assert "/clear begins a new one; /set history drop leaves the oldest questions out" in shown
+    assert shown.count("the context is full: left out the oldest question and its answer") == 1
+
+
+async def test_an_answer_that_the_context_ends_is_not_cut_by_max_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"a long story"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text(f"{'a' * (CONTEXT - len('user: ' + chr(10) + 'assistant:') - 5)}\r/set history drop\rb\r/bye\r")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    shown = capsys.readouterr()
+    assert shown.out == "a lon\na long story\n"
+    assert "5 tok" in shown.err
+    assert "cut: the context is full" in shown.err
+    assert "max tokens" not in shown.err
+    assert prompts[1] == "user: b\nassistant:"
 
 
 async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(

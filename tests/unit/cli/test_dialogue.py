@@ -38,6 +38,7 @@ def test_an_unanswered_question_is_forgotten_and_a_cut_answer_kept() -> None:
     one = dialogue()
     one.ask("and?")
     one.answered(answer(""))
+    one.forget_unanswered()
     assert [turn["content"] for turn in one.messages()] == ["be brief", "why?", "because"]
     one.ask("and?")
     one.answered(answer("it"))
@@ -49,6 +50,7 @@ def test_an_answer_taken_back_stands_again_if_there_is_no_other() -> None:
     one.take_back()
     assert one.turns == [{"role": "user", "content": "why?"}]
     one.answered(answer(""))
+    one.forget_unanswered()
     assert one.turns[-1]["content"] == "because"
     one.take_back()
     one.answered(answer("therefore"))
