@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ from edgepipe.cli.output import make_console, print_json
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
+    from edgepipe.cli.answer_view import AnswerView
     from edgepipe.cli.find import Target
     from edgepipe.cli.sse import ChatClient, Piece
 
 
 _HEARTBEAT = "still working"
-_RECOVERING = "recovering: "
+_RECOVERING = "recovering"
+_READING = "reading"
+_SLOW_START_S = 0.5  # until somebody wonders
+_SLOW_WORD_S = 3.0  # the slowest machines take a second or two for a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +85,14 @@ def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict
 class Incoming:
     """An answer while it comes. What has come so far is an answer, too."""
 
-    def __init__(self, *, num_nodes: int, max_tokens: int | None, show: Callable[[str], None]) -> None:
+    def __init__(self, *, num_nodes: int, max_tokens: int | None, view: AnswerView) -> None:
         self._num_nodes, self._max_tokens = num_nodes, max_tokens
-        self._show = show
+        self._view = view
         self._started_s = time.monotonic()
         self._first_s = self._last_s = 0.0
         self._texts: list[str] = []
-        self._reason, self._note = "", ""
+        self._reason, self._note, self._read = "", "", ""
+        self._quiet = False  # the view says what is waited for
         self._num_tokens, self._num_prompt_tokens = 0, 0
 
     def take(self, piece: Piece) -> None:
@@ -95,12 +101,42 @@ class Incoming:
             self._last_s = time.monotonic()
             self._first_s = self._first_s or self._last_s
             self._texts.append(piece.text)
-            self._show(piece.text)
-        if piece.note and piece.note != _HEARTBEAT:
-            self._note = piece.note.removeprefix(_RECOVERING)
+            self._view.show(piece.text)
+        if piece.note:
+            self._take_note(piece.note)
         self._reason = piece.finish_reason or self._reason
         self._num_tokens = piece.completion_tokens or self._num_tokens
-        self._num_prompt_tokens = piece.prompt_tokens or self._num_prompt_tokens
+        if piece.prompt_tokens and piece.prompt_tokens != self._num_prompt_tokens:
+            self._num_prompt_tokens = piece.prompt_tokens
+            if self._quiet and not self._first_s:
+                self.quiet()
+
+    def _take_note(self, note: str) -> None:
+        """``recovering: studio gone since 21:14``, ``reading 60 %``, or what is to stand below the answer."""
+        kind, _, rest = note.partition(" ")
+        if kind.rstrip(":") == _RECOVERING:
+            self._note = rest
+            self._view.wait(f"{one_line(rest) or 'a part of the model is lost'}, continuing ...", news=True)
+        elif kind == _READING:
+            self._read = f", {rest}"
+            self.quiet()
+        elif note != _HEARTBEAT:
+            self._note = note
+
+    def quiet(self) -> None:
+        """Say what is waited for: nothing has come for a while."""
+        self._quiet = True
+        if self._first_s:
+            self._view.wait("waiting for the next word")
+        elif self._num_prompt_tokens:
+            self._view.wait(f"reading {self._num_prompt_tokens:,} tokens{one_line(self._read)}")
+        else:
+            self._view.wait("waiting for the first word")
+
+    @property
+    def quiet_after_s(self) -> float:
+        """How long nothing comes until that is worth a line."""
+        return _SLOW_WORD_S if self._first_s else _SLOW_START_S
 
     def answer(self) -> Answer:
         """What has come so far."""
@@ -125,15 +161,23 @@ async def stream_answer(
     options: Mapping[str, Any],
     incoming: Incoming,
 ) -> Answer:
-    """Ask and pass the answer on as it comes. Raises the gateway's error."""
-    async for piece in client.stream(messages, model=target.model, options=options):
-        incoming.take(piece)
+    """Ask and pass the answer on as it comes, and say so where nothing does. Raises the gateway's error."""
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    try:
+        async for piece in client.stream(messages, model=target.model, options=options):
+            incoming.take(piece)
+            if piece.text:
+                timer.cancel()
+                timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    finally:
+        timer.cancel()
     return incoming.answer()
 
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
     """One question, one answer on stdout, the figures on stderr (or all of it as JSON on stdout)."""
-    from edgepipe.cli.answer_view import make_view
+    from edgepipe.cli.answer_view import NoView, make_view
     from edgepipe.cli.find import find_target
     from edgepipe.cli.sse import ChatClient
 
@@ -143,12 +187,12 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     wishes = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, show=_nothing)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
             answer = await stream_answer(client, target, messages, wishes, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
-            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, show=view.show)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
             answer = await stream_answer(client, target, messages, wishes, incoming)
     print_footer(answer)
 
@@ -170,7 +214,3 @@ def as_json(answer: Answer, target: Target) -> dict[str, Any]:
 def print_footer(answer: Answer) -> None:
     """The one dim line below an answer, on stderr."""
     make_console(stderr=True).print(answer.footer(), style="dim")
-
-
-def _nothing(text: str) -> None:
-    """Show no piece."""

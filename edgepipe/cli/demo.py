@@ -246,7 +246,7 @@ class _Demo:
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url, api_key=target.api_key) as client:
             with PlainView() as view:
-                incoming = Incoming(num_nodes=target.num_nodes, max_tokens=max_tokens, show=view.show)
+                incoming = Incoming(num_nodes=target.num_nodes, max_tokens=max_tokens, view=view)
                 answer = await stream_answer(client, target, messages, options, incoming)
         print_footer(answer)
         print(flush=True)

@@ -82,7 +82,7 @@ async def _stream(talk: Talk, settings: ChatSettings) -> None:
     dialogue = talk.dialogue
     wishes = dialogue.wishes(talk.target.sampling)
     view = make_view(markdown=settings.markdown)
-    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=wishes.get("max_tokens"), show=view.show)
+    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=wishes.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
+from collections.abc import Callable
 
+import pyte
 import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from edgepipe.cli import inviting
-from edgepipe.cli.answer_view import MarkdownView
+from edgepipe.cli.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
 from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
@@ -36,6 +38,73 @@ class FakeTerminal(io.TextIOWrapper):
     def shown(self) -> str:
         """All of it."""
         return self.bytes.getvalue().decode(self.encoding)
+
+
+class Emulator(FakeTerminal):
+    """A terminal of 24 lines with a screen."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self._screen = pyte.Screen(columns, 24)
+        self._stream = pyte.Stream(self._screen)
+
+    def write(self, text: str, /) -> int:
+        """Show the text."""
+        self._stream.feed(text.replace("\n", "\r\n"))
+        return len(text)
+
+    def lines(self) -> list[str]:
+        """What stands there now."""
+        return [line.rstrip() for line in self._screen.display if line.strip()]
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Emulator]:
+    """A screen so wide, as this process's standard output."""
+
+    def make(columns: int) -> Emulator:
+        screen = Emulator(columns)
+        for name, value in (("COLUMNS", str(columns)), ("LINES", "24"), ("TERM", "xterm-256color")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", screen)
+        return screen
+
+    return make
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_live_line_says_why_nothing_comes_and_goes_with_the_next_word(
+    emulator: Callable[[int], Emulator], columns: int
+) -> None:
+    screen = emulator(columns)
+    with make_view(markdown=True) as view:
+        view.wait("reading 1,500 tokens")
+        assert screen.lines()[0][1:] == " reading 1,500 tokens"
+        view.wait("reading 1,500 tokens, 60 %")
+        assert [line[1:] for line in screen.lines()] == [" reading 1,500 tokens, 60 %"]
+        view.show("The quick brown fox jumps over the lazy dog. " * 3)
+        text = screen.lines()
+        assert len(text) == -(-134 // columns)
+        view.wait("studio gone since 21:14, continuing ...", news=True)
+        assert screen.lines()[:-1] == text
+        assert screen.lines()[-1][1:] == " studio gone since 21:14, continuing ..."
+        view.show("And it goes on.")
+    shown = " ".join(screen.lines())
+    assert shown == "The quick brown fox jumps over the lazy dog. " * 3 + "And it goes on."
+
+
+def test_plain_text_is_broken_only_by_news(emulator: Callable[[int], Emulator]) -> None:
+    screen = emulator(80)
+    with make_view(markdown=False) as view:
+        view.wait("reading 1,500 tokens")
+        assert screen.lines() == ["reading 1,500 tokens"]
+        view.show("One")
+        view.wait("waiting for the next word")
+        assert screen.lines() == ["One"]
+        view.wait("studio gone since 21:14, continuing ...", news=True)
+        assert screen.lines() == ["One", "studio gone since 21:14, continuing ..."]
+        view.show("two")
+    assert screen.lines() == ["One", "two"]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
