@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -98,7 +97,7 @@ def make_console(*, stderr: bool = False) -> Console:
     from rich.theme import Theme
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    width = None if stream.isatty() else shutil.get_terminal_size((_PIPE_COLUMNS, 24)).columns
     theme = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
     return Console(stderr=stderr, width=width, highlight=False, emoji=False, markup=False, theme=theme)
 
