@@ -21,6 +21,7 @@ from edgepipe.cli.find import Target
 from tests.unit.gateway.conftest import Served, serving
 from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
 
+PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
 
 
@@ -104,7 +105,8 @@ async def test_a_full_context_offers_a_way_on(
 ) -> None:
     async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
         first, second, third = "a" * 2000, "b" * 1500, "c" * 2000
-        keys.send_text(f"{first}\r{second}\r{third}\r/set history drop\r{third}\rmore\r/bye\r")
+        pastes = [f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r" for text in (first, second, third)]
+        keys.send_text("".join([*pastes, "/set history drop\r", pastes[-1], "more\r/bye\r"]))
         await task
         prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
     turns = f"user: {second}\nassistant: yes\nuser: {third}\nassistant:"
@@ -120,7 +122,8 @@ async def test_an_answer_that_the_context_ends_is_not_cut_by_max_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with conversation(FakeEngine(answer=b"a long story"), tmp_path, monkeypatch) as (served, keys, task):
-        keys.send_text(f"{'a' * (CONTEXT - len('user: ' + chr(10) + 'assistant:') - 5)}\r/set history drop\rb\r/bye\r")
+        text = "a" * (CONTEXT - len("user: \nassistant:") - 5)
+        keys.send_text(f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r/set history drop\rb\r/bye\r")
         await task
         prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
     shown = capsys.readouterr()
@@ -169,7 +172,7 @@ async def test_an_error_is_shown_and_the_conversation_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with conversation(FakeEngine(answer=b"ok"), tmp_path, monkeypatch) as (served, keys, task):
-        keys.send_text(f"{'x' * 5000}\rshort\r{CTRL_D}")
+        keys.send_text(f"{PASTE_BEGINS}{'x' * 5000}{PASTE_ENDS}\rshort\r{CTRL_D}")
         await task
     shown = capsys.readouterr()
     assert "longer than the model's context" in shown.err

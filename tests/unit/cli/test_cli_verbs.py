@@ -40,7 +40,7 @@ def test_help_names_every_verb(run: Run) -> None:
     [
         (("node", "start"), NODE_FLAGS),
         (("serve",), ["--nodes", "--plan", "--micro-batches"]),
-        (("chat",), ["MODEL", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
+        (("chat",), ["[model]", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
         (("demo",), ["--nodes", "--backends", "--model", "--prompt", "--serve", "--http-port"]),
         (("status",), ["--json"]),
         (("models", "pull"), ["--dry-run"]),
