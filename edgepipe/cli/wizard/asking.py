@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from edgepipe.cli.output import make_console
+from edgepipe.cli.output import columns, make_console, wrapped
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line, visible
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BACK = "<"
 _BACK_HINT = "(< goes back)"
+_POINTER = " »  "  # before a choice, with one column to spare
 
 
 class Back(Exception):
@@ -67,7 +68,10 @@ class Terminal:
         """With the arrow keys."""
         import questionary
 
-        options = [questionary.Choice(one_line(one.text), value=one.value) for one in choices]
+        width = columns(sys.stdout) - len(_POINTER)
+        lines = [wrapped(one_line(one.text), first="", width=width).split("\n") for one in choices]
+        titles = [f"\n{' ' * (2 + len(_POINTER))}".join(parts) for parts in lines]
+        options = [questionary.Choice(title, value=one.value) for title, one in zip(titles, choices, strict=True)]
         options.append(questionary.Choice("go back", value=BACK))
         return _answer(questionary.select(question, options, default=default, instruction="(arrows, Enter)"))
 

@@ -109,5 +109,5 @@ def _text(one: ModelFit) -> str:
     stages = one.plan.stages
     where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
     rate = one.plan.one.tokens_per_s
-    speed = f"~{rate:.0f} tok/s" if rate >= 1 else "under 1 tok/s"
+    speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
     return f"{name:<36} {size:>9}  {where:<10} {speed}"

@@ -310,9 +310,7 @@ def _choose_model(setup: Setup) -> str:
     for one in bad:
         say(f"       {one.text}", style="dim")
     here, begun = _on_disk(setup, [one.source for one in good])
-    marks = dict.fromkeys(here, "  on this disk") | {
-        name: f"  {format_bytes(size)} came" for name, size in begun.items()
-    }
+    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
     choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
     choices += [
         Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
@@ -325,13 +323,13 @@ def _choose_model(setup: Setup) -> str:
     return setup.asking.text("Model:", check=_filled) if answer == _OTHER else answer
 
 
-def _on_disk(setup: Setup, sources: Sequence[str]) -> tuple[set[str], dict[str, int]]:
-    """Which of the models are here, and of which an interrupted pull left so many bytes."""
+def _on_disk(setup: Setup, sources: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Which of the models are here, and of which an interrupted pull left a part."""
     from edgepipe.model.store import ModelStore
 
     store = ModelStore(setup.config.models_dir)
     here = {model.id for model in store.list() if model.whole}.intersection(sources)
-    return here, {name: size for name in sources if name not in here and (size := store.interrupted_bytes(name))}
+    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
 
 
 def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
