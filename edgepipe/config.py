@@ -125,6 +125,12 @@ def default_config_file() -> Path:
     return Path(platformdirs.user_config_dir("edgepipe", appauthor=False)) / "config.toml"
 
 
+def config_file(environ: Mapping[str, str] | None = None) -> Path:
+    """The TOML file in effect."""
+    variables = os.environ if environ is None else environ
+    return Path(variables[_FILE_VARIABLE]) if _FILE_VARIABLE in variables else default_config_file()
+
+
 def load_config(
     flags: Mapping[str, Any] | None = None,
     *,
@@ -133,9 +139,8 @@ def load_config(
 ) -> LoadedConfig:
     """Settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid."""
     variables = os.environ if environ is None else environ
-    named = file or (Path(variables[_FILE_VARIABLE]) if _FILE_VARIABLE in variables else None)
     raw: dict[str, tuple[Any, str]] = {}
-    raw.update(_from_file(named or default_config_file(), required=named is not None))
+    raw.update(_from_file(file or config_file(variables), required=file is not None or _FILE_VARIABLE in variables))
     raw.update(_from_environ(variables))
     raw.update({_known(key, "flag"): (value, "flag") for key, value in (flags or {}).items() if value is not None})
     values = {name: _parsed(name, value, origin) for name, (value, origin) in raw.items()}
@@ -221,7 +226,7 @@ def _known(key: str, origin: str) -> str:
     if name not in _PARSERS:
         close = difflib.get_close_matches(name, _PARSERS, n=1)
         raise ConfigInvalid(
-            f"'{key}' is no setting ({origin})",
+            f"unknown setting '{key}'" + (f" ({origin})" if origin != "flag" else ""),
             fact=f"settings: {', '.join(sorted(_PARSERS))}",
             next_step=f"did you mean '{close[0]}'?" if close else "remove it",
         )

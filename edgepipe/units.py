@@ -98,7 +98,7 @@ def parse_link(text: str) -> LinkShape:
 
 def _no_link(text: str, fact: str) -> ConfigInvalid:
     return ConfigInvalid(
-        f"'{text}' is no link",
+        f"'{text}' is not a valid link",
         fact=fact,
-        next_step="write rate and one-way latency like 1gbit,0.3ms, or ideal",
+        next_step="write rate and one-way latency, for example 1gbit,0.3ms (or: ideal)",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.1  # the unfinished block at most ten times a second
 _FENCES = ("```", "~~~")
+_SPINS_PER_S = 8
 _KEPT = "\n\t"  # of an answer's control characters
+_ERASE_LINE = "\r\x1b[K"
 
 
 class AnswerView(Protocol):
@@ -29,21 +33,64 @@ class AnswerView(Protocol):
         ...
 
     def show(self, text: str) -> None:
-        """The next piece."""
+        """The next piece; it ends what ``wait`` shows."""
         ...
+
+    def wait(self, why: str, *, news: bool = False) -> None:
+        """Say on a live line below the text why nothing comes. ``news``: worth a line in the middle of plain text."""
+        ...
+
+
+class NoView:
+    """Shows nothing."""
+
+    def __enter__(self) -> NoView:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return
+
+    def show(self, text: str) -> None:
+        """Nothing."""
+
+    def wait(self, why: str, *, news: bool = False) -> None:
+        """Nothing."""
 
 
 class PlainView:
     """Text as it is. Control characters a model may write cannot move the cursor."""
 
+    def __init__(self) -> None:
+        self._begun = False
+        self._waits = ""  # the line on a terminal that says why nothing comes
+
     def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        print(flush=True)
+        self._erase()
+        if self._begun:
+            print(flush=True)
+
+    def wait(self, why: str, *, news: bool = False) -> None:
+        """Say it on a line of its own, where somebody looks."""
+        if why == self._waits or not sys.stdout.isatty() or (self._begun and not news):
+            return
+        if self._begun and not self._waits:
+            print()
+        self._erase()
+        self._waits = why
+        print(why[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+
+    def _erase(self) -> None:
+        if self._waits:
+            print(_ERASE_LINE, end="", flush=True)
+        self._waits = ""
 
     def show(self, text: str) -> None:
         """Print the piece."""
+        self._erase()
+        self._begun = True
         print(visible(text, keep=_KEPT), end="", flush=True)
 
 
@@ -53,6 +100,7 @@ class MarkdownView:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or make_console()
         self._open = ""  # of the block that is not finished
+        self._waits = ""  # below it, while nothing comes
         self._live: Live | None = None
         self._drawn_s = 0.0
 
@@ -62,10 +110,20 @@ class MarkdownView:
     def __exit__(self, *exc_info: object) -> None:
         self._stop()
         self._print(self._open)
-        self._open = ""
+        self._open = self._waits = ""
+
+    def wait(self, why: str, *, news: bool = False) -> None:
+        """A line that moves, below the unfinished block."""
+        if why != self._waits:
+            self._stop()
+            self._waits = why
+            self._draw()
 
     def show(self, text: str) -> None:
         """Take the piece, print the blocks that it completes, and draw the rest now and then."""
+        if self._waits:
+            self._stop()
+            self._waits, self._drawn_s = "", 0.0
         finished, self._open = split_blocks(self._open + visible(text, keep=_KEPT))
         if finished:
             self._stop()
@@ -79,25 +137,34 @@ class MarkdownView:
             self._console.print()
 
     def _draw(self) -> None:
+        from rich.console import Group
         from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
 
-        picture = self._tail(_markdown(self._open))
+        picture = self._tail(_markdown(self._open)) if self._open.strip() else Text()
+        if self._waits:
+            line = Text(self._waits, style="dim", no_wrap=True, overflow="ellipsis")
+            picture = Group(*([picture] if self._open.strip() else []), Spinner(self._spinner(), line, style="dim"))
         if self._live is None:
             self._live = Live(
-                picture, console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
-                redirect_stderr=False,
+                picture, console=self._console, auto_refresh=bool(self._waits), refresh_per_second=_SPINS_PER_S,
+                transient=True, redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
             self._live.start(refresh=True)
         else:
             self._live.update(picture, refresh=True)
         self._drawn_s = time.monotonic()
 
+    def _spinner(self) -> str:
+        return "dots" if self._console.encoding.startswith("utf") else "line"
+
     def _tail(self, picture: RenderableType) -> RenderableType:
         """The last lines that the terminal has room for: what scrolls away could not be drawn again."""
         from rich.segment import SegmentLines
 
         lines = self._console.render_lines(picture, pad=False)
-        room = max(1, self._console.size.height - 2)
+        room = max(1, self._console.size.height - 2 - bool(self._waits))
         return SegmentLines(lines[-room:], new_lines=True)
 
     def _stop(self) -> None:

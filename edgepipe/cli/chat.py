@@ -20,12 +20,8 @@ _MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
 def chat(
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="Model to talk to; loaded if nobody serves it.",
-            autocompletion=complete_model,
+        typer.Argument(
+            help="Model to talk to; loaded if nobody serves it.", show_default=False, autocompletion=complete_model
         ),
     ] = "",
     prompt: Annotated[
@@ -36,8 +32,15 @@ def chat(
         int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0, max=2, help="0: always the likeliest word.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            min=0,
+            max=2,
+            help="0: always the likeliest word. As the model's makers advise unless given.",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes drawn answers repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
     markdown: Annotated[

@@ -1,4 +1,4 @@
-"""``edgepipe config show``"""
+"""``edgepipe config``"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from edgepipe.cli.options import DataDir, Json
-from edgepipe.cli.output import make_console, make_table, print_json
+from edgepipe.cli.output import make_console, make_table, print_json, say
 
 app = typer.Typer(help="Settings and where they come from.")
 
@@ -25,7 +25,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show every setting. Flags win over EDGEPIPE_* variables, those over the TOML file, that over defaults."""
-    from edgepipe.config import default_config_file, load_config
+    from edgepipe.config import config_file, load_config
 
     loaded = load_config({"data_dir": data_dir})
     values = {name: _plain(value) for name, value in asdict(loaded.values).items()}
@@ -34,16 +34,37 @@ def show(
         print_json({name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()})
         return
     table = make_table("SETTING", "VALUE", *(["FROM"] if origin else []))
-    for column in table.columns[1:]:
-        column.no_wrap, column.overflow = False, "fold"  # paths are read whole
     for name, value in values.items():
         shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         table.add_row(name, shown or "-", *([loaded.origins[name]] if origin else []))
     make_console().print(table)
-    print(f"\nfile: {default_config_file()}")
+    print(f"\nfile: {config_file()}")
+
+
+@app.command("set")
+def set_value(
+    name: Annotated[str, typer.Argument(help="As 'edgepipe config show' calls it.", show_default=False)],
+    value: Annotated[str, typer.Argument(help="The new value; several with commas.", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Write a setting to the settings file. A running node takes it when it starts again."""
+    from edgepipe.cli.settings_file import write_settings
+    from edgepipe.config import config_file, load_config
+    from edgepipe.daemon.data_dir import socket_path
+
+    checked = load_config({name: value}, environ={})
+    key = next(key for key, origin in checked.origins.items() if origin == "flag")
+    path = config_file()
+    write_settings(path, {key: _plain(getattr(checked.values, key))})
+    say(f"{key} is set in {path}")
+    loaded = load_config({"data_dir": data_dir})
+    if loaded.origins[key].startswith("env "):
+        say(f"{loaded.origins[key].removeprefix('env ')} says otherwise here, and wins")
+    if socket_path(loaded.values.data_dir).exists():
+        say("this machine's node takes it when it starts again: edgepipe node stop, then edgepipe node start")
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [str(part) for part in value]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return value if isinstance(value, (bool, int, str)) else str(value)
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ from edgepipe.cli.output import make_console, print_json
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
+    from edgepipe.cli.answer_view import AnswerView
     from edgepipe.cli.find import Target
-    from edgepipe.cli.sse import ChatClient
+    from edgepipe.cli.sse import ChatClient, Piece
 
 
 _HEARTBEAT = "still working"
-_RECOVERING = "recovering: "
+_RECOVERING = "recovering"
+_READING = "reading"
+_SLOW_START_S = 0.5  # until somebody wonders
+_SLOW_WORD_S = 3.0  # the slowest machines take a second or two for a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +33,13 @@ class ChatSettings:
     model: str
     system: str = ""
     max_tokens: int | None = None
-    temperature: float = 0.0
+    temperature: float | None = None
     seed: int | None = None
     as_json: bool = False
     markdown: bool = True  # drawn where somebody looks at a terminal
 
     def options(self) -> dict[str, Any]:
-        """Fields of the request; None means not given."""
+        """Fields of the requests; None means not given."""
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
 
 
@@ -50,6 +55,12 @@ class Answer:
     tokens_per_s: float  # after the first one; 0: too short to tell
     num_nodes: int
     note: str = ""  # the last thing that the gateway told beside it
+    max_tokens: int | None = None  # that were asked for
+
+    @property
+    def context_full(self) -> bool:
+        """Whether the model's context ended it: it is cut, and below the limit that was asked for."""
+        return self.finish_reason == "length" and (self.max_tokens is None or self.num_tokens < self.max_tokens)
 
     def footer(self) -> str:
         """``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``"""
@@ -61,7 +72,86 @@ class Answer:
             parts.append(one_line(self.note))
         elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
-        return " · ".join(parts) + (" · cut by max tokens" if self.finish_reason == "length" else "")
+        if self.finish_reason == "length":
+            parts.append("cut: the context is full" if self.context_full else "cut by max tokens")
+        return " · ".join(parts)
+
+
+def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict[str, Any]:
+    """What was asked for, and for the rest what the model's makers advise."""
+    return {**advice, **{name: value for name, value in options.items() if value is not None}}
+
+
+class Incoming:
+    """An answer while it comes. What has come so far is an answer, too."""
+
+    def __init__(self, *, num_nodes: int, max_tokens: int | None, view: AnswerView) -> None:
+        self._num_nodes, self._max_tokens = num_nodes, max_tokens
+        self._view = view
+        self._started_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._texts: list[str] = []
+        self._reason, self._note, self._read = "", "", ""
+        self._quiet = False  # the view says what is waited for
+        self._num_tokens, self._num_prompt_tokens = 0, 0
+
+    def take(self, piece: Piece) -> None:
+        """Show the piece and count it."""
+        if piece.text:
+            self._last_s = time.monotonic()
+            self._first_s = self._first_s or self._last_s
+            self._texts.append(piece.text)
+            self._view.show(piece.text)
+        if piece.note:
+            self._take_note(piece.note)
+        self._reason = piece.finish_reason or self._reason
+        self._num_tokens = piece.completion_tokens or self._num_tokens
+        if piece.prompt_tokens and piece.prompt_tokens != self._num_prompt_tokens:
+            self._num_prompt_tokens = piece.prompt_tokens
+            if self._quiet and not self._first_s:
+                self.quiet()
+
+    def _take_note(self, note: str) -> None:
+        """``recovering: studio gone since 21:14``, ``reading 60 %``, or what is to stand below the answer."""
+        kind, _, rest = note.partition(" ")
+        if kind.rstrip(":") == _RECOVERING:
+            self._note = rest
+            self._view.wait(f"{one_line(rest) or 'a part of the model is lost'}, continuing ...", news=True)
+        elif kind == _READING:
+            self._read = f", {rest}"
+            self.quiet()
+        elif note != _HEARTBEAT:
+            self._note = note
+
+    def quiet(self) -> None:
+        """Say what is waited for: nothing has come for a while."""
+        self._quiet = True
+        if self._first_s:
+            self._view.wait("waiting for the next word")
+        elif self._num_prompt_tokens:
+            self._view.wait(f"reading {self._num_prompt_tokens:,} tokens{one_line(self._read)}")
+        else:
+            self._view.wait("waiting for the first word")
+
+    @property
+    def quiet_after_s(self) -> float:
+        """How long nothing comes until that is worth a line."""
+        return _SLOW_WORD_S if self._first_s else _SLOW_START_S
+
+    def answer(self) -> Answer:
+        """What has come so far."""
+        first_s, last_s, tokens = self._first_s, self._last_s, self._num_tokens
+        return Answer(
+            text="".join(self._texts),
+            finish_reason=self._reason,
+            num_tokens=tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            first_word_s=(first_s or time.monotonic()) - self._started_s,
+            tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 2 and last_s > first_s else 0.0,
+            num_nodes=self._num_nodes,
+            note=self._note,
+            max_tokens=self._max_tokens,
+        )
 
 
 async def stream_answer(
@@ -69,52 +159,41 @@ async def stream_answer(
     target: Target,
     messages: Sequence[Mapping[str, str]],
     options: Mapping[str, Any],
-    show: Callable[[str], None],
+    incoming: Incoming,
 ) -> Answer:
-    """Ask and pass the text on as it comes. Raises the gateway's error."""
-    started = time.monotonic()
-    first = last = 0.0
-    texts: list[str] = []
-    reason, num_tokens, num_prompt, note = "", 0, 0, ""
-    async for piece in client.stream(messages, model=target.model, options=options):
-        if piece.text:
-            last = time.monotonic()
-            first = first or last
-            texts.append(piece.text)
-            show(piece.text)
-        if piece.note and piece.note != _HEARTBEAT:
-            note = piece.note.removeprefix(_RECOVERING)
-        reason = piece.finish_reason or reason
-        num_tokens = piece.completion_tokens or num_tokens
-        num_prompt = piece.prompt_tokens or num_prompt
-    return Answer(
-        text="".join(texts),
-        finish_reason=reason,
-        num_tokens=num_tokens,
-        num_prompt_tokens=num_prompt,
-        first_word_s=(first or time.monotonic()) - started,
-        tokens_per_s=(num_tokens - 1) / (last - first) if num_tokens > 2 and last > first else 0.0,
-        num_nodes=target.num_nodes,
-        note=note,
-    )
+    """Ask and pass the answer on as it comes, and say so where nothing does. Raises the gateway's error."""
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    try:
+        async for piece in client.stream(messages, model=target.model, options=options):
+            incoming.take(piece)
+            if piece.text:
+                timer.cancel()
+                timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    finally:
+        timer.cancel()
+    return incoming.answer()
 
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
     """One question, one answer on stdout, the figures on stderr (or all of it as JSON on stdout)."""
-    from edgepipe.cli.answer_view import make_view
+    from edgepipe.cli.answer_view import NoView, make_view
     from edgepipe.cli.find import find_target
     from edgepipe.cli.sse import ChatClient
 
     target = await find_target(settings.data_dir, settings.model)
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": question})
+    wishes = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            answer = await stream_answer(client, target, messages, settings.options(), _nothing)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
+            answer = await stream_answer(client, target, messages, wishes, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
-            answer = await stream_answer(client, target, messages, settings.options(), view.show)
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
+            answer = await stream_answer(client, target, messages, wishes, incoming)
     print_footer(answer)
 
 
@@ -135,7 +214,3 @@ def as_json(answer: Answer, target: Target) -> dict[str, Any]:
 def print_footer(answer: Answer) -> None:
     """The one dim line below an answer, on stderr."""
     make_console(stderr=True).print(answer.footer(), style="dim")
-
-
-def _nothing(text: str) -> None:
-    """Show no piece."""

@@ -230,7 +230,7 @@ class _Demo:
 
     async def _answer(self, node: LocalNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
         from edgepipe.cli.answer_view import PlainView
-        from edgepipe.cli.conversation import print_footer, stream_answer
+        from edgepipe.cli.conversation import Incoming, print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
         from edgepipe.daemon.http_keys import read_key
@@ -246,7 +246,8 @@ class _Demo:
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url, api_key=target.api_key) as client:
             with PlainView() as view:
-                answer = await stream_answer(client, target, messages, options, view.show)
+                incoming = Incoming(num_nodes=target.num_nodes, max_tokens=max_tokens, view=view)
+                answer = await stream_answer(client, target, messages, options, incoming)
         print_footer(answer)
         print(flush=True)
 

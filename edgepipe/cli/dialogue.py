@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgepipe.cli.conversation import Answer, ChatSettings
+from edgepipe.cli.conversation import Answer, ChatSettings, with_advice
 from edgepipe.errors import RequestInvalid
 
 Message = dict[str, str]
@@ -41,6 +41,9 @@ class Option:
         return value
 
 
+HISTORY = ("stop", "drop")
+"""In a full context: answer nothing more until ``/clear``, or leave out the oldest questions and answers."""
+
 OPTIONS: Mapping[str, Option] = {
     "temperature": Option(float, 0, 2),
     "top_p": Option(float, 0.001, 1),
@@ -64,6 +67,9 @@ class Dialogue:
     turns: list[Message] = field(default_factory=list[Message])
     answers: list[Answer] = field(default_factory=list[Answer])  # of this session, for ``/stats``
     taken_back: Message | None = None  # comes back if there will be no other answer
+    history: str = HISTORY[0]  # what becomes of the oldest turns when the context is full
+    first: int = 0  # of the turns that are sent
+    full: bool = False  # the last answer ended with the context
 
     @classmethod
     def begin(cls, settings: ChatSettings) -> Dialogue:
@@ -73,28 +79,52 @@ class Dialogue:
     def messages(self) -> list[Message]:
         """What is sent."""
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.turns]
+        return [*first, *self.turns[self.first :]]
 
-    def wishes(self) -> dict[str, Any]:
-        """Fields of the next request. Another answer is drawn, and drawn anew each time."""
+    @property
+    def has_earlier_turns(self) -> bool:
+        """Whether more is sent than the last question."""
+        return len(self.turns) - self.first > 1
+
+    def drop_oldest(self) -> bool:
+        """Send the oldest question and its answer no more; False: none may be left out. Saving keeps them."""
+        later = (index for index in range(self.first + 1, len(self.turns)) if self.turns[index]["role"] == "user")
+        start = next(later, None) if self.history == "drop" else None
+        self.first = self.first if start is None else start
+        return start is not None
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.turns.clear()
+        self.first, self.full = 0, False
+
+    def wishes(self, advice: Mapping[str, float]) -> dict[str, Any]:
+        """Fields of the next request: as set, else as advised. Another answer is drawn, and drawn anew each time."""
+        wishes = with_advice(self.options, advice)
         if self.taken_back is None:
-            return self.options
-        greedy = self.options.get("temperature") == 0
-        return self.options | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
+            return wishes
+        greedy = wishes.get("temperature") == 0
+        return wishes | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
 
     def ask(self, question: str) -> None:
         """The next question."""
         self.turns.append({"role": "user", "content": question})
 
-    def answered(self, text: str) -> None:
-        """What came of it; nothing: the question is forgotten, too, or the answer that was taken back stands again."""
-        if text:
-            self.turns.append({"role": "assistant", "content": text})
-        elif self.taken_back:
+    def answered(self, answer: Answer) -> None:
+        """Keep what came of the last question, if anything did."""
+        if answer.text:
+            self.turns.append({"role": "assistant", "content": answer.text})
+            self.answers.append(answer)
+            self.full = answer.context_full
+            self.taken_back = None
+
+    def forget_unanswered(self) -> None:
+        """Forget a last question without an answer, or let the answer that was taken back stand again."""
+        if self.taken_back:
             self.turns.append(self.taken_back)
-        else:
+            self.taken_back = None
+        elif self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
-        self.taken_back = None
 
     def take_back(self) -> None:
         """Make room for another answer to the last question. Raises RequestInvalid if there is none."""
@@ -104,9 +134,14 @@ class Dialogue:
 
     def set(self, name: str, text: str) -> None:
         """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
+        if name == "history":
+            if (text or HISTORY[0]) not in HISTORY:
+                raise RequestInvalid(f"history cannot be {text}", fact=f"it can be {' or '.join(HISTORY)}")
+            self.history = text or HISTORY[0]
+            return
         option = OPTIONS.get(name)
         if option is None:
-            raise RequestInvalid(f"there is no setting {name}", fact=f"settings: {', '.join(OPTIONS)}")
+            raise RequestInvalid(f"unknown setting '{name}'", fact=f"settings: {', '.join((*OPTIONS, 'history'))}")
         if text in ("", "default"):
             self.options[name] = None
             return
@@ -137,6 +172,7 @@ class Dialogue:
             raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "") from exc
         except (ValueError, KeyError, TypeError) as exc:
             raise RequestInvalid(f"{path} is no conversation saved by /save") from exc
+        self.clear()
         self.turns, self.system, self.options = turns, system, self.options | options
         return model
 

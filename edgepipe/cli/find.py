@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +14,16 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.daemon.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
+from edgepipe.model.generation import sampling_advice
+from edgepipe.model.store import ModelStore
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
     from edgepipe.wire.v1 import engine_pb2
     from edgepipe.wire.v1 import node_pb2 as pb
+
+USUAL_SAMPLING: Mapping[str, float] = {"temperature": 0.7}
+"""For a model whose makers advise nothing; the likeliest word each time makes small models loop."""
 
 _TOLD = 2  # nodes named in an error
 
@@ -31,10 +36,25 @@ class Target:
     model: str
     num_nodes: int = 0  # that share the model; 0: unknown
     api_key: str = field(default="", repr=False)
+    sampling: Mapping[str, float] = field(default_factory=lambda: dict(USUAL_SAMPLING))  # where nothing else is wished
 
 
 async def find_target(data_dir: Path, model: str) -> Target:
     """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
+    target = await _target(data_dir, model)
+    return replace(target, sampling=_advised(data_dir, target.model))
+
+
+def _advised(data_dir: Path, model: str) -> Mapping[str, float]:
+    """How to sample from the model; a machine that has nothing of it on its disk cannot know."""
+    try:
+        stored = ModelStore(load_config({"data_dir": data_dir}).values.models_dir).resolve(model)
+    except EdgepipeError:
+        return USUAL_SAMPLING
+    return {**USUAL_SAMPLING, **sampling_advice(stored.path)}
+
+
+async def _target(data_dir: Path, model: str) -> Target:
     try:
         async with connect(data_dir) as admin:
             target = await _own_target(admin, model)
@@ -70,7 +90,7 @@ def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | No
         raise ModelUnknown(
             "several models are served",
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
-            next_step="name one: edgepipe chat --model MODEL",
+            next_step="name one: edgepipe chat MODEL",
         )
     wanted = model.lower()
     return next((e for e in ready if not model or wanted in (e.model.lower(), e.model.rsplit("/")[-1].lower())), None)
@@ -84,7 +104,7 @@ def _only_model(status: pb.ClusterStatus) -> str:
     raise ModelUnknown(
         "no model is served",
         fact=f"on disk: {', '.join(names) or 'none'}",
-        next_step="edgepipe chat --model MODEL" if names else "edgepipe models pull demo, then edgepipe chat",
+        next_step="edgepipe chat MODEL" if names else "edgepipe models pull demo, then edgepipe chat",
     )
 
 

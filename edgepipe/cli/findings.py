@@ -101,8 +101,8 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
             Finding(
                 id="network.interface",
                 level=Level.PROBLEM,
-                what="this machine is on no network that can be used",
-                fact=f"ignored: {', '.join(facts.ignored) or 'nothing'}",
+                what="no usable network connection",
+                fact=f"ignored: {', '.join(facts.ignored)}" if facts.ignored else "",
                 remedy="plug in a cable or switch Wi-Fi on; or name an interface: edgepipe node start --interface NAME",
             )
         ]

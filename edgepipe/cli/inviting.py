@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.output import print_json
+from edgepipe.cli.output import print_json, say
 from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.v1 import trust_pb2 as pb
 
@@ -31,7 +31,7 @@ async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> Non
             if as_json:
                 _print_event(event)
             else:
-                _show(event, start)
+                show(event, start)
             if event.HasField("asks"):
                 commands.put_nowait(pb.InviteCommand(accept=await _accepts(event.asks)))
 
@@ -41,27 +41,29 @@ async def _each(commands: asyncio.Queue[pb.InviteCommand]) -> AsyncIterator[pb.I
         yield await commands.get()
 
 
-def _show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+    """Print what came of an invitation so far."""
     if event.HasField("opened"):
         _show_code(event.opened, long_string=start.long_string)
     elif event.HasField("failed"):
         failed = event.failed
         who = f"{failed.name or 'somebody'} ({failed.address})"
-        print(f"  ✗ {who}: {failed.error.what}", flush=True)
+        say(f"{who}: {failed.error.what}", first="  ✗ ")
         if failed.error.fact:
-            print(f"    {failed.error.fact}", flush=True)
+            say(failed.error.fact, first="    ")
     elif event.HasField("asks"):
         asks = event.asks
         name, key = asks.name, asks.node_id[:_KEY_CHARS]
-        print(f"  ◀ '{name}' ({asks.address}) gave the right code. Its key: {key}", flush=True)
+        say(f"'{name}' ({asks.address}) gave the right code. Its key: {key}", first="  ◀ ")
     elif event.HasField("joined"):
         joined = event.joined
-        role = " as an owner: losing this machine locks nobody out" if joined.role == "owner" else ""
-        print(f"  ✓ '{joined.name}' joined{role}", flush=True)
+        say(f"'{joined.name}' joined", first="  ✓ ")
+        if joined.role == "owner":
+            say("It can also manage the cluster if this machine is lost.", first="    ")
         if joined.wanted_name:
-            print(f"    it calls itself '{joined.wanted_name}', as another machine does", flush=True)
+            say(f"it calls itself '{joined.wanted_name}', as another machine does", first="    ")
         if joined.silent:
-            print("    but it never said so; if it does not show up: edgepipe peers remove", flush=True)
+            say("but it never said so; if it does not show up: edgepipe peers remove", first="    ")
 
 
 def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, no_node
+from edgepipe.cli.output import say
 from edgepipe.daemon.data_dir import DataDir, socket_path
 from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 from edgepipe.safe_text import one_line
@@ -83,9 +84,9 @@ async def find_inviting(listen_s: float) -> tuple[str, int]:
 def show_joined(joined: Joined) -> None:
     """What a person reads afterwards."""
     others = f"{joined.num_peers} other node{'s' * (joined.num_peers != 1)}"
-    print(f"✓ joined '{one_line(joined.cluster_name)}', {others}", flush=True)
+    say(f"joined '{one_line(joined.cluster_name)}', {others}", first="✓ ")
     if joined.wanted_name:
-        print(f"  this machine is '{joined.node_name}' there: another one is called '{joined.wanted_name}'", flush=True)
+        say(f"this machine is '{joined.node_name}' there: another one is called '{joined.wanted_name}'", first="  ")
     print("  next    edgepipe status" if joined.running else "  next    edgepipe node start", flush=True)
 
 
@@ -140,7 +141,7 @@ async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int
 
 
 def _say_waiting(host_name: str) -> None:
-    print(f"  code accepted; waiting for somebody at '{one_line(host_name)}' to let this machine in ...", flush=True)
+    say(f"code accepted; waiting for somebody at '{one_line(host_name)}' to let this machine in ...", first="  ")
 
 
 def _split(host: str) -> tuple[str, int]:

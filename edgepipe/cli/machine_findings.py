@@ -47,7 +47,7 @@ def backend_finding() -> Finding:
         return Finding(
             id="machine.backend",
             level=Level.WARNING,
-            what="this machine can chat and watch, but hold no part of a model",
+            what="this machine can chat and show status, but cannot run a model yet",
             fact="neither torch nor mlx is installed",
             remedy=f"pip install 'edgepipe[{extra}]'",
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -71,8 +73,12 @@ def make_app() -> typer.Typer:
 def _start(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
 ) -> None:
     """One language model over the machines you already own."""
+    if show_version:
+        version.version()
+        raise typer.Exit
     if context.invoked_subcommand is None:
         overview.overview()
 
@@ -82,19 +88,27 @@ def main(args: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
+    _replace_what_cannot_be_shown()
     try:
         status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
         if debug:
             print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)
             sys.exit(1)
-        sys.exit(_show(_innermost(error)))
+        sys.exit(_show(_innermost(error), args))
     sys.exit(status or 0)
 
 
-def _show(error: Exception) -> int:
+def _replace_what_cannot_be_shown() -> None:
+    """On a terminal that is not UTF-8, a character beyond its alphabet becomes a question mark, no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _show(error: Exception, args: Sequence[str]) -> int:
     """Print the error; the exit code that it means."""
-    error = bad_usage(error) or error
+    error = bad_usage(error, args) or error
     if isinstance(error, EdgepipeError):
         print_error(error)
         return error.exit_code

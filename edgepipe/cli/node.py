@@ -9,14 +9,17 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of
+from edgepipe.cli.node_process import start_in_background
+from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of, given_flags
 from edgepipe.cli.output import print_json
 from edgepipe.errors import EdgepipeError, NodeUnreachable
+from edgepipe.telemetry.log import show_held_lines
 
 if TYPE_CHECKING:
     from edgepipe.daemon.node import NodeReady
@@ -34,6 +37,7 @@ def _group() -> None:
 
 @app.command()
 def start(
+    context: typer.Context,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name of this node; the host's unless given.")
     ] = None,
@@ -112,12 +116,14 @@ def start(
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
     ] = None,
+    background: Annotated[
+        bool, typer.Option("--background", help="Return when the node is ready; 'node stop' ends it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
-    """Run this machine's node in the foreground, until ^C."""
+    """Run this machine's node until ^C, or in the background until 'edgepipe node stop'."""
     from edgepipe.config import load_config
-    from edgepipe.daemon.node import run
 
     loaded = load_config(
         {
@@ -145,10 +151,17 @@ def start(
             "log_level": log_level,
         }
     )
+    show = _print_json if as_json else _show_ready
+    if background:
+        config, flags = loaded.values, given_flags(context, without=("background", "as_json", "data_dir"))
+        show(start_in_background(config.data_dir, flags, name=config.name))
+        return
+    from edgepipe.daemon.node import run
+
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
     try:
-        run(loaded.values, on_ready=_tell_json if as_json else _tell)
+        run(loaded.values, on_ready=lambda ready: show(_as_dict(ready)))
     except EdgepipeError as error:
         if as_json:
             print_json({"error": {"code": error.code, "lines": [error.what, error.fact, error.next_step]}})
@@ -239,7 +252,7 @@ def drain(
     from edgepipe.cli.admin import run_async
 
     run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))
-    print("the node takes work again" if undo else "nothing runs here any more: edgepipe node stop")
+    print("the node takes work again" if undo else "safe to switch off now")
 
 
 async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:
@@ -282,31 +295,37 @@ def _wait_until_gone(data_dir: Path) -> None:
         time.sleep(_LOOK_S)
 
 
-def _tell(ready: NodeReady) -> None:
-    print(f"node '{ready.name}' of cluster '{ready.cluster}' is ready at {ready.address}", flush=True)
-    host = ready.http_host if ready.http_host not in ("0.0.0.0", "::") else socket.gethostname()
-    print(f"  API     http://{host}:{ready.http_port}/v1", flush=True)
-    if ready.key_file is not None:
-        where = ", needed on this computer, too" if ready.key_on_loopback else ""
-        print(f"  key     in {ready.key_file}{where}", flush=True)
-    print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       (^C stops the node)", flush=True)
+def _show_ready(ready: Mapping[str, Any]) -> None:
+    """For people: the node of this process, or one in the background, which has a ``pid``."""
+    print(f"node '{ready['name']}' of cluster '{ready['cluster']}' is ready at {ready['address']}")
+    host = ready["http_host"] if ready["http_host"] not in ("0.0.0.0", "::") else socket.gethostname()
+    print(f"  API     http://{host}:{ready['http_port']}/v1")
+    if ready["key_file"]:
+        where = ", needed on this computer, too" if ready["key_on_loopback"] else ""
+        print(f"  key     in {ready['key_file']}{where}")
+    end = "edgepipe node stop ends it" if "pid" in ready else "^C stops the node"
+    print(f"  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       ({end})", flush=True)
+    show_held_lines()
 
 
-def _tell_json(ready: NodeReady) -> None:
-    print_json(
-        {
-            "node_id": ready.node_id,
-            "name": ready.name,
-            "address": ready.address,
-            "http_port": ready.http_port,
-            "http_host": ready.http_host,
-            "key_file": str(ready.key_file or ""),
-            "key_on_loopback": ready.key_on_loopback,
-            "socket": str(ready.socket),
-            "cluster": ready.cluster,
-        }
-    )
+def _print_json(ready: Mapping[str, Any]) -> None:
+    print_json(ready)
     sys.stdout.flush()
+    show_held_lines()
+
+
+def _as_dict(ready: NodeReady) -> dict[str, Any]:
+    return {
+        "node_id": ready.node_id,
+        "name": ready.name,
+        "address": ready.address,
+        "http_port": ready.http_port,
+        "http_host": ready.http_host,
+        "key_file": str(ready.key_file or ""),
+        "key_on_loopback": ready.key_on_loopback,
+        "socket": str(ready.socket),
+        "cluster": ready.cluster,
+    }
 
 
 def _end_with_stdin() -> None:

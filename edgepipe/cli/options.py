@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -50,6 +51,21 @@ def models_dir_of(data_dir: Path | None, models_dir: Path | None) -> Path:
     from edgepipe.config import load_config
 
     return load_config({"data_dir": data_dir, "models_dir": models_dir}).values.models_dir
+
+
+def given_flags(context: typer.Context, *, without: Sequence[str] = ()) -> list[str]:
+    """The options that were typed, as they may be typed again; those of the parameters in ``without`` left out."""
+    flags: list[str] = []
+    for option in context.command.params:
+        value: Any = context.params.get(option.name or "")
+        if option.name in without or value is None or value == option.default:
+            continue
+        if isinstance(value, bool):
+            flags.append(option.opts[0] if value else option.secondary_opts[0])
+        else:
+            values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else (value,))
+            flags += [part for one in values for part in (option.opts[0], str(one))]
+    return flags
 
 
 def complete_model(incomplete: str) -> list[str]:

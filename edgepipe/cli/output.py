@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_PIPE_COLUMNS = 1 << 14  # longer than any line
 _MARKS = ("error: ", "       ", "   try: ")
 
 
@@ -43,6 +44,11 @@ def print_bug(error: BaseException) -> None:
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """One JSON document on stdout."""
     print(json_text(value))
+
+
+def say(text: str, *, first: str = "") -> None:
+    """A sentence on stdout behind ``first``, broken between words where the terminal ends."""
+    print(wrapped(text, first=first, width=columns(sys.stdout)), flush=True)
 
 
 def columns(stream: TextIO) -> int:
@@ -83,19 +89,29 @@ def _plain(value: Any) -> Any:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A rich console that lets numbers be numbers and text be text: a name in brackets is no markup, and no link."""
-    from rich.console import Console
+    """A rich console that lets numbers be numbers and text be text: a name in brackets is no markup, and no link.
 
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    Lines that go to a pipe or a file are not broken: paths and commands in them stay whole.
+    """
+    from rich.console import Console
+    from rich.theme import Theme
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else shutil.get_terminal_size((_PIPE_COLUMNS, 24)).columns
+    theme = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
+    return Console(stderr=stderr, width=width, highlight=False, emoji=False, markup=False, theme=theme)
 
 
 def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines; the columns in ``right`` hold numbers."""
+    """A table without lines; the columns in ``right`` hold numbers. In a narrow terminal others break, none is cut."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        if column in right:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
     return table
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe import __version__
+from edgepipe.cli.output import say
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def overview() -> None:
     home = "" if status is not None else _home(config.data_dir)
     facts = _node_facts(status, home) + _model_facts(config.models_dir)
     for label, text in facts:
-        print(f"  {label:<8}{one_line(text)}")
+        say(one_line(text), first=f"  {label:<8}")
     print("\nnext")
     for command, why in _next_steps(status, home):
         print(f"  {command:<28}{why}")

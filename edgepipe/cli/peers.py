@@ -11,6 +11,7 @@ import typer
 from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import as_dict, make_console, make_table, print_json
 from edgepipe.safe_text import one_line
+from edgepipe.telemetry.audit import AuditEntry, AuditKind
 
 if TYPE_CHECKING:
     from edgepipe.telemetry.audit import AuditEntry
@@ -100,17 +101,8 @@ def log(
     console = make_console()
     for entry in entries:  # lines, not a table: nothing of a log is cut off in a narrow window
         when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
-        console.print(one_line(f"{when}  {_told(entry)}"), soft_wrap=True)
-
-
-def _told(entry: AuditEntry) -> str:
-    from edgepipe.telemetry.audit import AuditKind
-
-    times = f" ({entry.times} times)" if entry.times > 1 else ""
-    if entry.kind == AuditKind.HANDSHAKE_REFUSED:
-        verb = "was" if entry.detail.startswith("1 ") else "were"
-        return f"{entry.detail} from an unknown machine {verb} refused{times}"
-    return f"{entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
+        times = f" ({entry.times} times)" if entry.times > 1 else ""
+        console.print(one_line(f"{when}  {_event(entry, times)}"), soft_wrap=True)
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:
@@ -135,6 +127,13 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
     console.print(table)
     if not any(peer.self for peer in found.peers):
         console.print("this machine was removed from it; to join again: edgepipe node join CODE")
+
+
+def _event(entry: AuditEntry, times: str) -> str:
+    if entry.kind == AuditKind.HANDSHAKE_REFUSED:
+        one = entry.detail == "1 connection"
+        return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused{times}"
+    return f"{entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
 
 
 def _short(who: str) -> str:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.answer_view import make_view
-from edgepipe.cli.conversation import ChatSettings, print_footer, stream_answer
+from edgepipe.cli.conversation import ChatSettings, Incoming, print_footer, stream_answer
 from edgepipe.cli.dialogue import Dialogue
 from edgepipe.cli.find import find_target
 from edgepipe.cli.output import make_console, print_error
 from edgepipe.cli.slash import Talk, complete, run_command
 from edgepipe.cli.sse import ChatClient
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, PromptTooLong
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
@@ -50,29 +50,51 @@ async def converse(settings: ChatSettings) -> None:
 
 
 async def _answer(talk: Talk, settings: ChatSettings) -> None:
-    """Stream one answer and keep what came of it; an unanswered question is forgotten."""
-    shown: list[str] = []
+    """Answer the last question, in a full context without the oldest ones if that is wanted. Raises PromptTooLong."""
+    dialogue, dropped = talk.dialogue, int(talk.dialogue.full and talk.dialogue.drop_oldest())
+    try:
+        while True:
+            try:
+                return await _stream(talk, settings)
+            except PromptTooLong as error:
+                if not dialogue.drop_oldest():
+                    raise _full_context(error) if dialogue.has_earlier_turns else error from None
+                dropped += 1
+    finally:
+        if dropped:
+            what = (
+                "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions and answers"
+            )
+            make_console(stderr=True).print(f"the context is full: left out {what}", style="dim")
+        dialogue.forget_unanswered()
+
+
+def _full_context(error: PromptTooLong) -> PromptTooLong:
+    return PromptTooLong(
+        "the conversation no longer fits into the model's context",
+        fact=error.fact,
+        next_step="/clear begins a new one; /set history drop leaves the oldest questions out",
+    )
+
+
+async def _stream(talk: Talk, settings: ChatSettings) -> None:
+    """Stream one answer and keep what came of it."""
     dialogue = talk.dialogue
+    wishes = dialogue.wishes(talk.target.sampling)
     view = make_view(markdown=settings.markdown)
-
-    def show(text: str) -> None:
-        shown.append(text)
-        view.show(text)
-
+    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=wishes.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
-        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, dialogue.wishes(), show))
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))
         try:
             with view, _interrupts(work):
-                answer = await work
-            dialogue.answers.append(answer)
-            print_footer(answer)
+                print_footer(await work)
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
             make_console(stderr=True).print("stopped", style="dim")
         finally:
-            dialogue.answered("".join(shown))
+            dialogue.answered(incoming.answer())
 
 
 @contextmanager

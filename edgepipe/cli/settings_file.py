@@ -8,7 +8,7 @@ from pathlib import Path
 from edgepipe.errors import ConfigInvalid
 
 
-def write_settings(path: Path, changes: Mapping[str, str | int | bool]) -> None:
+def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | list[str]]) -> None:
     """Set top-level keys. Raises ConfigInvalid if the file cannot be read as TOML or not written."""
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
@@ -22,6 +22,7 @@ def write_settings(path: Path, changes: Mapping[str, str | int | bool]) -> None:
             return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(path.name + ".part")
+        part.touch(mode=0o600)  # it may hold a key
         part.write_text(tomlkit.dumps(document), encoding="utf-8")
         part.replace(path)
     except (OSError, TOMLKitError) as exc:

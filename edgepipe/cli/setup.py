@@ -37,7 +37,7 @@ def setup(
     from edgepipe.cli.wizard.asking import Defaults, Terminal
     from edgepipe.cli.wizard.run import run_setup
     from edgepipe.cli.wizard.state import Given, Setup
-    from edgepipe.config import default_config_file, load_config
+    from edgepipe.config import config_file, load_config
     from edgepipe.errors import ConfigInvalid
 
     if cluster and join:
@@ -58,6 +58,6 @@ def setup(
             asking=Defaults() if yes else Terminal(),
             given=given,
             config=loaded.values,
-            settings_file=default_config_file(),
+            settings_file=config_file(),
         )
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DEVICES = "4x rtx4090"  # where none are named
 _STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
+_DRAWING_COLUMNS = 200  # of a schedule, however wide the terminal or endless the pipe is
 _KEYS = ("devices", "layout", "slices", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
@@ -124,7 +125,7 @@ def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | N
         print_json(schedules_as_json(runs, wanted))
         return
     console = make_console()
-    for part in render_schedules(runs, wanted, width=console.width):
+    for part in render_schedules(runs, wanted, width=min(console.width, _DRAWING_COLUMNS)):
         console.print(part)
 
 

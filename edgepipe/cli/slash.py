@@ -102,11 +102,13 @@ async def _set(talk: Talk, argument: str) -> None:
     if name:
         talk.dialogue.set(name, value.strip())
     given = {key: value for key, value in talk.dialogue.options.items() if value is not None}
-    _say("\n".join(f"{key} {value}" for key, value in given.items()) or "all as the model has it")
+    advised = {key: value for key, value in talk.target.sampling.items() if key not in given}
+    lines = [f"{key} {value}" for key, value in given.items()] + [f"history {talk.dialogue.history}"]
+    _say("\n".join([*lines, *(f"{key} {value} (default)" for key, value in advised.items())]))
 
 
 async def _clear(talk: Talk, argument: str) -> None:
-    talk.dialogue.turns.clear()
+    talk.dialogue.clear()
     _say("forgotten")
 
 
@@ -190,9 +192,9 @@ COMMANDS: Mapping[str, Command] = {
         Command(
             name="/set",
             argument="[NAME [VALUE]]",
-            help="temperature, max_tokens, seed, ...",
+            help="temperature, max_tokens, seed, history, ...",
             run=_set,
-            values=lambda talk: tuple(OPTIONS),
+            values=lambda talk: (*OPTIONS, "history"),
         ),
         Command(name="/clear", argument="", help="forget the conversation", run=_clear),
         Command(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),

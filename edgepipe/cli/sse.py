@@ -28,7 +28,7 @@ class Piece:
 
     text: str = ""
     finish_reason: str | None = None
-    completion_tokens: int | None = None  # in the last event
+    completion_tokens: int | None = None  # so far
     prompt_tokens: int | None = None
     note: str = ""  # a comment: what the gateway tells beside the answer
 
@@ -62,7 +62,8 @@ class ChatClient:
         self, messages: Sequence[Mapping[str, str]], *, model: str, options: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
         """The answer as it comes. Leaving the iterator stops the work. Raises the gateway's error as its own class."""
-        body = {"model": model, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        usage = {"include_usage": True, "continuous_usage_stats": True}  # an answer that is stopped has figures, too
+        body = {"model": model, "messages": list(messages), "stream": True, "stream_options": usage}
         body |= {name: value for name, value in options.items() if value is not None}
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:

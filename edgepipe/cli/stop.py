@@ -11,19 +11,30 @@ from edgepipe.errors import ConfigInvalid
 
 
 def stop(
-    model: Annotated[str, typer.Argument(help="The model to stop serving.", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Argument(help="The model to stop serving; needed where several are served.", show_default=False)
+    ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Stop every model.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Stop serving a model."""
+    """Stop serving a model: the one that is served, unless there are several."""
     from edgepipe.cli.admin import connect, run_async
 
-    if bool(model) == everything:
-        raise ConfigInvalid("name one model, or say --all", next_step="edgepipe stop MODEL    (see 'edgepipe ps')")
+    if model and everything:
+        raise ConfigInvalid("a name and --all contradict each other", next_step="edgepipe stop MODEL")
 
     async def work() -> list[str]:
         async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.stop_model(model)
+            served = sorted({engine.model for engine in (await admin.status()).engines})
+            if len(served) > 1 and not (model or everything):
+                raise ConfigInvalid(
+                    f"{len(served)} models are served",
+                    fact=", ".join(served),
+                    next_step="name one: edgepipe stop MODEL    (or: edgepipe stop --all)",
+                )
+            if not (served or model):
+                return []
+            return await admin.stop_model("" if everything else model or served[0])
 
     stopped = run_async(work())
     print(f"stopped {', '.join(stopped)}" if stopped else "nothing was served")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from edgepipe.errors import UserError
 
+_VERBS_ELSEWHERE = {
+    "run": "edgepipe chat",
+    "pull": "edgepipe models pull",
+    "list": "edgepipe models list",
+    "ls": "edgepipe models list",
+    "rm": "edgepipe models rm",
+    "start": "edgepipe node start",
+    "join": "edgepipe node join",
+    "invite": "edgepipe node invite",
+}
+"""What other programs call a verb, and how it is called here."""
 
-def bad_usage(error: Exception) -> UserError | None:
+
+def bad_usage(error: Exception, args: Sequence[str]) -> UserError | None:
     """What typer says of a wrong verb, flag or value, as an error of ours; None for any other error.
 
     Typer has moved these classes from one module to another, so they are known by what they offer.
@@ -19,6 +33,9 @@ def bad_usage(error: Exception) -> UserError | None:
     context: Any = getattr(error, "ctx", None)
     path = "edgepipe" if context is None else context.command_path
     fact = "" if context is None else _possible(context)
+    if args and args[0] in _VERBS_ELSEWHERE:  # at the top there is no such verb, so that is what is wrong
+        rest = shlex.join(args[1:])
+        return UserError(f"there is no verb '{args[0]}'", next_step=f"{_VERBS_ELSEWHERE[args[0]]} {rest}".rstrip())
     return UserError(what[:1].lower() + what[1:], fact=fact, next_step=f"{path} --help")
 
 

@@ -328,12 +328,12 @@ class JoinerPairing(_Machine):
 
 
 _MOST_WAITING_S = 120
-_ATTACK = "if nobody mistyped, somebody between the two machines may be interfering"
+_ATTACK = "if you are sure that it was right, someone may be tampering"
 
 
 def wrong_code() -> PairingRejected:
     """What both sides say: a wrong code and a machine in the middle look alike."""
-    return PairingRejected("the code is not right", fact=_ATTACK, next_step="type the code as it is shown")
+    return PairingRejected("wrong code", fact=_ATTACK, next_step="type the code as it is shown")
 
 
 def refusal(error: EdgepipeError) -> bytes:

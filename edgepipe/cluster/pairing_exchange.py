@@ -199,7 +199,7 @@ class PairingWindow:
     def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
         wrong_code = pairing.guessed and isinstance(error, PairingRejected)
         told = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
-        error.fact = "; ".join(filter(None, (error.fact, told)))
+        error.fact = "; ".join(filter(None, (told, error.fact)))
         self._on_attempt(self._attempt(pairing, address, error=error))
         if self.tries.used_up:
             self._over.set()

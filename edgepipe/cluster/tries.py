@@ -75,7 +75,7 @@ class Tries:
         if wrong_code and self._guessable:
             self.left -= 1
             here = min(self.left, max(0, ADDRESS_TRIES - record.wrong))
-            told.append(f"tries left: {self.left}, of {address}: {here}")
+            told.append(f"{self.left} {'try' if self.left == 1 else 'tries'} left, {here} of them for {address}")
         if record.failures >= FREE_FAILURES:
             pause_s = min(_PAUSE_S * 2.0 ** (record.failures - FREE_FAILURES), _MAX_PAUSE_S)
             record.paused_until_s = now_s + pause_s

@@ -45,6 +45,7 @@ class StepNews:
     logprobs: Mapping[SequenceId, TokenLogprobs]  # of the tokens sampled, where asked for
     prompts: Sequence[tuple[SequenceId, PromptLogprobs]]
     failures: Mapping[SequenceId, EdgepipeError]  # sequences for which no token could be chosen
+    reads: Sequence[tuple[SequenceId, int]] = ()  # tokens computed so far, of prompts that go on in another step
 
 
 class Pump:
@@ -212,6 +213,7 @@ class Pump:
             logprobs={sampled[index]: logprobs for index, logprobs in done.logprobs},
             prompts=done.prompt_logprobs,
             failures=failed,
+            reads=_reads(step),
         )
         self._on_news(news)
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
@@ -298,6 +300,14 @@ class Pump:
             stage=site.label,
         )
         self.fail(error)
+
+
+def _reads(step: ScheduledStep) -> list[tuple[SequenceId, int]]:
+    """The rows that sample nothing, with the tokens that their sequences have then."""
+    if all(step.samples):
+        return []
+    rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
+    return [(sequence, position + count) for sequence, position, count, samples in rows if not samples]
 
 
 def _unknown(sequence: SequenceId, tokens: Sequence[int]) -> Registration:

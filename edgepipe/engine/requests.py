@@ -10,7 +10,14 @@ from sys import getsizeof
 from edgepipe.ids import NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.sampling import LogprobLog, PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.sampling.logprobs import logprob_bytes
-from edgepipe.wire.requests import Ending, Submission, ending_to_wire, prompt_scores_to_wire, tokens_to_wire
+from edgepipe.wire.requests import (
+    Ending,
+    Submission,
+    ending_to_wire,
+    prompt_read_to_wire,
+    prompt_scores_to_wire,
+    tokens_to_wire,
+)
 from edgepipe.wire.sizes import ENDING_BYTES, HEAD_BYTES, ID_BYTES, PACKED_BYTES, logprobs_bytes
 from edgepipe.wire.v1 import engine_pb2
 
@@ -61,6 +68,7 @@ class Choice:
     logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the log's last tokens: all that were sampled here
     prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
     prompt_sent: int = 0  # of those, over the stream in use
+    prompt_read: int = 0  # tokens of the prompt that are computed, if that takes several steps; 0: all of it was told
     crashes: int = 0  # steps with it that could not be computed
 
     @property
@@ -210,7 +218,7 @@ class GatewayStream:
                 break
             del self._news[choice]  # told, or its gateway has resumed it over another stream
         event = packing.event
-        return event if event.tokens or event.ended or event.prompt_scores else None
+        return event if event.tokens or event.ended or event.prompt_scores or event.prompt_reads else None
 
 
 class _Packing:
@@ -222,7 +230,20 @@ class _Packing:
 
     def add(self, choice: Choice) -> bool:
         """Add a choice's news in their order: prompt, tokens, ending. False once there is no room for all of them."""
-        return self._add_prompt(choice) and self._add_tokens(choice) and self._add_ending(choice)
+        return (
+            self._add_read(choice)
+            and self._add_prompt(choice)
+            and self._add_tokens(choice)
+            and self._add_ending(choice)
+        )
+
+    def _add_read(self, choice: Choice) -> bool:
+        if choice.prompt_read and not choice.log:
+            if not self._take_room(1, ID_BYTES):
+                return False
+            self.event.prompt_reads.append(prompt_read_to_wire(*_name(choice), num_tokens=choice.prompt_read))
+        choice.prompt_read = 0
+        return True
 
     def _add_prompt(self, choice: Choice) -> bool:
         start, known = choice.prompt_sent, len(choice.prompt_logprobs)

@@ -177,6 +177,11 @@ class RequestTable:
             if (choice := self._choices.get(sequence)) is not None:
                 choice.add_prompt_logprobs(part)
                 self._mark(choice)
+        for sequence, num_tokens in news.reads:
+            choice = self._choices.get(sequence)
+            if choice is not None and not (choice.index or choice.log):  # choices share their prompt
+                choice.prompt_read = num_tokens
+                self._mark(choice)
         for sequence, error in news.failures.items():
             if (choice := self._choices.get(sequence)) is not None:
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))

@@ -68,6 +68,7 @@ class Counts:
 
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
+    read_prompt_tokens: int = 0  # of prompts that take several steps, while they are computed
     prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])  # by prompt
 
 
@@ -97,6 +98,7 @@ async def run_completion(
         while running:
             await changed.wait()
             changed.clear()
+            counts.read_prompt_tokens = sum(each.num_read for each in generations)
             for track in running:
                 if (delta := _advance(track, counts, meter)) is not None:
                     yield _without_output(delta, counts) if completion.only_scores else delta

@@ -16,7 +16,7 @@ from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
-from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
+from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
@@ -46,6 +46,12 @@ class Order:
     meter: RequestMeter
     texts: tuple[str, ...] = ()  # of the prompts, where the answer repeats them
     counts: Counts = field(default_factory=Counts)
+
+    def news(self) -> News:
+        """What its client may be told beside the answer."""
+        read, total = self.counts.read_prompt_tokens, self.completion.num_prompt_tokens
+        reading = f"{read / total:.0%}".replace("%", " %") if read and not self.counts.completion_tokens else ""
+        return replace(self.entry.news, reading=reading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

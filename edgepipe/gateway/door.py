@@ -52,7 +52,7 @@ class Door:
                 on_error=lambda error: shape.error(from_error(error)),
                 place=order.ticket,
                 timeouts=self.timeouts,
-                news=lambda: order.entry.news,
+                news=order.news,
                 media_type=shape.media_type,
             )
         with order.ticket:

@@ -33,6 +33,16 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRead:
+    """How many of the prompt's tokens have been computed; what comes late or never costs nothing."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceEnded:
     """The one ending of a choice."""
 
@@ -44,7 +54,7 @@ class ChoiceEnded:
     error: EdgepipeError | None = None
 
 
-EngineReport = TokensArrived | PromptScored | ChoiceEnded
+EngineReport = TokensArrived | PromptScored | PromptRead | ChoiceEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
-from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, TokensArrived
+from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptRead, PromptScored, TokensArrived
 from edgepipe.gateway.log import RequestLog
 from edgepipe.wire.requests import Submission
 
@@ -32,6 +32,7 @@ class Generation:
             max_tokens=request.max_tokens,
             with_logprobs=request.sampling.logprobs,
         )
+        self.num_read = 0  # tokens of the prompt that are computed, as far as the engine told
         self.failure: EdgepipeError | None = None
         self.cancelled: dict[int, int] = {}  # choice -> number of tokens wanted; a resumed engine is told again
         self._changed = changed
@@ -45,7 +46,9 @@ class Generation:
         """
         if event.attempt != self.request.attempt:
             return
-        if isinstance(event, ChoiceEnded):
+        if isinstance(event, PromptRead):
+            self.num_read = min(event.num_tokens, len(self.request.prompt))
+        elif isinstance(event, ChoiceEnded):
             self._end(event)
         elif event.choice not in self._endings:
             try:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptScored, ServedModel, TokensArrived
+from edgepipe.gateway.engine_types import (
+    ChoiceEnded,
+    EngineReport,
+    PromptRead,
+    PromptScored,
+    ServedModel,
+    TokensArrived,
+)
 from edgepipe.ids import PipelineId, RequestId
 from edgepipe.wire.common import epoch_from_wire, error_from_wire
 from edgepipe.wire.sampling import logprobs_from_wire
@@ -13,6 +20,13 @@ from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     """What an engine reports of requests, in order. Raises RemoteProtocolError."""
+    for read in event.prompt_reads:
+        yield PromptRead(
+            request_id=RequestId(read.request_id),
+            attempt=read.attempt,
+            choice=read.choice,
+            num_tokens=read.num_tokens,
+        )
     for scores in event.prompt_scores:
         yield PromptScored(
             request_id=RequestId(scores.request_id),

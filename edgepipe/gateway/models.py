@@ -86,6 +86,7 @@ class News:
 
     recovering: bool = False
     text: str = ""  # ``macbook asleep since 21:14; continuing on 2 machines``
+    reading: str = ""  # ``60 %`` of a prompt that takes long; empty when it is read
 
 
 class ModelEntry:

@@ -115,7 +115,7 @@ class EventStream(Response):
 
     async def _beat(self, send: Send) -> None:
         """Comments, where nothing else was sent for a while."""
-        sent, silent_s, recovering = self._sent, 0.0, False
+        sent, silent_s, recovering, reading = self._sent, 0.0, False, ""
         every_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s)
         while self._heartbeat:
             await asyncio.sleep(every_s)
@@ -125,9 +125,11 @@ class EventStream(Response):
                 comment = _comment(f"recovering: {news.text}" if news.text else "recovering")
             elif recovering and news.text:
                 comment = _comment(news.text)
+            elif news.reading != reading and news.reading:
+                comment = _comment(f"reading {news.reading}")
             elif silent_s >= self._timeouts.heartbeat_s:
                 comment = self._heartbeat
-            recovering, silent_s = news.recovering, 0.0 if comment else silent_s
+            recovering, reading, silent_s = news.recovering, news.reading, 0.0 if comment else silent_s
             try:
                 await self._send(send, comment)
             except _Stalled:

@@ -10,6 +10,7 @@ from typing import Any
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
+from edgepipe.model.generation import GENERATION_FILE
 from edgepipe.model.rope_config import extended_context, gguf_rope, hf_rope
 from edgepipe.model.strict_json import read_json_object
 
@@ -66,7 +67,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelInvalid(f"'{folder.name}' is no model folder", fact="it has no config.json")
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_FILE
     return hf_config(read_json_object(path), read_json_object(generation) if generation.is_file() else None)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.generation import GENERATION_FILE
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.manifest import (
     CARD_FILE,
@@ -35,7 +36,7 @@ from edgepipe.units import format_bytes
 HASH_CHUNK_BYTES = 4 << 20
 METADATA_NAMES = (
     "config.json",
-    "generation_config.json",
+    GENERATION_FILE,
     TOKENIZER_FILE,
     "tokenizer_config.json",
     "chat_template.jinja",

@@ -72,7 +72,7 @@ class Puller:
         return PullResult(model_id=model_id, path=target, files=job.files, dry_run=dry_run)
 
     def _run(self, job: _Job, target: Path, on_progress: OnProgress) -> None:
-        staging = target.with_name(f".pulling-{target.name}")
+        staging = staging_folder(target)
         with _exclusive(staging, job.model_id):
             if target.exists():
                 return  # another process was faster
@@ -134,6 +134,11 @@ class Puller:
     def _check_room(self, job: _Job, staging: Path) -> None:
         needed = sum(file.num_bytes for file in job.files) - folder_size(staging)
         check_room(job.model_id, self._root, needed)
+
+
+def staging_folder(target: Path) -> Path:
+    """Where a model is gathered until all of it is there; an interrupted pull leaves what came."""
+    return target.with_name(f".pulling-{target.name}")
 
 
 def folder_size(folder: Path) -> int:

@@ -25,7 +25,7 @@ from edgepipe.model.install import described_manifest
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.progress import OnProgress
-from edgepipe.model.pull import Puller, PullResult, folder_size
+from edgepipe.model.pull import Puller, PullResult, folder_size, staging_folder
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
 from edgepipe.model.tokenizer import Tokenizer
@@ -168,6 +168,10 @@ class ModelStore:
         """
         puller = Puller(self.root)
         return puller.pull(source, on_progress, dry_run=dry_run)
+
+    def interrupted_bytes(self, model_id: str) -> int:
+        """What an interrupted pull of the model left for the next one."""
+        return folder_size(staging_folder(self.root / folder_name(model_id)))
 
     def list(self) -> list[StoredModel]:
         """All models, whole ones first, by id; of one id, those that are here on other nodes' word only come last."""

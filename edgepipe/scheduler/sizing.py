@@ -417,4 +417,5 @@ def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.1f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TextIO
 
 from edgepipe.safe_text import one_line
 
@@ -17,6 +18,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 _CONTINUED = "  | "
 _FILE_BYTES = 4 << 20  # a quiet node writes some KB a day
 _FILE_COUNT = 3
+_MOST_HELD = 1000  # lines of a daemon that starts
 
 
 class LineFormatter(logging.Formatter):
@@ -43,7 +45,8 @@ def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMA
 
     ``layout``: of a line, in logging's words; children leave out the time, which their daemon adds.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    on_terminal = file is not None and sys.stdout.isatty() and sys.stderr.isatty()
+    handlers: list[logging.Handler] = [_HeldHandler() if on_terminal else logging.StreamHandler(sys.stderr)]
     if file is not None:
         handlers.append(RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILE_COUNT, encoding="utf-8"))
     for handler in handlers:
@@ -52,6 +55,37 @@ def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMA
     logging.raiseExceptions = False  # a line that a full disk refuses is lost, it need not be a traceback
     for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "zeroconf", "huggingface_hub", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _HeldHandler(logging.StreamHandler[TextIO]):
+    """Holds a daemon's lines below WARNING back while it starts: a person reads first that it is ready, and where.
+
+    The log file has them all. Bounded by what a start logs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._held: deque[logging.LogRecord] | None = deque(maxlen=_MOST_HELD)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or hold the record."""
+        if self._held is None or record.levelno >= logging.WARNING:
+            super().emit(record)
+        else:
+            self._held.append(record)
+
+    def show_held(self) -> None:
+        """Write what was held, and from now on everything at once."""
+        held, self._held = self._held or (), None
+        for record in held:
+            super().emit(record)
+
+
+def show_held_lines() -> None:
+    """Let a terminal have the lines that were held back until its person knew that the daemon is ready."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _HeldHandler):
+            handler.show_held()
 
 
 _MAX_KEY_CHARS = 400  # a peer may have a part in it

@@ -155,6 +155,11 @@ def prompt_scores_to_wire(
     )
 
 
+def prompt_read_to_wire(request_id: RequestId, attempt: int, choice: int, *, num_tokens: int) -> engine_pb2.PromptRead:
+    """How many of the prompt's tokens have been computed."""
+    return engine_pb2.PromptRead(request_id=request_id, attempt=attempt, choice=choice, num_tokens=num_tokens)
+
+
 def ending_to_wire(request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> engine_pb2.Ended:
     """The one ending of a choice."""
     return engine_pb2.Ended(

@@ -108,6 +108,7 @@ class Answer:
     ended: engine_pb2.Ended | None = None
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list[int])  # how far the prompt was, as told
 
     @property
     def error(self) -> EdgepipeError | None:
@@ -205,6 +206,10 @@ class FakeGateway:
                 answer.ids[tokens.position :] = tokens.ids
                 assert len(answer.ids) == tokens.position + len(tokens.ids), "a token was left out"
                 answer.logprobs[tokens.position :] = tokens.logprobs
+            for read in event.prompt_reads:
+                answer = self.answer(read.request_id, choice=read.choice, attempt=read.attempt)
+                assert not answer.ids, "the prompt is read before the answer begins"
+                answer.reads.append(read.num_tokens)
             for part in event.prompt_scores:
                 answer = self.answer(part.request_id, choice=part.choice, attempt=part.attempt)
                 answer.prompt_logprobs[part.position - 1 :] = part.tokens

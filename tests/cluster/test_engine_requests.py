@@ -42,6 +42,19 @@ async def test_cancel_ends_a_choice_and_frees_its_blocks() -> None:
         assert (await gateway.ended("b")).ids == oracle_tokens(PROMPT, 12)
 
 
+async def test_a_prompt_of_several_steps_tells_how_far_it_is() -> None:
+    long = PROMPT * 60
+    async with engine_lab(**SLOW) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", long, 3), submission("b", PROMPT[:1], 3))
+        answer = await gateway.ended("a")
+        short = await gateway.ended("b")
+    assert answer.reads
+    assert answer.reads == sorted(set(answer.reads))
+    assert answer.reads[-1] < len(long)
+    assert short.reads == []
+
+
 async def test_cancel_at_a_position_to_come_lets_it_run_until_there() -> None:
     async with engine_lab() as lab:
         gateway = await lab.gateway()

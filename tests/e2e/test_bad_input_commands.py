@@ -18,7 +18,8 @@ USAGE = {
     "node": ("missing command", "start, ", "edgepipe node --help"),
     "status --nope": ("--nope", "edgepipe status --help"),
     "serve": ("missing argument", "edgepipe serve --help"),
-    "chat --model": ("--model",),
+    "chat --seed": ("--seed",),
+    "pull tiny": ("there is no verb 'pull'", "edgepipe models pull tiny"),
     "chat --temperature -1 -p x": ("--temperature",),
     "chat --max-tokens 0 -p x": ("--max-tokens",),
     "serve x --nodes -1": ("--nodes",),
@@ -38,9 +39,9 @@ SETTINGS = {
     "node start --interface eth99": ("eth99", "lo 127.0.0.1"),
     "node start --backend nosuch": ("there is no backend 'nosuch'", "emulated"),
     "demo --backends torch,mlx,torch": ("3 backends for 2 nodes",),
-    "stop": ("--all",),
+    "stop x --all": ("--all",),
 }
-NO_NODE = ["status", "serve x", "ps", "stop x", "stop --all", "logs", "node stop"]
+NO_NODE = ["status", "serve x", "ps", "stop", "stop x", "stop --all", "logs", "node stop"]
 HELP = [
     "",
     "demo",
@@ -107,7 +108,7 @@ def test_an_unknown_model_is_exit_7(command: str, here: Callable[[str], Done]) -
     ("variable", "value", "words"),
     [
         ("EDGEPIPE_PORT", "abc", ("port cannot be 'abc'", "env EDGEPIPE_PORT", "from 0 to")),
-        ("EDGEPIPE_PROT", "1", ("'prot' is no setting", "did you mean 'port'?")),
+        ("EDGEPIPE_PROT", "1", ("unknown setting 'prot'", "did you mean 'port'?")),
         ("EDGEPIPE_CONFIG", "/no/such/file.toml", ("/no/such/file.toml", "does not exist")),
     ],
 )
@@ -127,7 +128,7 @@ def test_a_bad_variable_is_named(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 7117", ("'prot' is no setting", "config.toml", "did you mean 'port'?")),
+        ("prot = 7117", ("unknown setting 'prot'", "config.toml", "did you mean 'port'?")),
         ("port = 'x'", ("port cannot be 'x'", "'port' in file", "config.toml")),
         ("port = = 7117", ("config.toml cannot be read", "line 1")),
     ],
@@ -150,7 +151,7 @@ def test_a_data_directory_that_cannot_be_written_is_exit_2(folder: str, here: Ca
 def test_errors_are_the_same_in_a_process_of_its_own(shell: Shell) -> None:
     error_of(shell.run("chat", "--temperature", "9", "-p", "x"), 2, "--temperature")
     error_of(shell.run("chat"), 2, "the prompt is empty", lines=(2,))
-    done = shell.run("chat", "-p", "x", "--model", "nothing")
+    done = shell.run("chat", "-p", "x", "nothing")
     alone = done.returncode == 4  # else some other node announces itself on this network
     words = ("mDNS", "edgepipe node start") if alone else ("found '",)
     error_of(done, 4 if alone else 3, str(shell.data_dir), *words)

@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node
 def test_a_killed_process_is_replaced_and_the_answer_goes_on(kind: str, home: tuple[Shell, Node]) -> None:
     shell, node = home
     assert shell.run("serve", "tiny").returncode == 0
-    asked = ("chat", "-p", "hi", "--max-tokens", "40")
+    asked = ("chat", "-p", "hi", "--max-tokens", "40", "--temperature", "0")
     undisturbed = shell.run(*asked).stdout
     chat = shell.start(*asked)
     assert chat.stdout is not None

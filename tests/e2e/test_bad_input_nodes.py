@@ -53,7 +53,7 @@ def test_a_plan_that_is_no_plan_is_exit_2(plan: str, home: tuple[Shell, Node]) -
 def test_models_and_nodes_that_are_not_there(home: tuple[Shell, Node]) -> None:
     shell, _ = home
     error_of(shell.run("serve", "nothing"), 7, "no model 'nothing' is in the cluster", "on its nodes: tiny")
-    error_of(shell.run("chat", "--model", "nothing", "-p", "x"), 7, "on its nodes: tiny")
+    error_of(shell.run("chat", "nothing", "-p", "x"), 7, "on its nodes: tiny")
     error_of(shell.run("stop", "tiny"), 7, "'tiny' is not served")
     error_of(shell.run("serve", "tiny", "--nodes", "99"), 2, "99 nodes cannot share 6 layers", lines=(2, 3))
     error_of(shell.run("serve", "tiny", "--context", "257"), 2, "--context 257 is more", "takes 256 tokens")

@@ -204,10 +204,10 @@ def test_status_and_ps_show_nodes_stages_and_memory(demo: Demo) -> None:
 
 
 def test_chat_prints_the_answer_and_its_figures(demo: Demo) -> None:
-    done = demo.run("chat", "--prompt", "hello", "--max-tokens", "6")
+    done = demo.run("chat", "--prompt", "hello", "--max-tokens", "6", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d+ tok · .*first word [\d.]+ s · 2 nodes", done.stderr)
-    piped = demo.run("chat", "--max-tokens", "6", stdin="hello\n")
+    piped = demo.run("chat", "--max-tokens", "6", "--temperature", "0", stdin="hello\n")
     assert piped.stdout == done.stdout
     answer = json.loads(demo.run("chat", "--prompt", "hello", "--max-tokens", "6", "--json").stdout)
     assert answer["nodes"] == 2
@@ -235,7 +235,7 @@ def test_a_prompt_longer_than_the_context_is_exit_2(demo: Demo) -> None:
 
 
 def test_an_unknown_model_is_exit_7(demo: Demo) -> None:
-    three_lines(demo.run("chat", "--model", "nothing", "--prompt", "x"), 7)
+    three_lines(demo.run("chat", "nothing", "--prompt", "x"), 7)
     three_lines(demo.run("stop", "nothing"), 7)
 
 

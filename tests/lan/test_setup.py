@@ -62,6 +62,14 @@ def members(host: LanHost) -> list[str]:
     return sorted(member["node"]["name"] for member in status["members"] if member["state"] == "alive")
 
 
+def take_choice(shown: str, wanted: str, terminal: Terminal) -> None:
+    """Go from the choice that is preselected down to another one, and take that."""
+    choices = [line for line in shown.splitlines() if line[:3].strip() in ("", "»") and line[3:4].strip()]
+    start = next(index for index, line in enumerate(choices) if "»" in line)
+    steps = next(index for index, line in enumerate(choices[start:]) if wanted in line)
+    terminal.send("\x1b[B" * steps + "\r")
+
+
 def pairing_code(terminal: Terminal) -> str:
     """As the inviting side shows it."""
     terminal.until("pairing code:")
@@ -93,9 +101,9 @@ def test_two_machines_become_a_cluster(lan: LanLab) -> None:
         second.send(f"{CLEAR_LINE}studio\r")
         second.until("join 'kitchen', found on gamer (10.77.0.1)")
         second.send("\r")
-        second.until("Code shown there:")
+        second.until("Pairing code:")
         second.send(f"{'1111-2222' if code != '1111-2222' else '3333-4444'}\r")
-        second.until("Code shown there:", count=2)
+        second.until("Pairing code:", count=2)
         second.send(f"{code}\r")
         first.until("let it join?")
         first.send("y\r")
@@ -108,8 +116,7 @@ def test_two_machines_become_a_cluster(lan: LanLab) -> None:
             terminal.until("of a 32B model")
             terminal.until("Which model?")
             terminal.until("Qwen/Qwen3-8B")
-            terminal.until("none now")
-            terminal.send("\x1b[A" * 2 + "\r")  # from the first choice up and round: "go back", "none now"
+            take_choice(terminal.until("go back"), "none now", terminal)
             terminal.until("Start edgepipe at boot?")
             terminal.send("n\r")
             assert terminal.exit_code() == 0

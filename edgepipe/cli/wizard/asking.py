@@ -6,14 +6,18 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from edgepipe.cli.output import make_console
+from edgepipe.cli.output import columns, make_console, wrapped
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line, visible
 
+if TYPE_CHECKING:
+    from questionary import Question
+
 BACK = "<"
 _BACK_HINT = "(< goes back)"
+_POINTER = " »  "  # before a choice, with one column to spare
 
 
 class Back(Exception):
@@ -39,8 +43,10 @@ class Asking(Protocol):
         """One of the choices' values."""
         ...
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
-        """A line; ``check`` says what is wrong with it (empty: nothing)."""
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
+        """A line; ``check`` says what is wrong with it (empty: nothing), ``flags`` what would have answered it."""
         ...
 
     def confirm(self, question: str, *, default: bool) -> bool:
@@ -62,20 +68,23 @@ class Terminal:
         """With the arrow keys."""
         import questionary
 
-        options = [questionary.Choice(one_line(one.text), value=one.value) for one in choices]
+        width = columns(sys.stdout) - len(_POINTER)
+        lines = [wrapped(one_line(one.text), first="", width=width).split("\n") for one in choices]
+        titles = [f"\n{' ' * (2 + len(_POINTER))}".join(parts) for parts in lines]
+        options = [questionary.Choice(title, value=one.value) for title, one in zip(titles, choices, strict=True)]
         options.append(questionary.Choice("go back", value=BACK))
-        answer = questionary.select(question, options, default=default, instruction="(arrows, Enter)").ask()
-        return _understood(answer)
+        return _answer(questionary.select(question, options, default=default, instruction="(arrows, Enter)"))
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
         """Typed; ``<`` goes back."""
         import questionary
 
         def validate(line: str) -> bool | str:
             return True if line.strip().endswith(BACK) else check(line.strip()) or True
 
-        answer = questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate).ask()
-        return _understood(answer).strip()
+        return _answer(questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate)).strip()
 
     def confirm(self, question: str, *, default: bool) -> bool:
         """``y``, ``n``, or ``<``."""
@@ -95,10 +104,13 @@ class Defaults:
         """The default."""
         return default
 
-    def text(self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "") -> str:
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
         """The default. Raises ConfigInvalid where there is none."""
         if wrong := check(default):
-            raise ConfigInvalid(f"'{question}' needs an answer: {wrong}", next_step="edgepipe setup --help")
+            what = question.rstrip(":?").lower()
+            raise ConfigInvalid(f"a {what} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
         return default
 
     def confirm(self, question: str, *, default: bool) -> bool:
@@ -106,9 +118,11 @@ class Defaults:
         return default
 
 
-def _understood(answer: str | None) -> str:
-    if answer is None:  # ^C or ^D
-        raise Quit
+def _answer(question: Question) -> str:
+    try:
+        answer: str = question.unsafe_ask()  # the other way of asking prints a sentence of its own at ^C
+    except (KeyboardInterrupt, EOFError):
+        raise Quit from None
     if answer.strip().endswith(BACK):  # typed behind a default, too
         raise Back
     return answer

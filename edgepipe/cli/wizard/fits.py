@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ CATALOGUE: Mapping[str, str] = {
 """Well-known models by shape, and what ``models pull`` calls them; the demo model needs no hub."""
 
 _UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a cable at home
+_USABLE_TOKENS_PER_S = 5.0  # about as fast as people read
 _WIFI_MS = 3.0  # round trips above this are radio's
 
 
@@ -40,6 +41,7 @@ class Fit:
 
     source: str  # for ``models pull``
     text: str  # one line for people
+    tokens_per_s: float = 0.0  # of one chat, estimated; 0: it does not fit
 
 
 def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
@@ -49,9 +51,19 @@ def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     links = Links(assumed=_worst_link(status))
     machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
     found = which_fit(machines, links)
-    good = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is not None]
+    good = [
+        Fit(source=CATALOGUE[one.model], text=_text(one), tokens_per_s=one.plan.one.tokens_per_s)
+        for one in found
+        if one.plan is not None
+    ]
     bad = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is None]
     return good, bad
+
+
+def best_fit(fits: Sequence[Fit]) -> Fit | None:
+    """The largest that answers as fast as people read, else the fastest."""
+    usable = next((one for one in fits if one.tokens_per_s >= _USABLE_TOKENS_PER_S), None)
+    return usable or max(fits, key=lambda one: one.tokens_per_s, default=None)
 
 
 def _machines(status: pb.ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
@@ -96,4 +108,6 @@ def _text(one: ModelFit) -> str:
         return f"{name:<36} {size:>9}  does not fit"
     stages = one.plan.stages
     where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
-    return f"{name:<36} {size:>9}  {where:<10} ~{one.plan.one.tokens_per_s:.0f} tok/s"
+    rate = one.plan.one.tokens_per_s
+    speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
+    return f"{name:<36} {size:>9}  {where:<10} {speed}"

@@ -13,7 +13,8 @@ _INTERRUPTED = 130
 
 
 def run_setup(setup: Setup) -> None:
-    """All steps. Raises what a step cannot mend, typer.Exit(130) where the person stopped."""
+    """All steps. Raises what a step cannot mend, at the end what a flag asked for in vain, and typer.Exit(130) where
+    the person stopped."""
     say(f"edgepipe {__version__} · setup    (Enter accepts a default · < goes back · ^C stops)\n")
     index = 0
     try:
@@ -27,3 +28,5 @@ def run_setup(setup: Setup) -> None:
         say("\nstopped; 'edgepipe setup' goes on where it was")
         raise typer.Exit(_INTERRUPTED) from None
     show_end(setup)
+    if setup.failure is not None:
+        raise setup.failure

@@ -10,6 +10,7 @@ from edgepipe.cli.wizard.asking import Asking
 
 if TYPE_CHECKING:
     from edgepipe.config import Config
+    from edgepipe.errors import EdgepipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Setup:
     name: str = ""
     joined: bool = False  # in this run
     model: str = ""
+    failure: EdgepipeError | None = None  # of what a flag asked for; the other steps are done all the same
     commands: list[str] = field(default_factory=list[str])  # that would have done the same
     node_pid: int = 0  # of the node that the wizard started; 0: it ran already, or the service runs it
 

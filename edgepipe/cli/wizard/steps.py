@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, n
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
-from edgepipe.cli.wizard.fits import fitting_models
+from edgepipe.cli.wizard.fits import best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.founding import home_of
@@ -33,11 +33,15 @@ from edgepipe.units import format_bytes
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
     from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.v1 import trust_pb2
 
 Step = Callable[[Setup], None]
 
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
+_KNOWN_PEERS_S = 5.0  # a node that belonged to the cluster before is seen at once, or is off
+_GONE = ("dead", "asleep", "left")
 _DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
+_CODE_FLAGS = "--join CODE, or --cluster NAME to start a new cluster"
 _NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
 
 
@@ -120,7 +124,14 @@ def model(setup: Setup) -> None:
         return
     from edgepipe.cli.models import pull_model
 
-    result = pull_model(setup.config.models_dir, name)
+    try:
+        result = pull_model(setup.config.models_dir, name)
+    except EdgepipeError as error:
+        warn(error.what, remedy=error.fact)
+        kept = "    (goes on where it stopped)" if _on_disk(setup, [name])[1] else ""
+        say(f"     later: edgepipe models pull {name}{kept}", style="dim")
+        setup.failure = error if setup.given.model else None
+        return
     setup.model = result.model_id
     setup.commands.append(f"edgepipe models pull {name}")
     done(f"{result.model_id} is {'already ' * result.already_here}on this disk")
@@ -160,7 +171,7 @@ def show_end(setup: Setup) -> None:
     say("\nReady.", style="bold")
     status = _status(setup)
     own = next((member.node for member in status.members if member.self), None) if status is not None else None
-    say(f"   chat       edgepipe chat{f' --model {setup.model}' if setup.model else ''}")
+    say(f"   chat       edgepipe chat{f' {setup.model}' if setup.model else ''}")
     if own is not None:
         say(f"   API        http://127.0.0.1:{own.http_port}/v1")
         if asks_on_loopback(setup.config):
@@ -209,17 +220,17 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
             return
         elif answer == _ADDRESS:
             host = setup.asking.text("Address of a machine that runs edgepipe:", check=_filled)
-            if _reachable(setup, host) and _join_asking(setup, host):
+            if _reachable(setup, host) and join_asking(setup, host):
                 return
-        elif answer != _AGAIN and _join_asking(setup, _pairing_place(found, answer)):
+        elif answer != _AGAIN and join_asking(setup, _pairing_place(found, answer)):
             return
 
 
-def _join_asking(setup: Setup, host: str) -> bool:
+def join_asking(setup: Setup, host: str) -> bool:
     """Ask for the code, at most as often as the other side allows. False: back to the choice."""
     say("     on that machine: edgepipe node invite    (it shows a code)", style="dim")
     for tries in range(ADDRESS_TRIES, 0, -1):
-        code = setup.asking.text("Code shown there:", check=_code)
+        code = setup.asking.text("Pairing code:", check=_code, flags=_CODE_FLAGS)
         try:
             _join(setup, code, host)
         except PairingRejected as error:
@@ -307,14 +318,27 @@ def _choose_model(setup: Setup) -> str:
     say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
     for one in bad:
         say(f"       {one.text}", style="dim")
-    choices = [Choice(value=one.source, text=one.text) for one in good]
+    here, begun = _on_disk(setup, [one.source for one in good])
+    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
+    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
     choices += [
         Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
         Choice(value=_SKIP, text="none now"),
     ]
-    default = choices[0].value if good else _SKIP
+    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
+    best = best_fit(preferred)
+    default = best.source if best is not None else _SKIP
     answer = setup.asking.choose("Which model?", choices, default=default)
     return setup.asking.text("Model:", check=_filled) if answer == _OTHER else answer
+
+
+def _on_disk(setup: Setup, sources: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Which of the models are here, and of which an interrupted pull left a part."""
+    from edgepipe.model.store import ModelStore
+
+    store = ModelStore(setup.config.models_dir)
+    here = {model.id for model in store.list() if model.whole}.intersection(sources)
+    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
 
 
 def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
@@ -395,16 +419,16 @@ def _status(setup: Setup) -> pb.ClusterStatus | None:
 
 
 def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
-    """The status once every paired node is seen with a round trip, or after a while without those that are off."""
+    """The status once every paired node that may come is seen with a round trip, or after a while."""
+    most_s = _PEERS_S if setup.joined else _KNOWN_PEERS_S
 
     async def ask() -> pb.ClusterStatus:
         async with connect(setup.data_dir) as admin:
-            paired = len((await admin.peers()).peers)
-            if paired > 1:
-                say(f"     waiting for the others, {_PEERS_S:.0f} s at the most ...", style="dim")
             status = await admin.status()
-            for _ in range(round(_PEERS_S / _LOOK_S)):
-                if sum(member.self or member.rtt_ms > 0 for member in status.members) >= paired:
+            if missing_peers((await admin.peers()).peers, status):
+                say(f"     waiting for the others, {most_s:.0f} s at the most ...", style="dim")
+            for _ in range(round(most_s / _LOOK_S)):
+                if not missing_peers((await admin.peers()).peers, status):
                     break
                 await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
                 status = await admin.status()
@@ -413,6 +437,12 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
     with suppress(EdgepipeError):
         return run_async(ask())
     return None
+
+
+def missing_peers(peers: Iterable[trust_pb2.PeerState], status: pb.ClusterStatus) -> list[str]:
+    """Paired nodes that were not seen with a round trip yet; not those that have left, sleep or are dead."""
+    seen = {member.node.node_id for member in status.members if member.rtt_ms > 0}
+    return [one.name for one in peers if not one.self and one.state not in _GONE and one.node_id not in seen]
 
 
 def _measured_links(setup: Setup) -> dict[str, Link]:

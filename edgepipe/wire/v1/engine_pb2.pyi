@@ -201,6 +201,7 @@ class EngineEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    PROMPT_READS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """in the first, alone"""
@@ -215,6 +216,10 @@ class EngineEvent(_message.Message):
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
         """before the tokens"""
 
+    @_builtins.property
+    def prompt_reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptRead]:
+        """before the tokens"""
+
     def __init__(
         self,
         *,
@@ -222,10 +227,11 @@ class EngineEvent(_message.Message):
         tokens: _abc.Iterable[Global___Tokens] | None = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
+        prompt_reads: _abc.Iterable[Global___PromptRead] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "prompt_scores", b"prompt_scores", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "prompt_reads", b"prompt_reads", "prompt_scores", b"prompt_scores", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,6 +337,38 @@ class PromptScores(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
+
+@_typing.final
+class PromptRead(_message.Message):
+    """How much of a prompt that takes several steps has been computed, blocks that were known already included. For people:
+    a part may never come.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    choice: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "num_tokens", b"num_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptRead: _TypeAlias = PromptRead  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):

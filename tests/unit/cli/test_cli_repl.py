@@ -15,12 +15,30 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from edgepipe.cli import repl
+from edgepipe.cli.answer_view import PlainView
 from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.find import Target
 from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
 
+PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+
+
+class ViewUntil(PlainView):
+    """Tells when a text has been shown."""
+
+    def __init__(self, wanted: str) -> None:
+        super().__init__()
+        self._wanted, self._shown = wanted, ""
+        self.reached = asyncio.Event()
+
+    def show(self, text: str) -> None:
+        """Print the piece."""
+        super().show(text)
+        self._shown += text
+        if self._wanted in self._shown:
+            self.reached.set()
 
 
 @asynccontextmanager
@@ -79,22 +97,74 @@ async def test_slash_commands_change_what_is_asked(
     assert "session  2 answers · 4 tok" in shown.err
     assert "saved in" in shown.err
     assert "1 question loaded" in shown.err
-    assert "there is no setting nonsense" in shown.err
+    assert "unknown setting 'nonsense'" in shown.err
+
+
+async def test_a_full_context_offers_a_way_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        first, second, third = "a" * 2000, "b" * 1500, "c" * 2000
+        pastes = [f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r" for text in (first, second, third)]
+        keys.send_text("".join([*pastes, "/set history drop\r", pastes[-1], "more\r/bye\r"]))
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    turns = f"user: {second}\nassistant: yes\nuser: {third}\nassistant:"
+    assert [prompt[6] for prompt in prompts] == ["a", "a", "b", "b"]
+    assert prompts[2:] == [turns, f"{turns} yes\nuser: more\nassistant:"]
+    shown = capsys.readouterr().err
+    assert "error: the conversation no longer fits into the model's context" in shown
+    assert "/clear begins a new one; /set history drop leaves the oldest questions out" in shown
+    assert shown.count("the context is full: left out the oldest question and its answer") == 1
+
+
+async def test_an_answer_that_the_context_ends_is_not_cut_by_max_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"a long story"), tmp_path, monkeypatch) as (served, keys, task):
+        text = "a" * (CONTEXT - len("user: \nassistant:") - 5)
+        keys.send_text(f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r/set history drop\rb\r/bye\r")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    shown = capsys.readouterr()
+    assert shown.out == "a lon\na long story\n"
+    assert "5 tok" in shown.err
+    assert "cut: the context is full" in shown.err
+    assert "max tokens" not in shown.err
+    assert prompts[1] == "user: b\nassistant:"
+
+
+async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+        keys.send_text("one\r/set\r/set temperature 0\rtwo\r/set temperature default\rthree\r/bye\r")
+        await task
+        temperatures = [submit.sampling.temperature for submit in served.engine.submits]
+    assert temperatures == pytest.approx([0.7, 0.0, 0.7])
+    assert "temperature 0.7 (default)" in capsys.readouterr().err
 
 
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = FakeEngine(answer=b"a long story", hold_after=6)
+    engine, view = FakeEngine(answer=b"a long story", hold_after=6), ViewUntil("a long")
+
+    def the_view(*, markdown: bool) -> PlainView:
+        return view
+
+    monkeypatch.setattr(repl, "make_view", the_view)
     async with conversation(engine, tmp_path, monkeypatch) as (served, keys, task):
         keys.send_text("tell\r")
-        await served.engine.submitted.wait()
+        await view.reached.wait()
         os.kill(os.getpid(), signal.SIGINT)
         await served.engine.cancelled.wait()
         served.engine.release.set()
-        keys.send_text(f"{CTRL_C}again\r/bye\r")
+        keys.send_text(f"{CTRL_C}/stats\ragain\r/bye\r")
         await task
-    assert "stopped" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "stopped" in shown
+    assert "session  1 answer · 6 tok" in shown
     assert len(served.engine.submits) == 2
 
 
@@ -102,7 +172,7 @@ async def test_an_error_is_shown_and_the_conversation_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with conversation(FakeEngine(answer=b"ok"), tmp_path, monkeypatch) as (served, keys, task):
-        keys.send_text(f"{'x' * 5000}\rshort\r{CTRL_D}")
+        keys.send_text(f"{PASTE_BEGINS}{'x' * 5000}{PASTE_ENDS}\rshort\r{CTRL_D}")
         await task
     shown = capsys.readouterr()
     assert "longer than the model's context" in shown.err

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
 import edgepipe.cli.node
+from edgepipe.cli import admin, chat, find, repl
+from edgepipe.cli.conversation import ChatSettings
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
-from edgepipe.cluster.founding import TrustFolders
 from edgepipe.daemon import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange
-from edgepipe.telemetry.audit import AuditKind, AuditLog
+from edgepipe.model.store import ModelStore
+from edgepipe.wire.v1 import engine_pb2, node_pb2
 from tests.unit.cli.conftest import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
@@ -35,7 +41,7 @@ def test_help_names_every_verb(run: Run) -> None:
     [
         (("node", "start"), NODE_FLAGS),
         (("serve",), ["--nodes", "--plan", "--micro-batches"]),
-        (("chat",), ["--model", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
+        (("chat",), ["[model]", "--prompt", "--max-tokens", "--temperature", "--seed", "--json", "--data-dir"]),
         (("demo",), ["--nodes", "--backends", "--model", "--prompt", "--serve", "--http-port"]),
         (("status",), ["--json"]),
         (("models", "pull"), ["--dry-run"]),
@@ -53,6 +59,109 @@ def test_a_bare_command_says_what_stands_here_and_what_comes_next(run: Run) -> N
     assert "not running on this machine" in result.out
     assert "edgepipe demo" in result.out
     assert max(map(len, result.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("run", "org/some-model"), "edgepipe chat org/some-model"),
+        (("pull", "org/some-model"), "edgepipe models pull org/some-model"),
+        (("list",), "edgepipe models list"),
+        (("rm", "demo"), "edgepipe models rm demo"),
+    ],
+)
+def test_verbs_of_other_programs_lead_to_ours(run: Run, typed: tuple[str, ...], meant: str) -> None:
+    result = run(*typed)
+    assert result.code == 2
+    assert result.err == f"error: there is no verb '{typed[0]}'\n   try: {meant}\n"
+
+
+def test_the_version_is_also_an_option(run: Run) -> None:
+    result = run("--version")
+    assert (result.code, result.out) == (0, run("version").out)
+
+
+def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def converse(settings: ChatSettings) -> None:
+        asked.append(settings.model)
+
+    monkeypatch.setattr(repl, "converse", converse)
+
+    def no_question(prompt: str | None) -> None:
+        return None
+
+    monkeypatch.setattr(chat, "_question", no_question)
+    assert run("chat", "demo").code == 0
+    assert asked == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("served", "words", "code", "shown", "stopped"),
+    [
+        (["a"], ("stop",), 0, "stopped a", ["a"]),
+        ([], ("stop",), 0, "nothing was served", []),
+        (["b", "a"], ("stop",), 2, "2 models are served\n       a, b\n   try: name one", []),
+        (["b", "a"], ("stop", "--all"), 0, "stopped", [""]),
+        (["b", "a"], ("stop", "b"), 0, "stopped b", ["b"]),
+    ],
+)
+def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    served: list[str],
+    words: tuple[str, ...],
+    code: int,
+    shown: str,
+    stopped: list[str],
+) -> None:
+    asked: list[str] = []
+
+    class FakeAdmin:
+        async def status(self) -> node_pb2.ClusterStatus:
+            return node_pb2.ClusterStatus(engines=[engine_pb2.EngineState(model=name) for name in served])
+
+        async def stop_model(self, model: str) -> list[str]:
+            asked.append(model)
+            return [model]
+
+    @asynccontextmanager
+    async def connect(data_dir: Path) -> AsyncIterator[FakeAdmin]:
+        yield FakeAdmin()
+
+    monkeypatch.setattr(admin, "connect", connect)
+    result = run(*words)
+    assert result.code == code
+    assert shown in result.out + result.err
+    assert asked == stopped
+
+
+async def test_a_model_is_sampled_as_its_makers_advise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(data_dir: Path, model: str) -> find.Target:
+        return find.Target(base_url="http://x", model=model)
+
+    monkeypatch.setattr(find, "_target", found)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    ModelStore(tmp_path / "models").pull(str(tmp_path / "tiny"))
+    assert (await find.find_target(tmp_path, "tiny")).sampling == {"temperature": 0.6, "top_k": 20}
+    assert (await find.find_target(tmp_path, "elsewhere")).sampling == {"temperature": 0.7}
+
+
+def test_a_setting_is_checked_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config" / "edgepipe" / "config.toml"
+    assert f"port is set in {path}" in run("config", "set", "port", "7200").out
+    assert run("config", "set", "peers", "a:1,b:2").code == 0
+    assert run("config", "set", "discovery", "no").code == 0
+    assert path.read_text() == 'port = 7200\npeers = ["a:1", "b:2"]\ndiscovery = false\n'
+    assert path.stat().st_mode & 0o077 == 0
+    wrong = run("config", "set", "nmae", "x")
+    assert (wrong.code, wrong.err.splitlines()[0]) == (2, "error: unknown setting 'nmae'")
+    assert run("config", "set", "port", "high").code == 2
+    monkeypatch.setenv("EDGEPIPE_PORT", "7300")
+    assert "EDGEPIPE_PORT says otherwise here, and wins" in run("config", "set", "port", "7201").out
 
 
 def test_version_for_people_and_for_scripts(run: Run) -> None:
@@ -81,7 +190,8 @@ def test_an_empty_store_says_how_to_fill_it(run: Run) -> None:
         (("ps",), 3),
         (("serve", "demo"), 3),
         (("stop", "demo"), 3),
-        (("stop",), 2),
+        (("stop",), 3),
+        (("stop", "demo", "--all"), 2),
         (("logs",), 3),
         (("node", "stop"), 3),
         (("models", "rm", "nothing"), 7),
@@ -198,11 +308,3 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
 def test_only_backends_whose_packages_are_here_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "mlx" else object())
     assert json.loads(run("version", "--json").out)["backends"] == ["emulated", "torch"]
-
-
-@pytest.mark.parametrize(("detail", "verb"), [("1 connection", "was"), ("3 connections", "were")])
-def test_refused_strangers_are_told_in_a_sentence(run: Run, tmp_path: Path, detail: str, verb: str) -> None:
-    (tmp_path / "data").mkdir(mode=0o700)
-    audit = AuditLog(TrustFolders(tmp_path / "data").audit, lambda: 0.0)
-    audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
-    assert f"{detail} from an unknown machine {verb} refused\n" in run("peers", "log").out

@@ -13,21 +13,35 @@ from edgepipe.cli.slash import COMMANDS, Talk, complete
 from edgepipe.errors import RequestInvalid
 
 
+def answer(text: str, *, first_word_s: float = 1.0, tokens_per_s: float = 0.0) -> Answer:
+    """Of seven tokens, on two nodes."""
+    return Answer(
+        text=text,
+        finish_reason="stop",
+        num_tokens=7,
+        num_prompt_tokens=5,
+        first_word_s=first_word_s,
+        tokens_per_s=tokens_per_s,
+        num_nodes=2,
+    )
+
+
 def dialogue() -> Dialogue:
     """One question and its answer."""
     one = Dialogue(system="be brief", options={"temperature": 0.0, "seed": None})
     one.ask("why?")
-    one.answered("because")
+    one.answered(answer("because"))
     return one
 
 
 def test_an_unanswered_question_is_forgotten_and_a_cut_answer_kept() -> None:
     one = dialogue()
     one.ask("and?")
-    one.answered("")
+    one.answered(answer(""))
+    one.forget_unanswered()
     assert [turn["content"] for turn in one.messages()] == ["be brief", "why?", "because"]
     one.ask("and?")
-    one.answered("it")
+    one.answered(answer("it"))
     assert one.turns[-1] == {"role": "assistant", "content": "it"}
 
 
@@ -35,10 +49,11 @@ def test_an_answer_taken_back_stands_again_if_there_is_no_other() -> None:
     one = dialogue()
     one.take_back()
     assert one.turns == [{"role": "user", "content": "why?"}]
-    one.answered("")
+    one.answered(answer(""))
+    one.forget_unanswered()
     assert one.turns[-1]["content"] == "because"
     one.take_back()
-    one.answered("therefore")
+    one.answered(answer("therefore"))
     assert [turn["content"] for turn in one.turns] == ["why?", "therefore"]
     with pytest.raises(RequestInvalid, match="no answer"):
         Dialogue(system="", options={}).take_back()
@@ -53,7 +68,7 @@ def test_settings_are_typed_and_can_be_taken_back() -> None:
     assert one.options["temperature"] is None
     with pytest.raises(RequestInvalid, match="whole number"):
         one.set("seed", "x")
-    with pytest.raises(RequestInvalid, match="no setting heat"):
+    with pytest.raises(RequestInvalid, match="unknown setting 'heat'"):
         one.set("heat", "1")
     for name, text in (("temperature", "9"), ("temperature", "nan"), ("top_k", "-1"), ("max_tokens", "0")):
         with pytest.raises(RequestInvalid, match=f"{name} cannot be {text}"):
@@ -63,13 +78,13 @@ def test_settings_are_typed_and_can_be_taken_back() -> None:
 def test_another_answer_is_drawn_even_where_answers_are_not() -> None:
     one = dialogue()
     one.set("seed", "4")
-    assert one.wishes() == {"temperature": 0.0, "seed": 4}
+    assert one.wishes({}) == {"temperature": 0.0, "seed": 4}
     one.take_back()
-    assert one.wishes() == {"temperature": 0.7, "seed": None}
+    assert one.wishes({}) == {"temperature": 0.7, "seed": None}
     one.set("temperature", "1.5")
-    assert one.wishes() == {"temperature": 1.5, "seed": None}
-    one.answered("therefore")
-    assert one.wishes() == {"temperature": 1.5, "seed": 4}
+    assert one.wishes({}) == {"temperature": 1.5, "seed": None}
+    one.answered(answer("therefore"))
+    assert one.wishes({}) == {"temperature": 1.5, "seed": 4}
 
 
 def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
@@ -113,21 +128,23 @@ def test_a_file_that_is_none_changes_nothing(tmp_path: Path, text: str) -> None:
         one.save(path / "below.json", model="")
 
 
+def test_what_nobody_set_is_as_the_makers_advise() -> None:
+    one = Dialogue(system="", options={"temperature": None, "top_p": 0.5, "seed": None})
+    assert one.wishes({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == {
+        "temperature": 0.6,
+        "top_p": 0.5,
+        "top_k": 20,
+    }
+    one.set("temperature", "0")
+    assert one.wishes({"temperature": 0.6})["temperature"] == 0
+
+
 def test_figures_of_the_session() -> None:
-    one = dialogue()
+    one = Dialogue(system="", options={})
     assert one.stats() == "no answer yet"
     for rate, first in ((10.0, 1.0), (20.0, 0.5), (0.0, 3.0)):
-        one.answers.append(
-            Answer(
-                text="",
-                finish_reason="stop",
-                num_tokens=7,
-                num_prompt_tokens=5,
-                first_word_s=first,
-                tokens_per_s=rate,
-                num_nodes=2,
-            )
-        )
+        one.ask("?")
+        one.answered(answer("words", first_word_s=first, tokens_per_s=rate))
     last, prompt, session = one.stats().splitlines()
     assert last == "last     7 tok · first word 3.0 s · 2 nodes"
     assert prompt == "         5 prompt tokens"

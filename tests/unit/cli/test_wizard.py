@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
+from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Defaults
-from edgepipe.cli.wizard.fits import fitting_models
+from edgepipe.cli.wizard import fits, run, steps
+from edgepipe.cli.wizard.asking import Choice, Defaults
+from edgepipe.cli.wizard.fits import Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
-from edgepipe.errors import ConfigInvalid
+from edgepipe.cli.wizard.state import Given, Setup
+from edgepipe.config import load_config
+from edgepipe.errors import ConfigInvalid, ModelDownloadFailed
+from edgepipe.model.emulated_folder import write_model_folder
+from edgepipe.model.store import ModelStore
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import trust_pb2
+from tests.terminal import Terminal as TerminalOf
 from tests.unit.cli.conftest import Run, make_status
 
 
@@ -52,22 +64,135 @@ def test_settings_are_changed_and_comments_stay(tmp_path: Path) -> None:
     assert path.read_text() == "name = "
 
 
-def test_models_that_fit_come_with_an_estimate() -> None:
+def measured_status(*, bytes_per_s: float = 1e12) -> pb.ClusterStatus:
+    """Two nodes with 20 GB each and memory of that rate."""
     status = make_status()
     for member in status.members:
         for device in member.node.devices:
-            device.profile.bandwidth_bytes_per_s, device.profile.flops = 1e12, 1e14
+            device.profile.bandwidth_bytes_per_s, device.profile.flops = bytes_per_s, 1e14
             device.profile.memory_total_bytes, device.free_bytes = int(24e9), int(20e9)
-    good, bad = fitting_models(status)
+    return status
+
+
+def test_models_that_fit_come_with_an_estimate() -> None:
+    good, bad = fitting_models(measured_status())
     assert "demo" in [one.source for one in good]
     assert all("tok/s" in one.text for one in good)
     assert "meta-llama/Llama-3.3-70B-Instruct" in [one.source for one in bad]
     assert "does not fit" in bad[0].text
 
 
+def test_the_largest_usable_model_is_preferred() -> None:
+    assert best_fit([]) is None
+    found = [Fit(source=name, text="", tokens_per_s=rate) for name, rate in (("a", 0.1), ("b", 6.0), ("c", 40.0))]
+    assert best_fit(found) is found[1]
+    assert best_fit(found[:1]) is found[0]
+    slow, _ = fitting_models(measured_status(bytes_per_s=20e9))
+    assert slow[0].tokens_per_s < 1
+    assert "<1 tok/s" in slow[0].text
+    best = best_fit(slow)
+    assert best is not None
+    assert best.tokens_per_s >= 5
+
+
+class Chosen(Defaults):
+    """Takes every default, and remembers what there was to choose from."""
+
+    def __init__(self) -> None:
+        self.choices: dict[str, str] = {}
+        self.default = ""
+
+    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        """The default."""
+        self.choices, self.default = {one.value: one.text for one in choices}, default
+        return default
+
+
+def make_setup(tmp_path: Path, given: Given | None = None) -> Setup:
+    """Nobody sits there."""
+    config = load_config({"data_dir": tmp_path}, environ={}).values
+    return Setup(asking=Chosen(), given=given or Given(), config=config, settings_file=tmp_path / "config.toml")
+
+
+def failing_pull(root: Path, model: str) -> None:
+    raise ModelDownloadFailed(f"'{model}' cannot be fetched", fact="the hub cannot be reached")
+
+
+ASK = """
+from edgepipe.cli.wizard.asking import Choice, Terminal
+line = "HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB  workstation ~120 tok/s  begun"
+choices = [Choice(value="a", text=line), Choice(value="b", text="B")]
+print("chosen:", Terminal().choose("Which model?", choices, default="a"))
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_long_choices_are_broken_between_words(columns: int) -> None:
+    with TerminalOf([sys.executable, "-P", "-c", ASK], environment=os.environ, columns=columns, lines=20) as terminal:
+        shown = terminal.until("go back")
+        terminal.send("\r")
+        terminal.until("chosen: a")
+    first, *rest = shown.partition("»")[2].partition("  B")[0].splitlines()
+    assert first.startswith(" HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB")
+    assert " ".join([first, *rest]).split()[1:] == ["3.4", "GB", "workstation", "~120", "tok/s", "begun"]
+    assert all(line.startswith("     ") for line in rest if line.strip())
+    assert bool("".join(rest).strip()) == (columns < 120)
+
+
+def test_a_failed_download_does_not_end_the_setup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "pull_model", failing_pull)
+    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    setup = make_setup(tmp_path)
+    steps.model(setup)
+    shown = capsys.readouterr().out
+    assert "cannot be fetched" in shown
+    assert f"later: edgepipe models pull {setup.asking.default}" in shown  # pyright: ignore[reportAttributeAccessIssue]
+    assert (setup.model, setup.failure) == ("", None)
+
+
+def test_what_a_flag_asked_for_in_vain_is_an_error_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(models, "pull_model", failing_pull)
+    monkeypatch.setattr(run, "STEPS", (steps.model, lambda setup: done.append("boot")))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with pytest.raises(ModelDownloadFailed):
+        run.run_setup(make_setup(tmp_path, Given(model="org/big")))
+    assert done == ["boot"]
+
+
+def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "pull_model", failing_pull)
+    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    setup = make_setup(tmp_path)
+    asking = setup.asking
+    assert isinstance(asking, Chosen)
+    monkeypatch.setattr(fits, "CATALOGUE", {**fits.CATALOGUE, "smollm2-135m": "tiny"})
+    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
+    ModelStore(setup.config.models_dir).pull(str(tmp_path / "tiny"))
+    steps.model(setup)
+    assert asking.default == "tiny"
+    assert asking.choices["tiny"].endswith("  here")
+    begun = setup.config.models_dir / ".pulling-Qwen--Qwen3-4B"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(bytes(3_000_000))
+    steps.model(setup)
+    assert asking.default == "Qwen/Qwen3-4B"
+    assert asking.choices["Qwen/Qwen3-4B"].endswith("  begun")
+
+
+def test_only_those_who_may_come_are_waited_for() -> None:
+    status = pb.ClusterStatus(members=[pb.MemberState(node=pb.NodeState(node_id="b"), rtt_ms=0.4)])
+    states = {"a": "alive", "b": "alive", "c": "left", "d": "dead", "e": "asleep", "f": "unseen", "g": "suspect"}
+    peers = [trust_pb2.PeerState(node_id=key, name=key, state=state, self=key == "a") for key, state in states.items()]
+    assert steps.missing_peers(peers, status) == ["f", "g"]
+
+
 def test_defaults_answer_and_what_has_none_is_an_error() -> None:
     assert Defaults().confirm("?", default=True)
-    with pytest.raises(ConfigInvalid, match="needs an answer"):
+    with pytest.raises(ConfigInvalid, match="a code is needed"):
         Defaults().text("Code:", check=lambda text: "" if text else "type something")
 
 

@@ -65,10 +65,10 @@ def test_who_knows_the_code_joins(lab: PairingLab):
 
 def test_a_wrong_code_is_a_wrong_try_and_both_sides_say_what_it_may_mean(lab: PairingLab):
     host, joiner = lab.host(), lab.joiner(code=b"48219038")
-    with pytest.raises(PairingRejected, match="not right") as told:
+    with pytest.raises(PairingRejected, match="wrong code") as told:
         until_confirmed(host, joiner)
     assert host.guessed
-    assert "interfering" in told.value.fact
+    assert "tampering" in told.value.fact
     assert not host.confirmed
 
 
@@ -91,16 +91,16 @@ def test_a_swapped_certificate_gives_another_key(lab: PairingLab, side: str):
     answer = must(host.receive(hello))
     element = must(joiner.receive(middle.swap(answer) if side != "joiner" else answer))
     confirmation = must(joiner.receive(must(host.receive(element))))
-    with pytest.raises(PairingRejected, match="not right") as told:
+    with pytest.raises(PairingRejected, match="wrong code") as told:
         host.receive(confirmation)
-    assert "interfering" in told.value.fact
+    assert "tampering" in told.value.fact
 
 
 def test_the_joiner_finds_out_too_when_the_host_is_not_who_it_seems(lab: PairingLab):
     host, joiner = lab.host(code=b"11111111"), lab.joiner()
     answer = must(host.receive(joiner.hello))
     joiner.receive(must(host.receive(must(joiner.receive(answer)))))
-    with pytest.raises(PairingRejected, match="not right"):
+    with pytest.raises(PairingRejected, match="wrong code"):
         joiner.receive(pb.PairMessage(confirmation=bytes(32)).SerializeToString())
 
 

@@ -91,6 +91,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     answer: bytes = b"The capital of France is Paris."
     group: int = 1
+    read_tokens: int = 0  # of each prompt, told before the answer
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
     engine_id: str = "engine-1"
@@ -165,6 +166,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     ) -> None:
         if submit.sampling.prompt_logprobs:
             outbox.put_nowait(_prompt_scores(submit))
+        if self.read_tokens:
+            outbox.put_nowait(_prompt_read(submit, self.read_tokens))
         whole = list(self.answer[: submit.max_tokens])
         finished = len(self.answer) >= submit.max_tokens
         for choice, start in enumerate(have):
@@ -206,6 +209,11 @@ def _prompt_scores(submit: engine_pb2.Submit) -> engine_pb2.EngineEvent:
     scores = engine_pb2.PromptScores(request_id=submit.request_id, attempt=submit.attempt, position=1)
     scores.tokens.extend(_scores(submit, submit.prompt[1:]))
     return engine_pb2.EngineEvent(prompt_scores=[scores])
+
+
+def _prompt_read(submit: engine_pb2.Submit, num_tokens: int) -> engine_pb2.EngineEvent:
+    read = engine_pb2.PromptRead(request_id=submit.request_id, attempt=submit.attempt, num_tokens=num_tokens)
+    return engine_pb2.EngineEvent(prompt_reads=[read])
 
 
 def _ended(

@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
+from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.streams import EventStream, StreamTimeouts
+from tests.unit.gateway.conftest import serving
+from tests.unit.gateway.fake_engine import FakeEngine
 
 AWAY = "macbook asleep since 21:14"
 
@@ -60,6 +63,25 @@ async def test_a_recovering_model_is_told_again_and_again_and_its_return_once():
 async def test_a_silent_stream_of_a_healthy_model_has_only_its_heartbeat():
     bodies = await sent_while([News(text=AWAY)], until=b"still working")
     assert bodies == [b"data: 1\n\n", b": still working\n\n", b"data: 2\n\n"]
+
+
+async def test_the_reading_of_a_prompt_is_told_as_it_moves():
+    bodies = await sent_while([News(reading="20 %")] * 2 + [News(reading="60 %"), News()], until=b"60")
+    assert bodies[:3] == [b"data: 1\n\n", b": reading 20 %\n\n", b": reading 60 %\n\n"]
+
+
+async def test_what_an_engine_tells_of_a_prompt_reaches_the_client():
+    engine = FakeEngine(answer=b"yes", hold_after=0, read_tokens=60)
+    timeouts = StreamTimeouts(hold_s=0.01, recovering_s=0.01)
+    notes: list[str] = []
+    async with asyncio.timeout(20), serving(engine, timeouts=timeouts) as served:
+        async with ChatClient(str(served.http.base_url)) as client:
+            question = [{"role": "user", "content": "x" * (100 - len("user: \nassistant:"))}]
+            async for piece in client.stream(question, model="tiny", options={}):
+                notes += [piece.note] if piece.note else []
+                if piece.note.startswith("reading"):
+                    engine.release.set()
+    assert notes == ["reading 60 %"]
 
 
 async def test_a_name_cannot_make_an_event():

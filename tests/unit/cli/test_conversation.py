@@ -1,0 +1,78 @@
+"""What is said while an answer comes, or does not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from edgepipe.cli import conversation
+from edgepipe.cli.answer_view import NoView
+from edgepipe.cli.conversation import Incoming, stream_answer
+from edgepipe.cli.find import Target
+from edgepipe.cli.sse import ChatClient, Piece
+from tests.unit.gateway.conftest import serving
+from tests.unit.gateway.fake_engine import FakeEngine
+
+
+class Watched(NoView):
+    """Remembers what was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.waited = asyncio.Event()
+
+    def show(self, text: str) -> None:
+        """A piece."""
+        self.shown.append(text)
+
+    def wait(self, why: str, *, news: bool = False) -> None:
+        """A live line; news with a mark."""
+        self.shown.append(f"{'!' * news}({why})")
+        self.waited.set()
+
+
+def test_the_reading_of_a_prompt_and_a_pause_are_told_as_they_happen() -> None:
+    view = Watched()
+    incoming = Incoming(num_nodes=2, max_tokens=None, view=view)
+    incoming.quiet()
+    for piece in (
+        Piece(prompt_tokens=1500),
+        Piece(note="reading 60 %"),
+        Piece(note="still working"),
+        Piece(text="One", prompt_tokens=1500, completion_tokens=1),
+        Piece(note="recovering: studio gone since 21:14"),
+        Piece(note="recovering"),
+        Piece(note="studio gone since 21:14; continuing on 1 machine"),
+        Piece(text=" two", prompt_tokens=1500, completion_tokens=2),
+    ):
+        incoming.take(piece)
+    assert view.shown == [
+        "(waiting for the first word)",
+        "(reading 1,500 tokens)",
+        "(reading 1,500 tokens, 60 %)",
+        "One",
+        "!(studio gone since 21:14, continuing ...)",
+        "!(a part of the model is lost, continuing ...)",
+        " two",
+    ]
+    answer = incoming.answer()
+    assert (answer.text, answer.num_tokens, answer.num_prompt_tokens) == ("One two", 2, 1500)
+    assert "studio gone since 21:14; continuing on 1 machine" in answer.footer()
+
+
+async def test_nobody_waits_long_without_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "_SLOW_START_S", 0.01)
+    monkeypatch.setattr(conversation, "_SLOW_WORD_S", 0.01)
+    engine, view = FakeEngine(answer=b"yes", hold_after=0), Watched()
+    async with asyncio.timeout(20), serving(engine) as served:
+        target = Target(base_url=str(served.http.base_url), model="tiny")
+        async with ChatClient(target.base_url) as client:
+            incoming = Incoming(num_nodes=1, max_tokens=None, view=view)
+            question = [{"role": "user", "content": "x"}]
+            work = asyncio.ensure_future(stream_answer(client, target, question, {}, incoming))
+            await view.waited.wait()
+            assert view.shown == ["(waiting for the first word)"]
+            engine.release.set()
+            await work
+    assert "".join(one for one in view.shown if not one.startswith("(")) == "yes"

@@ -1,0 +1,91 @@
+"""Sentences that people stumbled over, as they read now."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from edgepipe.cli import inviting
+from edgepipe.cli.findings import NetworkFacts, Ports, network_findings
+from edgepipe.cli.machine_findings import backend_finding
+from edgepipe.cli.wizard import steps
+from edgepipe.cli.wizard.asking import Defaults
+from edgepipe.cli.wizard.state import Given, Setup
+from edgepipe.cluster.founding import TrustFolders
+from edgepipe.config import load_config
+from edgepipe.errors import ConfigInvalid
+from edgepipe.telemetry.audit import AuditKind, AuditLog
+from edgepipe.wire.v1 import trust_pb2
+from tests.unit.cli.conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (
+            ("plan", "gpt-oss-120b", "--emulate", "m4max"),
+            7,
+            "cannot plan for 'gpt-oss-120b'\n       known models: llama",
+        ),
+        (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "'wifi' is not a valid link"),
+        (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "for example 1gbit,0.3ms"),
+    ],
+)
+def test_what_a_verb_does_not_know_it_says_with_what_it_knows(
+    run: Run, words: tuple[str, ...], code: int, shown: str
+) -> None:
+    done = run(*words)
+    assert done.code == code
+    assert shown in done.err
+
+
+def test_an_unknown_setting_is_called_that() -> None:
+    with pytest.raises(ConfigInvalid, match=r"^unknown setting 'nmae' \(EDGEPIPE_NMAE\)"):
+        load_config({}, environ={"EDGEPIPE_NMAE": "x"})
+
+
+def test_a_machine_without_a_network_or_a_backend_is_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = NetworkFacts(interface="", address="", wireless=False, speed_bits_per_s=0.0, mtu_bytes=0)
+    [finding] = network_findings(facts, Ports(node=7117, http=8117))
+    assert (finding.what, finding.fact) == ("no usable network connection", "")
+
+    def nothing(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", nothing)
+    assert backend_finding().what == "this machine can chat and show status, but cannot run a model yet"
+
+
+def test_a_new_owner_is_introduced_by_what_it_may_do(capsys: pytest.CaptureFixture[str]) -> None:
+    joined = trust_pb2.InviteJoined(name="studio", role="owner")
+    inviting.show(trust_pb2.InviteEvent(joined=joined), trust_pb2.InviteStart())
+    shown = capsys.readouterr().out
+    assert shown == "  ✓ 'studio' joined\n    It can also manage the cluster if this machine is lost.\n"
+
+
+def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
+    setup = Setup(
+        asking=Defaults(),
+        given=Given(),
+        config=load_config({"data_dir": tmp_path}).values,
+        settings_file=tmp_path / "s",
+    )
+    with pytest.raises(ConfigInvalid, match="a pairing code is needed") as told:
+        steps.join_asking(setup, "127.0.0.1")
+    assert told.value.next_step == "--join CODE, or --cluster NAME to start a new cluster"
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        ("1 connection", "1 connection from an unknown machine was refused"),
+        ("3 connections", "3 connections from unknown machines were refused"),
+    ],
+)
+def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: str, shown: str) -> None:
+    path = TrustFolders(tmp_path / "data").audit
+    path.parent.mkdir(parents=True)
+    AuditLog(path, lambda: 0.0).record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=count)
+    assert run("peers", "log").out.strip().endswith(shown)
