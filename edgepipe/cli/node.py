@@ -121,6 +121,7 @@ def start(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
+    quiet_when_ready: Annotated[bool, typer.Option("--quiet-when-ready", hidden=True)] = False,
 ) -> None:
     """Run this machine's node until ^C, or in the background until 'edgepipe node stop'."""
     from edgepipe.config import load_config
@@ -160,8 +161,14 @@ def start(
 
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
+
+    def on_ready(ready: NodeReady) -> None:
+        show(_as_dict(ready))
+        if quiet_when_ready:
+            _leave_stderr()
+
     try:
-        run(loaded.values, on_ready=lambda ready: show(_as_dict(ready)))
+        run(loaded.values, on_ready=on_ready)
     except EdgepipeError as error:
         if as_json:
             print_json({"error": {"code": error.code, "lines": [error.what, error.fact, error.next_step]}})
@@ -326,6 +333,13 @@ def _as_dict(ready: NodeReady) -> dict[str, Any]:
         "socket": str(ready.socket),
         "cluster": ready.cluster,
     }
+
+
+def _leave_stderr() -> None:
+    """What is logged goes to the log file, too, and that one is bounded."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stderr.fileno())
+    os.close(nowhere)
 
 
 def _end_with_stdin() -> None:

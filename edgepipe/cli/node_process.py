@@ -42,7 +42,7 @@ def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> d
     log = data_dir / "start.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            node_command("--data-dir", str(data_dir), *flags),
+            node_command("--data-dir", str(data_dir), "--quiet-when-ready", *flags),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

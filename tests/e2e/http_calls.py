@@ -160,6 +160,11 @@ _PROMPT = _TEXT | st.lists(_TOKEN, min_size=1, max_size=12) | _one_of([7] * 100)
 _SEED = st.integers(-(1 << 63), (1 << 63) - 1) | _one_of(0, -1, None)
 
 
+def _seldom(*values: Any) -> Values:
+    """Mostly nothing: fields that exclude one another leave most bodies valid."""
+    return _one_of(*[None] * 8, *values)
+
+
 def _field(works: Values, *bad: Any) -> tuple[Values, Values]:
     """A field's values: those that usually work, and with the bad ones anything at all."""
     return works, (_one_of(*bad) | _ANYTHING if bad else _ANYTHING)
@@ -285,6 +290,17 @@ SHARED: Fields = {
     "best_of": _field(_one_of(1, None), 0, 2, 9),
     "user": _field(_TEXT, "x" * 1025),
     "service_tier": _field(_one_of("auto", "flex", "batch", "priority", None), "gold"),
+    "response_format": _field(
+        _FORMAT | _one_of(None, {"type": "text"}, {"type": "json_object"}), {"type": "json_schema"}, {"type": "xml"}
+    ),
+    "structured_outputs": _field(
+        _seldom({"regex": "[ab]+"}, {"choice": ["a", "b"]}, {"json": {"type": "null"}}, {"json_object": True}),
+        *({}, {"grammar": "x"}, {"regex": "("}, {"regex": "a", "choice": ["b"]}),
+    ),
+    "guided_json": _field(_seldom({"type": "integer"}, '{"type": "boolean"}'), {"type": "x"}, "{", 3),
+    "guided_choice": _field(_seldom(["yes", "no"]), [], [1], "yes"),
+    "guided_regex": _field(_seldom("a|b", "[0-9]{1,3}/x"), "((", "a(?=b)", "\\", 3),
+    "json_schema": _field(_seldom({"type": "integer"}), {"type": "x"}, []),
 }
 CHAT: Fields = {
     **SHARED,
@@ -292,9 +308,6 @@ CHAT: Fields = {
     "max_completion_tokens": _field(_COUNT, 0, 1 << 31),
     "logprobs": _field(_one_of(True, True, False, None)),
     "top_logprobs": _field(st.integers(0, 20), -1, 21),
-    "response_format": _field(
-        _FORMAT | _one_of(None, {"type": "text"}, {"type": "json_object"}), {"type": "json_schema"}, {"type": "xml"}
-    ),
     "tools": _TOOLS,
     "tool_choice": _CHOICE,
     "parallel_tool_calls": _field(_SWITCH),
@@ -311,6 +324,7 @@ COMPLETION: Fields = {
     ),
     "echo": _field(_SWITCH),
     "logprobs": _field(st.integers(0, 20) | _one_of(None), -1, 21, True),
+    "add_special_tokens": _field(_SWITCH),
 }
 OPTIONS: Fields = {
     "temperature": SHARED["temperature"],
@@ -335,6 +349,9 @@ _OLLAMA: Fields = {
     "stream": _field(_one_of(True, False)),
     "format": _field(_SCHEMA | _one_of(None, "", "json"), "xml"),
     "options": (_options(0) | _one_of(None, {}), _options(1) | _ANYTHING),
+    "logprobs": _field(_one_of(True, False)),
+    "top_logprobs": _field(st.integers(0, 20), -1, 21),
+    "think": _field(_one_of(None, True, False, "low"), "much", 3),
 }
 _OLLAMA_CALL = _one_of({"function": {"name": "look", "arguments": {"a": 1}}}, {"function": {"name": "look"}})
 _OLLAMA_TURN = st.fixed_dictionaries(
@@ -352,7 +369,6 @@ OLLAMA_GENERATE: Fields = {
     "system": _field(_TEXT | _one_of(None, "")),
     "raw": _field(_one_of(True, False)),
     "images": _field(_one_of(None, []), ["x"]),
-    "suffix": _field(_one_of(None, ""), "x"),
 }
 _NAMES_ELSEWHERE = ("suffix", "prompt_logprobs", "functions", "chat_template", "audio")
 _UNSUPPORTED: Fields = {name: _field(_one_of(None)) for name in _NAMES_ELSEWHERE}

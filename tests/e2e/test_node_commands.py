@@ -29,6 +29,8 @@ def test_a_node_in_the_background_runs_until_node_stop(tmp_path: Path) -> None:
     finally:
         stopped = shell.run("node", "stop")
     assert (stopped.returncode, stopped.stdout) == (0, "the node has stopped\n")
+    assert "node stops" in (shell.data_dir / "node.log").read_text()
+    assert "node stops" not in (shell.data_dir / "start.log").read_text()  # nothing bounds that file
 
 
 def test_a_person_reads_first_that_the_node_is_ready(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli import inviting
+from edgepipe.cli import inviting, node
 from edgepipe.cli.findings import NetworkFacts, Ports, network_findings
 from edgepipe.cli.machine_findings import backend_finding
 from edgepipe.cli.wizard import steps
@@ -63,6 +63,14 @@ def test_a_new_owner_is_introduced_by_what_it_may_do(capsys: pytest.CaptureFixtu
     inviting.show(trust_pb2.InviteEvent(joined=joined), trust_pb2.InviteStart())
     shown = capsys.readouterr().out
     assert shown == "  ✓ 'studio' joined\n    It can also manage the cluster if this machine is lost.\n"
+
+
+def test_a_drained_machine_is_safe_to_switch_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drained(data_dir: Path, *, undo: bool, wait_s: float) -> None:
+        return
+
+    monkeypatch.setattr(node, "_drain", drained)
+    assert run("node", "drain").out == "safe to switch off now\n"
 
 
 def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:

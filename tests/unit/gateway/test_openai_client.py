@@ -76,7 +76,7 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_tools_over_two_turns() -> None:
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}
     async with serving(FakeEngine(answer=CALL, group=4)) as served, _client(served) as client:
         stream = client.chat.completions.stream(
             model="tiny",
@@ -106,7 +106,7 @@ async def test_streamed_calls_of_any_cut(group: int) -> None:
         stream = client.chat.completions.stream(
             model="tiny",
             messages=[{"role": "user", "content": "look"}],
-            tools=[{"type": "function", "function": {"name": "look"}}],
+            tools=[{"type": "function", "function": {"name": "look", "strict": True}}],
             tool_choice="required",
         )
         async with stream as events:
