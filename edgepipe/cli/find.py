@@ -14,8 +14,6 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.data_dir import socket_path
 from edgepipe.daemon.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
-from edgepipe.model.generation import sampling_advice
-from edgepipe.model.store import ModelStore
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -42,16 +40,8 @@ class Target:
 async def find_target(data_dir: Path, model: str) -> Target:
     """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
     target = await _target(data_dir, model)
-    return replace(target, sampling=_advised(data_dir, target.model))
-
-
-def _advised(data_dir: Path, model: str) -> Mapping[str, float]:
-    """How to sample from the model; a machine that has nothing of it on its disk cannot know."""
-    try:
-        stored = ModelStore(load_config({"data_dir": data_dir}).values.models_dir).resolve(model)
-    except EdgepipeError:
-        return USUAL_SAMPLING
-    return {**USUAL_SAMPLING, **sampling_advice(stored.path)}
+    async with ChatClient(target.base_url, api_key=target.api_key) as client:
+        return replace(target, sampling={**USUAL_SAMPLING, **await client.sampling(target.model)})
 
 
 async def _target(data_dir: Path, model: str) -> Target:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -57,6 +58,18 @@ class ChatClient:
             raise self._unreachable(exc) from exc
         except (ValueError, KeyError, TypeError) as exc:
             raise RemoteProtocolError(f"{self._base_url} is no edgepipe gateway") from exc
+
+    async def sampling(self, model: str) -> dict[str, float]:
+        """How the model's makers want its tokens drawn; empty where that is not known. Raises NodeUnreachable."""
+        try:
+            told = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
+            return {
+                str(name): int(value) if float(value).is_integer() else float(value) for name, value in told.items()
+            }
+        except httpx.HTTPError as exc:
+            raise self._unreachable(exc) from exc
+        except (AttributeError, TypeError, ValueError):
+            return {}
 
     async def stream(
         self, messages: Sequence[Mapping[str, str]], *, model: str, options: Mapping[str, Any]

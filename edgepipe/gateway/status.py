@@ -32,9 +32,12 @@ class StatusPages:
         )
 
     async def one_model(self, request: Request) -> Response:
-        """``GET /v1/models/{id}``."""
-        served = self.models.get(request.path_params["id"]).served
-        return JSONResponse(model_card(served, created_s=int(self.clock.wall_s())))
+        """``GET /v1/models/{id}``; with how its tokens are drawn where a request does not say."""
+        entry = self.models.get(request.path_params["id"])
+        sampling = (await entry.assets()).sampling
+        return JSONResponse(
+            {**model_card(entry.served, created_s=int(self.clock.wall_s())), "sampling": dict(sampling)}
+        )
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: this process lives."""

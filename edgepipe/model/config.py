@@ -10,8 +10,8 @@ from typing import Any
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
-from edgepipe.model.generation import GENERATION_FILE
 from edgepipe.model.rope_config import extended_context, gguf_rope, hf_rope
+from edgepipe.model.sampling_defaults import GENERATION_FILE
 from edgepipe.model.strict_json import read_json_object
 
 # Caps far above what exists (Llama 3.1 405B: 126 layers, hidden 16384), far below what would exhaust anything.

@@ -12,7 +12,6 @@ from pathlib import Path
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.generation import GENERATION_FILE
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.manifest import (
     CARD_FILE,
@@ -27,7 +26,7 @@ from edgepipe.model.manifest import (
 )
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
-from edgepipe.model.sampling_defaults import hf_sampling
+from edgepipe.model.sampling_defaults import GENERATION_FILE, hf_sampling
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import GGUF_FILE, Weights, is_emulated, open_gguf_weights, open_hf_weights

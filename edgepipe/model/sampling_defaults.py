@@ -9,6 +9,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
 from edgepipe.model.strict_json import read_json_object
 
+GENERATION_FILE = "generation_config.json"
 _BOUNDS = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -20,10 +21,12 @@ _BOUNDS = {
 
 
 def hf_sampling(folder: Path) -> dict[str, float]:
-    """Return what ``generation_config.json`` says, without values that cannot be used. Raises ModelInvalid if it is
-    no JSON."""
-    path = folder / "generation_config.json"
+    """Return what ``generation_config.json`` says, without values that cannot be used. Nothing where it wants the
+    likeliest token each time: small models loop so. Raises ModelInvalid if it is no JSON."""
+    path = folder / GENERATION_FILE
     values = read_json_object(path) if path.is_file() else {}
+    if values.get("do_sample") is False or values.get("temperature") == 0:
+        values = {"repetition_penalty": values.get("repetition_penalty")}
     found: dict[str, float] = {}
     for name in _BOUNDS:
         try:

@@ -175,5 +175,5 @@ async def test_an_error_is_shown_and_the_conversation_goes_on(
         keys.send_text(f"{PASTE_BEGINS}{'x' * 5000}{PASTE_ENDS}\rshort\r{CTRL_D}")
         await task
     shown = capsys.readouterr()
-    assert "longer than the model's context" in shown.err
+    assert "This model's maximum context length is" in shown.err
     assert bytes(served.engine.submits[-1].prompt) == b"user: short\nassistant:"

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
-from edgepipe_emulated import emulated_model_config
 
 import edgepipe.cli.node
 from edgepipe.cli import admin, chat, find, repl
@@ -20,9 +21,7 @@ from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
-from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange
-from edgepipe.model.store import ModelStore
 from edgepipe.wire.v1 import engine_pb2, node_pb2
 from tests.unit.cli.conftest import Run
 
@@ -137,17 +136,35 @@ def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
     assert asked == stopped
 
 
-async def test_a_model_is_sampled_as_its_makers_advise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "sampling"),
+    [
+        ({"id": "tiny", "sampling": {"temperature": 0.6, "top_k": 20.0}}, {"temperature": 0.6, "top_k": 20}),
+        ({"id": "tiny", "sampling": {"top_p": 0.9}}, {"temperature": 0.7, "top_p": 0.9}),
+        ({"id": "tiny"}, {"temperature": 0.7}),
+        ({"error": {"message": "it loads"}}, {"temperature": 0.7}),
+        ([], {"temperature": 0.7}),
+    ],
+)
+async def test_a_model_is_sampled_as_its_makers_advise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: object, sampling: dict[str, float]
+) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, json=told)
+
     async def found(data_dir: Path, model: str) -> find.Target:
         return find.Target(base_url="http://x", model=model)
 
+    transport = httpx.MockTransport(answer)
     monkeypatch.setattr(find, "_target", found)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
-    (tmp_path / "tiny" / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
-    ModelStore(tmp_path / "models").pull(str(tmp_path / "tiny"))
-    assert (await find.find_target(tmp_path, "tiny")).sampling == {"temperature": 0.6, "top_k": 20}
-    assert (await find.find_target(tmp_path, "elsewhere")).sampling == {"temperature": 0.7}
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=transport))
+    target = await find.find_target(tmp_path, "org/tiny")
+    assert target.sampling == sampling
+    assert [type(value) for value in target.sampling.values()] == [type(value) for value in sampling.values()]
+    assert asked == ["/v1/models/org/tiny"]
 
 
 def test_a_setting_is_checked_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

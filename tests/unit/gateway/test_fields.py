@@ -75,6 +75,7 @@ async def test_a_model_s_own_defaults_hold_where_a_request_does_not_say() -> Non
         for path in ("/api/chat", "/api/generate"):
             assert await drawn(path) == (0.6, 20, 0.9, 1.05)
             assert await drawn(path, options={"temperature": 0, "repeat_penalty": 1}) == (0, 20, 0.9, 1)
+        assert (await served.http.get("/v1/models/tiny")).json()["sampling"] == dict(Opinionated.sampling)
 
 
 async def test_logprobs_of_a_chat_add_up_to_its_text(served: Served) -> None:

@@ -13,7 +13,10 @@ def test_values_that_can_be_used_are_read(tmp_path: Path) -> None:
     assert hf_sampling(tmp_path) == {}
     values = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": [1], "min_p": 0}
     odd = {"temperature": "warm", "top_k": -1, "top_p": 0, "repetition_penalty": 1.05}
+    greedy = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.05}
     for given, found in (
+        (greedy, {"repetition_penalty": 1.05}),
+        ({"temperature": 0.0}, {}),
         (values, {"temperature": 0.6, "top_k": 20, "min_p": 0}),
         (odd, {"repetition_penalty": 1.05}),
     ):
