@@ -58,6 +58,7 @@ class Config:
     local_key: str = "auto"  # whether HTTP asks this computer's own clients for a key; auto: if it has several users
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
+    load_on_request: bool = True  # an HTTP request for a model on some disk of the cluster has it served
     listen_s: float = 3.0  # commands listen so long for other nodes, which answer at once; sleeping Wi-Fi takes longer
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
@@ -384,6 +385,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "local_key": _one_of(_LOCAL_KEY),
     "peers": _addresses,
     "discovery": _flag,
+    "load_on_request": _flag,
     "listen_s": _seconds(0.1, 60.0),
     "data_dir": _path,
     "models_dir": _path,

@@ -12,6 +12,8 @@ from edgepipe.daemon.settings import ChildSettings
 from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.service import Gateway, listen
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
 
 _EVERYWHERE = ("0.0.0.0", "::")
 
@@ -24,6 +26,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         node_name=settings.node_name,
         security=link.security,
         clock=SystemClock(),
+        load_model=lambda model: link.report(pb.ChildReport(load_wanted=pb.LoadWanted(model=model))),
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(
@@ -37,6 +40,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         async for command in link.commands():
             if command.HasField("cluster"):
                 gateway.update(command.cluster)
+            elif command.HasField("load_failed"):
+                gateway.not_loaded(command.load_failed.model, error_from_wire(command.load_failed.error))
         await serving
 
 

@@ -20,6 +20,8 @@ from edgepipe.ids import NodeId
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
+_MOST_LOADABLE = 256  # names that a gateway is told
+
 
 class ClusterViews:
     """Builds both from the node's parts."""
@@ -37,6 +39,7 @@ class ClusterViews:
         children: Children,
         handshakes: RefusedHandshakes,
         discovery_problem: Callable[[], str],
+        load_on_request: bool,
         data_dir: Path,
         clock: Clock,
     ) -> None:
@@ -50,6 +53,7 @@ class ClusterViews:
         self._children = children
         self._handshakes = handshakes
         self._discovery_problem = discovery_problem
+        self._load_on_request = load_on_request
         self._data_dir = data_dir
         self._clock = clock
         self._started_s = clock.monotonic_s()
@@ -63,7 +67,16 @@ class ClusterViews:
             for engine in node.engines:
                 if path := self._models.metadata_path(engine.model, engine.manifest_hash):
                     view.served.add(engine=engine, model_path=str(path))
+        if self._load_on_request:
+            view.loadable.extend(self._loadable())
         return view
+
+    def _loadable(self) -> list[str]:
+        """Models that are whole on some disk and that nobody serves."""
+        nodes = self._peers.nodes()
+        served = {engine.model for node in nodes for engine in node.engines if engine.state != "failed"}
+        whole = {told.model for node in nodes for told in node.models if told.complete}
+        return sorted(whole - served)[:_MOST_LOADABLE]
 
     def status(self) -> pb.ClusterStatus:
         """Everything that people may want to know."""

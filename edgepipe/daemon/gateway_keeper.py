@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.children import Child, Children
 from edgepipe.daemon.settings import ChildSettings
 from edgepipe.errors import EdgepipeError
+from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
+_MOST_LOADING = 4  # models at once
 _VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
 
 
@@ -28,10 +31,14 @@ class GatewayKeeper:
         new_settings: Callable[[int], ChildSettings],
         http_port: int,
         view: Callable[[], pb.ClusterView],
+        load: Callable[[str], AsyncGenerator[pb.ServeEvent]],
         changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
+        """``load`` serves a model as is best; ends when it answers, or raises why it does not."""
+        self._load = load
+        self._loading: set[str] = set()  # models that requests wait for
         self.http_port = 0  # where it answers now
         self.certificate = b""  # of the process that answers now
         self._told = pb.ClusterView()
@@ -48,6 +55,7 @@ class GatewayKeeper:
         """Start the first one. Raises PortInUse and whatever else hinders it."""
         child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
         started = await self._children.wait_started(child)
+        child.on_report = lambda report: self._take(child, report)
         self.certificate = started.certificate
         self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
         self._on_change()
@@ -77,6 +85,24 @@ class GatewayKeeper:
                 child = await self.start()
             except EdgepipeError as error:
                 logger.error("gateway does not start: %s", error)
+
+    def _take(self, child: Child, report: pb.ChildReport) -> None:
+        model = report.load_wanted.model
+        if report.HasField("load_wanted") and model not in self._loading and len(self._loading) < _MOST_LOADING:
+            self._loading.add(model)
+            self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
+
+    async def _serve(self, child: Child, model: str) -> None:
+        logger.info("model=%s is loaded, since a request asked for it", model)
+        try:
+            async with aclosing(self._load(model)) as events:
+                async for _ in events:
+                    pass
+        except EdgepipeError as error:
+            logger.warning("not loaded model=%s: %s", model, error)
+            child.send(pb.ChildCommand(load_failed=pb.LoadFailed(model=model, error=error_to_wire(error))))
+        finally:
+            self._loading.discard(model)
 
     async def _feed(self, child: Child) -> None:
         self._told = pb.ClusterView()

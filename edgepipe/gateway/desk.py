@@ -15,6 +15,7 @@ from edgepipe.gateway.admission import Admission, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
+from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
@@ -59,6 +60,7 @@ class Desk:
     """Takes orders. Everything that can be refused is refused before there is one."""
 
     models: ModelTable
+    loads: ModelLoads
     clock: Clock
     ids: IdSource
     new_seed: Callable[[], int]  # for requests without a seed
@@ -68,7 +70,7 @@ class Desk:
 
     async def chat(self, body: ChatBody, *, owner: str) -> Order:
         """A conversation's next turn. Raises HttpProblem, EdgepipeError."""
-        entry = self.models.get(body.model)
+        entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         plan = await plan_output(
             form=answer_form(body),
@@ -92,7 +94,7 @@ class Desk:
 
     async def complete(self, body: CompletionBody, *, owner: str) -> Order:
         """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
-        entry = self.models.get(body.model)
+        entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         plan = await plan_output(form=answer_form(body), tool_format=assets.tool_format, compiler=self.compiler)
         context_length = entry.served.context_length

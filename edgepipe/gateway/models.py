@@ -121,11 +121,22 @@ class ModelTable:
     def __init__(self) -> None:
         self._entries: dict[str, ModelEntry] = {}
         self._known: list[ServedModel] = []
+        self._changed = asyncio.Event()
 
     def replace(self, entries: Sequence[ModelEntry], known: Sequence[ServedModel]) -> None:
         """Ready entries, and every model that the cluster works on."""
         self._entries = {entry.served.name: entry for entry in entries}
         self._known = list(known)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake whoever waits for ``changed``."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def changed(self) -> None:
+        """Return after the next change."""
+        await self._changed.wait()
 
     @property
     def served(self) -> list[ServedModel]:

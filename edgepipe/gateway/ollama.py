@@ -268,7 +268,7 @@ class OllamaDoor:
         body = await self._read(request, OllamaGenerateBody)
         if body.raw:
             name = _known_name(self.desk.models, body.model)
-            fields = body.shared_fields(await self.desk.models.get(name).assets())
+            fields = body.shared_fields(await (await self.desk.loads.entry(name)).assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
@@ -333,7 +333,8 @@ class OllamaDoor:
         chat: bool,
     ) -> Response:
         name = _known_name(self.desk.models, body.model)
-        entry = self.desk.models.get(name)
+        entry = await self.desk.loads.entry(name)
+        name = entry.served.name
         if not messages:  # asks that the model be loaded: it is
             return self._loaded(body, chat=chat)
         fields = body.shared_fields(await entry.assets()) | body.chat_fields()

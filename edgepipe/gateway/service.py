@@ -24,6 +24,7 @@ from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, Co
 from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.messages import served_models
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
@@ -52,12 +53,14 @@ class Gateway:
         ids: IdSource,
         new_seed: Callable[[], int],
         load: AssetLoader = load_assets,
+        load_model: Callable[[str], None] = lambda _: None,
         limits: LinkLimits | None = None,
         rules: AccessRules | None = None,
         admission: AdmissionLimits | None = None,
         connections: ConnectionLimits | None = None,
         timeouts: StreamTimeouts | None = None,
     ) -> None:
+        """``load_model`` asks for a model of the view's ``loadable`` to be served; see ``not_loaded``."""
         self._clock = clock
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
         self._security = security
@@ -72,9 +75,11 @@ class Gateway:
         self._newest = node_pb2.ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
+        self._loads = ModelLoads(self._models, load=load_model)
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
         desk = Desk(
             models=self._models,
+            loads=self._loads,
             clock=clock,
             ids=ids,
             new_seed=new_seed,
@@ -91,7 +96,12 @@ class Gateway:
         """Take the daemon's newest view; ``run`` acts on it."""
         self._newest = view
         self._view = served_models(view)
+        self._loads.update(view.loadable)
         self._changed.set()
+
+    def not_loaded(self, model: str, error: EdgepipeError) -> None:
+        """A model that ``load_model`` asked for is not served, and why."""
+        self._loads.failed(model, error)
 
     async def run(self) -> None:
         """Keep one link per engine of the view. Ends by cancellation only."""

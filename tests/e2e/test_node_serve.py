@@ -164,6 +164,18 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         assert other.value.fact.startswith(fact)
 
 
+@pytest.mark.parametrize("load", [True, False])
+async def test_a_request_loads_a_model_that_is_only_pulled(nodes: Nodes, load: bool):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a", discovery=False, load_on_request=load)
+    await a.until(lambda status: idle(status, 1))
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        body = {"model": "tiny", "prompt": [7], "max_tokens": 2, "temperature": 0}
+        response = await http.post(f"http://127.0.0.1:{a.http_port}/v1/completions", json=body)
+    assert response.status_code == (200 if load else 404), response.text
+    assert [engine.model for engine in (await a.status()).engines] == ["tiny"] * load
+
+
 async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a = await nodes.start("a", discovery=False, memory_limit_bytes="100KB")

@@ -1290,6 +1290,7 @@ class ChildReport(_message.Message):
     DENIED_FIELD_NUMBER: _builtins.int
     INTRODUCED_FIELD_NUMBER: _builtins.int
     PROFILED_FIELD_NUMBER: _builtins.int
+    LOAD_WANTED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     introduced: _builtins.int
     """version of the peers that hold now"""
@@ -1315,6 +1316,8 @@ class ChildReport(_message.Message):
     def denied(self) -> Global___DeniedCall: ...
     @_builtins.property
     def profiled(self) -> Global___LayerProfile: ...
+    @_builtins.property
+    def load_wanted(self) -> Global___LoadWanted: ...
     def __init__(
         self,
         *,
@@ -1328,17 +1331,64 @@ class ChildReport(_message.Message):
         denied: Global___DeniedCall | None = ...,
         introduced: _builtins.int = ...,
         profiled: Global___LayerProfile | None = ...,
+        load_wanted: Global___LoadWanted | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
 Global___ChildReport: _TypeAlias = ChildReport  # noqa: Y015
+
+@_typing.final
+class LoadWanted(_message.Message):
+    """A gateway was asked for a model that is not served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadWanted: _TypeAlias = LoadWanted  # noqa: Y015
+
+@_typing.final
+class LoadFailed(_message.Message):
+    """Why it is not served now either."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def error(self) -> _common_pb2.Error: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadFailed: _TypeAlias = LoadFailed  # noqa: Y015
 
 @_typing.final
 class PlanWanted(_message.Message):
@@ -1554,6 +1604,7 @@ class ChildCommand(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     INTRODUCE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    LOAD_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
         """stages"""
@@ -1588,6 +1639,10 @@ class ChildCommand(_message.Message):
     def profile(self) -> Global___ProfileLayerRequest:
         """stages that hold nothing"""
 
+    @_builtins.property
+    def load_failed(self) -> Global___LoadFailed:
+        """gateways"""
+
     def __init__(
         self,
         *,
@@ -1600,12 +1655,13 @@ class ChildCommand(_message.Message):
         pause: Global___PauseStage | None = ...,
         introduce: Global___IntroducedPeers | None = ...,
         profile: Global___ProfileLayerRequest | None = ...,
+        load_failed: Global___LoadFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "load_failed", b"load_failed", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "load_failed", b"load_failed", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce", "profile"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce", "profile", "load_failed"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1816,6 +1872,7 @@ class ClusterView(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    LOADABLE_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberState]: ...
@@ -1823,6 +1880,10 @@ class ClusterView(_message.Message):
     def served(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
     @_builtins.property
     def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentNode]: ...
+    @_builtins.property
+    def loadable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """on some disk of the cluster and not served: a request for one loads it"""
+
     def __init__(
         self,
         *,
@@ -1830,10 +1891,11 @@ class ClusterView(_message.Message):
         members: _abc.Iterable[Global___MemberState] | None = ...,
         served: _abc.Iterable[Global___ServedModel] | None = ...,
         absent: _abc.Iterable[Global___AbsentNode] | None = ...,
+        loadable: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "cluster_id", b"cluster_id", "members", b"members", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "cluster_id", b"cluster_id", "loadable", b"loadable", "members", b"members", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

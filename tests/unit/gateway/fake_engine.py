@@ -245,10 +245,14 @@ async def start_engine(engine: FakeEngine, *, port: int = 0) -> tuple[Any, str]:
 
 
 def view_of(
-    *addresses: str, names: Sequence[str] = ("tiny",), state: str = "ready", error: EdgepipeError | None = None
+    *addresses: str,
+    names: Sequence[str] = ("tiny",),
+    state: str = "ready",
+    error: EdgepipeError | None = None,
+    loadable: Sequence[str] = (),
 ) -> node_pb2.ClusterView:
-    """What a daemon tells of engines at these addresses."""
-    view = node_pb2.ClusterView(cluster_id="test")
+    """What a daemon tells of engines at these addresses, and of models that a request loads."""
+    view = node_pb2.ClusterView(cluster_id="test", loadable=loadable)
     for index, address in enumerate(addresses):
         engine = engine_pb2.EngineState(
             model=names[index],

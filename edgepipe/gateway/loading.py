@@ -1,0 +1,72 @@
+"""Models that are on some disk of the cluster and not served: a request for one has it loaded, and waits a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from edgepipe.errors import CapacityError, EdgepipeError
+from edgepipe.gateway.models import ModelEntry, ModelTable
+
+WAIT_S = 60.0  # clients give up later; who waits longer than this asks again
+
+
+class ModelLoads:
+    """Finds the model of a request, served or loadable."""
+
+    def __init__(self, models: ModelTable, *, load: Callable[[str], None], wait_s: float = WAIT_S) -> None:
+        """``load`` asks for a model and returns at once; ``failed`` tells if nothing comes of it."""
+        self._models = models
+        self._load = load
+        self._wait_s = wait_s
+        self._loadable: frozenset[str] = frozenset()
+        self._asked: dict[str, EdgepipeError | None] = {}  # models that were asked for, and why they are not served
+
+    def update(self, loadable: Iterable[str]) -> None:
+        """Replace the names of models that a request may load."""
+        self._loadable = frozenset(loadable)
+
+    def failed(self, model: str, error: EdgepipeError) -> None:
+        """Loading it was tried in vain: whoever waits is told why."""
+        self._asked[model] = error
+        self._models.notify()
+
+    async def entry(self, name: str | None) -> ModelEntry:
+        """As ``ModelTable.get``. A model that can be loaded is, and waited for.
+
+        Raises what ``get`` raises, why it was not loaded, or CapacityError if that takes longer.
+        """
+        wanted = name or ""
+        try:
+            return self._models.get(name)
+        except CapacityError:
+            if wanted not in self._asked:
+                raise
+        except EdgepipeError:
+            if wanted not in self._loadable:
+                raise
+            self._asked[wanted] = None
+            self._load(wanted)
+        return await self._waited_for(wanted)
+
+    async def _waited_for(self, name: str) -> ModelEntry:
+        fact = ""
+        coming = False  # what is said of it before may be of an earlier attempt
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while (why := self._asked.get(name)) is None:
+                    try:
+                        return self._models.get(name)
+                    except CapacityError as error:
+                        coming, fact = True, error.fact
+                    except EdgepipeError:
+                        if coming:
+                            raise
+                    await self._models.changed()
+        except TimeoutError:
+            raise CapacityError(
+                f"the model '{name}' is not ready yet",
+                fact=fact or f"it was asked for {self._wait_s:.0f} s ago",
+                next_step="try again in a moment",
+            ) from None
+        raise why

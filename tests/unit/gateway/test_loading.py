@@ -1,0 +1,69 @@
+"""A request for a model that is pulled and not served loads it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import serving
+from fake_engine import FakeEngine, view_of
+
+from edgepipe.errors import CapacityError, ModelUnknown, NoFeasiblePlacement
+from edgepipe.gateway.loading import ModelLoads
+from edgepipe.gateway.models import ModelTable
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_model_that_can_be_loaded_is_waited_for(path: str) -> None:
+    asked: list[str] = []
+    async with serving(FakeEngine(), load_model=asked.append) as served:
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
+        body = {"model": "big", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": False}
+        del body["prompt" if "chat" in path else "messages"]
+        asking = asyncio.create_task(served.http.post(path, json=body))
+        async with asyncio.timeout(10):
+            while not asked:  # noqa: ASYNC110 - the gateway reports to a list
+                await asyncio.sleep(0.001)
+        served.gateway.update(view_of(served.address, served.address, names=("tiny", "big")))
+        response = await asking
+        assert response.status_code == 200
+        assert response.json()["model"] == "big"
+        assert asked == ["big"]
+
+
+async def test_why_it_cannot_be_served_is_told_to_whoever_waits() -> None:
+    asked: list[str] = []
+
+    async with serving(FakeEngine(), load_model=asked.append) as served:
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
+        asking = [asyncio.create_task(served.chat(model="big")) for _ in range(2)]
+        async with asyncio.timeout(10):
+            while len(asked) < 2:  # noqa: ASYNC110 - the gateway reports to a list
+                await asyncio.sleep(0.001)
+        served.gateway.not_loaded("big", NoFeasiblePlacement("the model needs about 64 GB, 20 GB are free"))
+        for response in await asyncio.gather(*asking):
+            assert response.status_code == NoFeasiblePlacement.http_status
+            assert "needs about 64 GB" in response.json()["error"]["message"]
+
+
+async def test_what_is_on_no_disk_is_unknown_and_asks_nobody() -> None:
+    asked: list[str] = []
+    async with serving(FakeEngine(), load_model=asked.append) as served:
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
+        for name in ("bigger", "BIG", "gpt-4"):
+            assert (await served.chat(model=name)).status_code == 404
+        assert (await served.http.get("/v1/models/big")).status_code == 404, "a look loads nothing"
+        assert asked == []
+
+
+async def test_who_has_waited_long_is_told_to_come_again() -> None:
+    loads = ModelLoads(ModelTable(), load=lambda _: None, wait_s=0.01)
+    loads.update(["big"])
+    with pytest.raises(CapacityError) as told:
+        await loads.entry("big")
+    assert told.value.http_status == 503
+    assert told.value.next_step == "try again in a moment"
+    with pytest.raises(ModelUnknown):
+        await loads.entry("other")
