@@ -73,7 +73,7 @@ def test_what_a_served_model_cannot_do(home: tuple[Shell, Node]) -> None:
     error_of(shell.run("serve", "tiny", "--plan", "a:0-2,a:3-5"), 2, "served already", "a:0-5", "edgepipe stop tiny")
     error_of(shell.run("serve", "tiny", "--nodes", "3"), 2, "served already")
     long_prompt = "x" * (CONTEXT + 1)
-    error_of(shell.run("chat", "-p", long_prompt), 2, "longer than the model's context", str(CONTEXT), "shorten it by")
+    error_of(shell.run("chat", "-p", long_prompt), 2, "maximum context length", str(CONTEXT), "shorten the prompt by")
     error_of(shell.run("chat", "-p", "x", "--seed", str(1 << 80)), 2, "seed", lines=(1, 2, 3))
     with httpx.Client(base_url=node.url, trust_env=False, timeout=30) as http:
         for stream in (False, True):
