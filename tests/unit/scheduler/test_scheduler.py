@@ -215,12 +215,12 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     world = World(limits(context_length=16))
     with pytest.raises(PromptTooLong) as caught:
         world.scheduler.submit([spec(1, 16)])
-    assert "16 tokens" in caught.value.fact
+    assert "16 tokens" in caught.value.what
 
 
 def test_a_prompt_longer_than_the_kv_cache_is_refused_with_that_reason() -> None:
     world = World(limits(num_blocks=3))
-    with pytest.raises(PromptTooLong, match="KV cache"):
+    with pytest.raises(PromptTooLong, match="in the memory of the cluster"):
         world.scheduler.submit([spec(1, 12)])
 
 
