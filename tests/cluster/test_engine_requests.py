@@ -146,7 +146,7 @@ async def test_the_same_attempt_again_is_the_same_request() -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "words"),
     [
-        (submission("a", [1] * 600, 5), PromptTooLong, "600 tokens"),
+        (submission("a", [1] * 600, 5), PromptTooLong, "the prompt has 600"),
         (submission("a", [], 5), RequestInvalid, "empty"),
         (submission("a", [1, 999_999], 5), RequestInvalid, "999999"),
         (submission("a", [1], 5, generated=((70_000,),)), RequestInvalid, "70000"),

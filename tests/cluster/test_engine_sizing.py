@@ -55,5 +55,5 @@ async def test_m_that_was_asked_for_stays() -> None:
         for i in range(8):
             await gateway.ended(f"r{i}")
         assert {state.micro_batches for state in lab.states} == {3}
-        assert lab.engine.state().why == "asked for: 3"
+        assert lab.engine.state().why == "3, as asked for"
         assert lab.engine.state().predicted_tokens_per_s > 0

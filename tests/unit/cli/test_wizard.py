@@ -121,7 +121,7 @@ def failing_pull(root: Path, model: str) -> None:
 ASK = """
 from edgepipe.cli.wizard.asking import Choice, Terminal
 line = "HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB  workstation ~120 tok/s  begun"
-choices = [Choice(value="a", text=line), Choice(value="b", text="B")]
+choices = [Choice(value="a", text=line), Choice(value="b", text="the last one")]
 print("chosen:", Terminal().choose("Which model?", choices, default="a"))
 """
 
@@ -129,10 +129,10 @@ print("chosen:", Terminal().choose("Which model?", choices, default="a"))
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_long_choices_are_broken_between_words(columns: int) -> None:
     with TerminalOf([sys.executable, "-P", "-c", ASK], environment=os.environ, columns=columns, lines=20) as terminal:
-        shown = terminal.until("go back")
+        shown = terminal.until("the last one")
         terminal.send("\r")
         terminal.until("chosen: a")
-    first, *rest = shown.partition("»")[2].partition("  B")[0].splitlines()
+    first, *rest = shown.partition("»")[2].partition("  the last one")[0].splitlines()
     assert first.startswith(" HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB")
     assert " ".join([first, *rest]).split()[1:] == ["3.4", "GB", "workstation", "~120", "tok/s", "begun"]
     assert all(line.startswith("     ") for line in rest if line.strip())
