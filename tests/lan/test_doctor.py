@@ -138,5 +138,5 @@ async def test_a_machine_s_own_network_is_told() -> None:
         await host.run(["ip", "-4", "addr", "flush", "scope", "global"])
         code, findings = await doctor(host)
         assert code == 8
-        assert "on no network" in findings["network.interface"]["what"]
+        assert "no usable network" in findings["network.interface"]["what"]
         assert "network.multicast4" not in findings
