@@ -108,8 +108,8 @@ def rm(
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    content = {one.manifest_hash for one in store.list() if one.id == model}
-    if nodes := served_by(folder, model) if content else ():
+    here = any(one.id == model for one in store.list())
+    if here and (nodes := served_by(folder, model)):
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
     print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
@@ -117,7 +117,7 @@ def rm(
     elsewhere = [
         member.node.name
         for member in members_of(folder)
-        if not member.self and any(one.model == model and one.manifest_hash in content for one in member.node.models)
+        if not member.self and any(one.model == model for one in member.node.models)
     ]
     if elsewhere:
         print(f"it is still on {', '.join(map(one_line, elsewhere))}")

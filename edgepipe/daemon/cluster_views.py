@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,11 +73,12 @@ class ClusterViews:
         return view
 
     def _loadable(self) -> list[str]:
-        """Models that are whole on some disk and that nobody serves."""
+        """Models that are whole on some disk and that nobody serves; no name that stands for two contents."""
         nodes = self._peers.nodes()
         served = {engine.model for node in nodes for engine in node.engines if engine.state != "failed"}
-        whole = {told.model for node in nodes for told in node.models if told.complete}
-        return sorted(whole - served)[:_MOST_LOADABLE]
+        whole = {(told.model, told.manifest_hash) for node in nodes for told in node.models if told.complete}
+        contents = Counter(model for model, _ in whole)
+        return sorted(model for model, count in contents.items() if count == 1 and model not in served)[:_MOST_LOADABLE]
 
     def status(self) -> pb.ClusterStatus:
         """Everything that people may want to know."""

@@ -347,7 +347,7 @@ class ServeBook:
     def _take(self, body: pb.ServeBody, record: pb.ServeRecord) -> None:
         before = self._records.pop(body.spec.model, None)
         self._records[body.spec.model] = (body, record)
-        while (model := self._forgettable()) and len(self._records) > _MOST_RECORDS:
+        while len(self._records) > _MOST_RECORDS and (model := self._forgettable()):
             del self._records[model]
         self._changes.notify()
         self._changed.set()
@@ -359,8 +359,8 @@ class ServeBook:
     def _forgettable(self) -> str:
         """The oldest stopped model of the node that said most of them: nobody's masses push out what others said."""
         stopped = {model: one.signer for model, (one, _) in self._records.items() if one.stopped}
-        said = Counter(stopped.values())
-        return next((model for model, signer in stopped.items() if said[signer] == max(said.values())), "")
+        most = [signer for signer, _ in Counter(stopped.values()).most_common(1)]
+        return next((model for model, signer in stopped.items() if signer in most), "")
 
     def _load(self) -> None:
         """What this node wrote was checked when it came in; records of the earlier form wait for ``renew``."""

@@ -147,8 +147,8 @@ class Serving:
         except TimeoutError:
             own, node = self._peers.node(self._peers.own_id), self._peers.node(node_id)
             return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
-        except OSError:
-            return None  # it ends just now: whoever follows it is told why
+        except (OSError, ValueError):  # refused, or an address that is none: its node may tell anything
+            return None  # whoever sends it requests is told why
         writer.close()
         return None
 
