@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.daemon.serving import common_block_size, default_kv_tokens, model_matches
+from edgepipe.daemon.serving import Serving, common_block_size, default_kv_tokens, model_matches
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import common_pb2, engine_pb2
 
 
 def room(*, host: bool) -> NodeRoom:
@@ -42,6 +42,14 @@ def test_host_memory_is_taken_modestly():
     token_bytes = config.kv_bytes_per_token(num_layers=32, bytes_per_value=4)
     weights = 4 * config.slice_parameters(placed[0].part)
     assert tokens == max(1024, max(512 << 20, weights) // token_bytes)
+
+
+@pytest.mark.parametrize("address", ["", "x", "127.0.0.1:", "127.0.0.1:no", "127.0.0.1:1"])
+async def test_an_engine_s_address_that_is_none_is_no_error(address: str):
+    """Its node may tell anything; whoever sends it requests is told."""
+    fields = ("peers", "models", "ids", "changes", "gateway_knows", "refused", "book", "surveyor", "tasks")
+    serving = Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
+    assert await serving._no_way_to(engine_pb2.EngineState(address=address), "node-a") is None
 
 
 @pytest.mark.parametrize(
