@@ -149,6 +149,12 @@ def load_config(
     return LoadedConfig(values=_completed(values), origins=origins)
 
 
+def forget_exported_size() -> None:
+    """Let the terminal say how wide it is: what a shell exported was true before its window changed."""
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+
+
 def prepare_environment() -> None:
     """Switch gRPC's fork handlers off, before gRPC is imported. With them one spawned child in four died of SIGSEGV
     between fork and exec. And silence its C core: what it writes our errors say better, and a stranger's broken

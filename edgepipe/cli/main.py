@@ -34,6 +34,7 @@ from edgepipe.cli import (
 )
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
+from edgepipe.config import forget_exported_size
 from edgepipe.errors import EdgepipeError
 from edgepipe.safe_text import visible
 
@@ -89,6 +90,8 @@ def main(args: list[str] | None = None) -> NoReturn:
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
     _replace_what_cannot_be_shown()
+    if sys.stdout.isatty():
+        forget_exported_size()
     try:
         status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:

@@ -27,6 +27,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         security=link.security,
         clock=SystemClock(),
         load_model=lambda model: link.report(pb.ChildReport(load_wanted=pb.LoadWanted(model=model))),
+        unload_model=lambda model: link.report(pb.ChildReport(unload_wanted=pb.UnloadWanted(model=model))),
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(

@@ -17,6 +17,7 @@ from edgepipe.daemon.local_node import LocalNode
 from edgepipe.daemon.models import Models
 from edgepipe.daemon.neighbours import Neighbours
 from edgepipe.daemon.peers import Peers
+from edgepipe.daemon.serve_book import ServeBook
 from edgepipe.ids import NodeId
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -41,6 +42,7 @@ class ClusterViews:
         handshakes: RefusedHandshakes,
         discovery_problem: Callable[[], str],
         load_on_request: bool,
+        book: ServeBook,
         data_dir: Path,
         clock: Clock,
     ) -> None:
@@ -55,6 +57,7 @@ class ClusterViews:
         self._handshakes = handshakes
         self._discovery_problem = discovery_problem
         self._load_on_request = load_on_request
+        self._book = book
         self._data_dir = data_dir
         self._clock = clock
         self._started_s = clock.monotonic_s()
@@ -67,7 +70,9 @@ class ClusterViews:
         for node in self._peers.nodes():
             for engine in node.engines:
                 if path := self._models.metadata_path(engine.model, engine.manifest_hash):
-                    view.served.add(engine=engine, model_path=str(path))
+                    on_request = self._book.is_on_request(engine.pipeline_id)
+                    view.served.add(engine=engine, model_path=str(path), on_request=on_request)
+        view.stopped.extend(self._book.stopped())
         if self._load_on_request:
             view.loadable.extend(self._loadable())
         return view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from edgepipe.daemon.changes import Changes
@@ -32,12 +32,16 @@ class GatewayKeeper:
         http_port: int,
         view: Callable[[], pb.ClusterView],
         load: Callable[[str], AsyncGenerator[pb.ServeEvent]],
+        unload: Callable[[str], Awaitable[None]],
         changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
-        """``load`` serves a model as is best; ends when it answers, or raises why it does not."""
+        """``load`` serves a model as is best; ends when it answers, or raises why it does not. ``unload`` stops one
+        that was loaded so."""
         self._load = load
+        self._unload = unload
+        self._unloading: set[str] = set()
         self._loading: set[str] = set()  # models that requests wait for
         self.http_port = 0  # where it answers now
         self.certificate = b""  # of the process that answers now
@@ -91,6 +95,19 @@ class GatewayKeeper:
         if report.HasField("load_wanted") and model not in self._loading and len(self._loading) < _MOST_LOADING:
             self._loading.add(model)
             self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
+        idle = report.unload_wanted.model
+        if report.HasField("unload_wanted") and not self._unloading:
+            self._unloading.add(idle)
+            self._tasks.create_task(self._stop(idle), name=f"unload:{idle}")
+
+    async def _stop(self, model: str) -> None:
+        logger.info("model=%s is stopped: no request wanted it any longer", model)
+        try:
+            await self._unload(model)
+        except EdgepipeError as error:
+            logger.warning("not stopped model=%s: %s", model, error)
+        finally:
+            self._unloading.discard(model)
 
     async def _serve(self, child: Child, model: str) -> None:
         logger.info("model=%s is loaded, since a request asked for it", model)

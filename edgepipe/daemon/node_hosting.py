@@ -119,6 +119,7 @@ class NodeHosting:
             handshakes=self._basis.handshakes,
             discovery_problem=self._presence.discovery_problem,
             load_on_request=self._basis.config.load_on_request,
+            book=self.book,
             data_dir=self._basis.data_dir.path,
             clock=self._basis.clock,
         )
@@ -203,7 +204,8 @@ class NodeHosting:
             new_settings=lambda http_port: self._basis.child_settings("gateway", http_port=http_port),
             http_port=self._basis.config.http_port,
             view=self.views.for_gateway,
-            load=lambda model: self.serving.serve(pb.ServeRequest(model=model)),
+            load=lambda model: self.serving.serve(pb.ServeRequest(model=model, options=pb.ServeSpec(on_request=True))),
+            unload=lambda model: self.serving.unload(model),
             changes=self._changes,
             tasks=self._tasks,
             on_change=self._refresh,

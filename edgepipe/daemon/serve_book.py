@@ -100,9 +100,18 @@ class ServeBook:
         """Models that somebody wants served and that have answered."""
         return [body for body, _ in self._records.values() if not body.stopped and body.begun]
 
+    def stopped(self) -> list[str]:
+        """Pipelines that somebody stopped."""
+        return [body.pipeline_id for body, _ in self._records.values() if body.stopped]
+
     def held(self, pipeline_id: str) -> pb.ServeBody | None:
         """What counts of a pipeline, running or stopped."""
         return next((body for body, _ in self._records.values() if body.pipeline_id == pipeline_id), None)
+
+    def is_on_request(self, pipeline_id: str) -> bool:
+        """Whether a request had it loaded, and no person wants it served."""
+        held = self.held(pipeline_id)
+        return held is not None and held.spec.on_request
 
     def record(self, pipeline_id: str) -> pb.ServeRecord | None:
         """The same as it travels."""
@@ -159,11 +168,22 @@ class ServeBook:
     def note_served(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
         """This node's engine answers, with its stages as in ``spec``."""
         held = self.held(pipeline_id)
-        if held is None or held.stopped or held.engine_node != self._own or (held.begun and held.spec == spec):
+        if held is None or held.stopped or held.engine_node != self._own:
             return
         body = self._next(spec.model)
         body.begun = True
         body.spec.CopyFrom(spec)
+        body.spec.on_request = held.spec.on_request  # not for an engine to say
+        if body != held:
+            self._say_if_believed(body)
+
+    def note_kept(self, model: str) -> None:
+        """A person wants it served: what a request loaded stays until a person stops it."""
+        held = self._records.get(model)
+        if held is None or held[0].stopped or not held[0].spec.on_request:
+            return
+        body = self._next(model)
+        body.spec.on_request = False
         self._say_if_believed(body)
 
     def note_stopped(self, model: str) -> pb.ServeRecord | None:

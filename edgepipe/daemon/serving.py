@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
@@ -90,6 +91,8 @@ class Serving:
                     yield event
                 return
             _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
+            if not request.options.on_request:
+                self._book.note_kept(model.name)
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
@@ -193,27 +196,39 @@ class Serving:
 
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
-        chosen = [(node, engine) for node, engine in self.engines() if not model or model_matches(model, engine.model)]
-        names = {engine.model for _, engine in chosen}
-        wanted = [one.spec.model for one in self._book.served() if not model or model_matches(model, one.spec.model)]
-        if model and not names and not wanted:
-            served = ", ".join(sorted({engine.model for _, engine in self.engines()}))
+        known = {engine.model for _, engine in self.engines()}
+        chosen = {name for name in known | self._wanted() if not model or model_matches(model, name)}
+        if model and not chosen:
             raise ModelUnknown(
-                f"the model '{model}' is not served", fact=f"served: {served or 'none'}", next_step="see 'edgepipe ps'"
+                f"the model '{model}' is not served",
+                fact=f"served: {', '.join(sorted(known)) or 'none'}",
+                next_step="see 'edgepipe ps'",
             )
+        await self._stop(chosen)
+        return sorted(chosen)
+
+    async def unload(self, model: str) -> None:
+        """Stop a model that a request had loaded; one that a person had served stays. Raises AccessDenied."""
+        if any(one.spec.model == model and one.spec.on_request for one in self._book.served()):
+            await self._stop({model})
+
+    def _wanted(self) -> set[str]:
+        return {one.spec.model for one in self._book.served()}
+
+    async def _stop(self, models: AbstractSet[str]) -> None:
+        engines = [(node, engine) for node, engine in self.engines() if engine.model in models]
         denied: dict[str, AccessDenied] = {}
-        for name in {*names, *wanted}:  # first, so that nobody starts it again
+        for name in sorted(models):  # first, so that nobody starts it again
             try:
                 self._book.note_stopped(name)
             except AccessDenied as error:
                 denied[name] = error
-        for node, engine in chosen:
+        for node, engine in engines:
             if engine.model not in denied:
                 record = self._book.record(engine.pipeline_id)
                 await self._peers.stop_engine(node.node_id, engine.pipeline_id, record)
         if denied:
             raise next(iter(denied.values()))
-        return sorted({*names, *wanted})
 
     def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
         for node, engine in self.engines():

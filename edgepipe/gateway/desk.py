@@ -22,6 +22,7 @@ from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
 from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.sampling import SamplingParams
@@ -47,6 +48,7 @@ class Order:
     meter: RequestMeter
     texts: tuple[str, ...] = ()  # of the prompts, where the answer repeats them
     counts: Counts = field(default_factory=Counts)
+    keep_s: float | None = None  # how long the model stays after it; None: as was said before
 
     def news(self) -> News:
         """What its client may be told beside the answer."""
@@ -61,6 +63,7 @@ class Desk:
 
     models: ModelTable
     loads: ModelLoads
+    keep_alives: KeepAlives
     clock: Clock
     ids: IdSource
     new_seed: Callable[[], int]  # for requests without a seed
@@ -123,13 +126,14 @@ class Desk:
         """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
         meter = order.meter
         try:
-            await order.ticket.admitted.wait()
-            meter.started()
-            deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    order.ticket.grow(order.completion.token_bytes * len(delta.ids))
-                    yield delta
+            with self.keep_alives.use(order.entry.served, order.keep_s):
+                await order.ticket.admitted.wait()
+                meter.started()
+                deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
+                async with aclosing(deltas):
+                    async for delta in deltas:
+                        order.ticket.grow(order.completion.token_bytes * len(delta.ids))
+                        yield delta
         except EdgepipeError as exc:
             meter.failed(exc.code)
             raise

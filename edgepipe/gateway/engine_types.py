@@ -71,6 +71,8 @@ class ServedModel:
     model_path: str  # local folder or file with config, tokenizer and template
     manifest_hash: str = ""
     weight_bytes: int = 0  # of all stages together
+    on_request: bool = False  # requests had it loaded, and say how long it stays
+    num_requests: int = 0  # that the engine has, of all gateways
     message: str = ""
     error: EdgepipeError | None = None
 

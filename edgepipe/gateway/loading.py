@@ -26,6 +26,10 @@ class ModelLoads:
         """Replace the names of models that a request may load."""
         self._loadable = frozenset(loadable)
 
+    def can_load(self, name: str) -> bool:
+        """Whether a request may load it."""
+        return name in self._loadable
+
     def failed(self, model: str, error: EdgepipeError) -> None:
         """Loading it was tried in vain: whoever waits is told why."""
         self._asked[model] = error

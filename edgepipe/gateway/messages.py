@@ -73,6 +73,8 @@ def _served(entry: node_pb2.ServedModel) -> ServedModel:
         model_path=entry.model_path,
         manifest_hash=engine.manifest_hash,
         weight_bytes=sum(stage.weight_bytes for stage in engine.stages),
+        on_request=entry.on_request,
+        num_requests=engine.running + engine.waiting,
         message=engine.message,
         error=error_from_wire(engine.error) if engine.HasField("error") else None,
     )

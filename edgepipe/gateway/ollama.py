@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgepipe import __version__
 from edgepipe.clock import Clock
+from edgepipe.errors import ModelUnknown
 from edgepipe.gateway.desk import Desk, Order
 from edgepipe.gateway.door import Door, owner_of
 from edgepipe.gateway.engine_types import ServedModel
@@ -43,10 +45,12 @@ from edgepipe.gateway.schema import (
 )
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
+from edgepipe.gateway.unloading import keep_s
 from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-_FOREVER = "0001-01-01T00:00:00Z"  # models stay until they are stopped
+_MOST_LEFT_S = 1e9  # beyond it, a time is for good
+_FOREVER = "0001-01-01T00:00:00Z"  # of models that stay until they are stopped
 
 
 class Options(Checked):
@@ -125,6 +129,20 @@ class OllamaBody(Checked):
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
+    keep_alive: Annotated[float, Field(allow_inf_nan=False)] | Text | None = None
+
+    def keep_s(self) -> float | None:
+        """How long the model stays after the answer; inf: for good; None: not said. Raises HttpProblem."""
+        if self.keep_alive is None:
+            return None
+        if isinstance(self.keep_alive, (int, float)):
+            return self.keep_alive if self.keep_alive >= 0 else math.inf
+        try:
+            return keep_s(self.keep_alive)
+        except ValueError:
+            raise bad_request(
+                "keep_alive must be seconds or a time such as '5m'; -1 keeps the model for good", param="keep_alive"
+            ) from None
 
     def response_format(self) -> dict[str, Any] | None:
         """As it stands in our bodies. Raises HttpProblem."""
@@ -267,12 +285,14 @@ class OllamaDoor:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
         body = await self._read(request, OllamaGenerateBody)
         if body.raw:
+            kept_s = body.keep_s()
             name = _known_name(self.desk.models, body.model)
             fields = body.shared_fields(await (await self.desk.loads.entry(name)).assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
             order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
+            order.keep_s = kept_s
             return await self.door.answer(request, order, self._shape(order, chat=False), body.stream)
         messages = [{"role": "user", "content": body.prompt}]
         if body.system:
@@ -290,7 +310,8 @@ class OllamaDoor:
         """``GET /api/ps``."""
         running = [
             _card(served)
-            | {"expires_at": _FOREVER, "size_vram": served.weight_bytes, "context_length": served.context_length}
+            | {"size_vram": served.weight_bytes, "context_length": served.context_length}
+            | {"expires_at": self._expiry_text(served)}
             for served in self.desk.models.served
         ]
         return JSONResponse({"models": running})
@@ -332,20 +353,37 @@ class OllamaDoor:
         tools: list[dict[str, Any]] | None,
         chat: bool,
     ) -> Response:
-        name = _known_name(self.desk.models, body.model)
+        name, kept_s = _known_name(self.desk.models, body.model), body.keep_s()
+        if not messages and kept_s == 0:
+            self._unload(name)
+            return self._empty(body, "unload", chat=chat)
         entry = await self.desk.loads.entry(name)
         name = entry.served.name
         if not messages:  # asks that the model be loaded: it is
-            return self._loaded(body, chat=chat)
+            self.desk.keep_alives.want(entry.served, kept_s)
+            return self._empty(body, "load", chat=chat)
         fields = body.shared_fields(await entry.assets()) | body.chat_fields()
         fields |= {"messages": messages, "model": name, "tools": tools}
         order = await self.desk.chat(validate(ChatBody, fields), owner=owner_of(request))
+        order.keep_s = kept_s
         return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
 
-    def _loaded(self, body: OllamaBody, *, chat: bool) -> Response:
+    def _unload(self, name: str) -> None:
+        """Raises ModelUnknown for what is neither served nor could be loaded."""
+        try:
+            self.desk.keep_alives.want(self.desk.models.get(name).served, 0.0)
+        except ModelUnknown:
+            if not self.desk.loads.can_load(name):
+                raise
+
+    def _expiry_text(self, served: ServedModel) -> str:
+        left_s = self.desk.keep_alives.left_s(served)
+        return _time_text(self.desk.clock.wall_s() + left_s) if left_s < _MOST_LEFT_S else _FOREVER
+
+    def _empty(self, body: OllamaBody, reason: str, *, chat: bool) -> Response:
         line: dict[str, Any] = {"model": body.model, "created_at": _time_text(self.desk.clock.wall_s())}
         line |= {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        line |= {"done": True, "done_reason": "load"}
+        line |= {"done": True, "done_reason": reason}
         if body.stream:
             return Response(_as_line(line), media_type=OllamaShape.media_type)
         return JSONResponse(line)

@@ -150,7 +150,6 @@ NO_EFFECT: Mapping[str, str] = {
     "guided_decoding_backend": "there is one",
     "id_slot": "every request finds a place by itself",
     "include_obfuscation": "part of stream_options: nothing is padded",
-    "keep_alive": "a model stays until it is stopped",
     "metadata": "nothing is stored",
     "mirostat_eta": "only with mirostat, which is refused",
     "mirostat_tau": "only with mirostat, which is refused",

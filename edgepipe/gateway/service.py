@@ -30,6 +30,7 @@ from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
+from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.link.security import Security
 from edgepipe.wire.common import make_hello
@@ -54,13 +55,15 @@ class Gateway:
         new_seed: Callable[[], int],
         load: AssetLoader = load_assets,
         load_model: Callable[[str], None] = lambda _: None,
+        unload_model: Callable[[str], None] = lambda _: None,
         limits: LinkLimits | None = None,
         rules: AccessRules | None = None,
         admission: AdmissionLimits | None = None,
         connections: ConnectionLimits | None = None,
         timeouts: StreamTimeouts | None = None,
     ) -> None:
-        """``load_model`` asks for a model of the view's ``loadable`` to be served; see ``not_loaded``."""
+        """``load_model`` asks for a model of the view's ``loadable`` to be served; see ``not_loaded``;
+        ``unload_model`` for one that was loaded so to be stopped."""
         self._clock = clock
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
         self._security = security
@@ -76,10 +79,12 @@ class Gateway:
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
         self._loads = ModelLoads(self._models, load=load_model)
+        self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model)
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
         desk = Desk(
             models=self._models,
             loads=self._loads,
+            keep_alives=self._keep_alives,
             clock=clock,
             ids=ids,
             new_seed=new_seed,
@@ -104,9 +109,10 @@ class Gateway:
         self._loads.failed(model, error)
 
     async def run(self) -> None:
-        """Keep one link per engine of the view. Ends by cancellation only."""
+        """Keep one link per engine of the view, and no model that nobody wants kept. Ends by cancellation only."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_alives.run(), name="keep-alives")
                 while True:
                     await self._changed.wait()
                     self._changed.clear()
@@ -200,6 +206,8 @@ class Gateway:
         for served in self._view:
             if served.pipeline_id == key and served.state in ("failed", "waiting", "stopping"):
                 return served.error or _ended(served)
+        if key in self._newest.stopped:
+            return _was_stopped(self._entries[key].served.name)
         return None
 
     async def _expire(self, key: PipelineId, tasks: asyncio.TaskGroup) -> None:
@@ -219,11 +227,15 @@ class Gateway:
 
 def _ended(served: ServedModel) -> EdgepipeError:
     if served.state == "stopping":
-        return ClusterError(f"'{served.name}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
+        return _was_stopped(served.name)
     return StageLost(
         "the model's engine has ended while the request ran",
         next_step="see 'edgepipe status', then send the request again",
     )
+
+
+def _was_stopped(model: str) -> EdgepipeError:
+    return ClusterError(f"'{model}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
 
 
 def _stopped() -> EdgepipeError:

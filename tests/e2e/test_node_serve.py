@@ -23,6 +23,7 @@ from edgepipe.errors import (
     PlanInvalid,
     VersionMismatch,
 )
+from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.security import MutualTls
 from edgepipe.model.store import ModelStore
@@ -164,16 +165,35 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         assert other.value.fact.startswith(fact)
 
 
-@pytest.mark.parametrize("load", [True, False])
-async def test_a_request_loads_a_model_that_is_only_pulled(nodes: Nodes, load: bool):
+async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing_else(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a", discovery=False, load_on_request=load)
-    await a.until(lambda status: idle(status, 1))
+    a, b = await two_nodes(nodes)
+    body = {"model": "tiny", "prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 2}}
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        body = {"model": "tiny", "prompt": [7], "max_tokens": 2, "temperature": 0}
-        response = await http.post(f"http://127.0.0.1:{a.http_port}/v1/completions", json=body)
-    assert response.status_code == (200 if load else 404), response.text
-    assert [engine.model for engine in (await a.status()).engines] == ["tiny"] * load
+
+        async def ask(node: Node, **fields: Any) -> None:
+            response = await http.post(f"http://127.0.0.1:{node.http_port}/api/generate", json=body | fields)
+            assert response.status_code == 200, response.text
+
+        assert (await complete(b)).status_code == 200
+        await ask(b, keep_alive="1h")
+        await ask(a, keep_alive=0)  # another node's gateway
+        await a.until(lambda status: not status.engines)
+        while (await http.get(f"http://127.0.0.1:{a.http_port}/v1/models")).json()["data"]:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+        await ask(a)
+        await a.serve("tiny")
+        await ask(a, keep_alive=0)
+        await asyncio.sleep(GRACE_S + 1)
+        assert [engine.state for engine in (await a.status()).engines] == ["ready"], "a person wants it"
+
+
+async def test_a_setting_keeps_requests_from_loading(nodes: Nodes):
+    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
+    a = await nodes.start("a", discovery=False, load_on_request=False)
+    await a.until(lambda status: idle(status, 1))
+    assert (await complete(a)).status_code == 404
+    assert not (await a.status()).engines
 
 
 async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):

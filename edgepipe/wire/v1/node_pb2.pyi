@@ -612,6 +612,7 @@ class ServeSpec(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     FIXED_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    ON_REQUEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -638,6 +639,8 @@ class ServeSpec(_message.Message):
     """somebody said where the stages are: they begin there or not at all"""
     block_size: _builtins.int
     """tokens per KV block; 0: 16"""
+    on_request: _builtins.bool
+    """a request loaded it, and a request's keep_alive may stop it"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -664,10 +667,11 @@ class ServeSpec(_message.Message):
         first: _builtins.str = ...,
         fixed: _builtins.bool = ...,
         block_size: _builtins.int = ...,
+        on_request: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,6 +1295,7 @@ class ChildReport(_message.Message):
     INTRODUCED_FIELD_NUMBER: _builtins.int
     PROFILED_FIELD_NUMBER: _builtins.int
     LOAD_WANTED_FIELD_NUMBER: _builtins.int
+    UNLOAD_WANTED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     introduced: _builtins.int
     """version of the peers that hold now"""
@@ -1318,6 +1323,8 @@ class ChildReport(_message.Message):
     def profiled(self) -> Global___LayerProfile: ...
     @_builtins.property
     def load_wanted(self) -> Global___LoadWanted: ...
+    @_builtins.property
+    def unload_wanted(self) -> Global___UnloadWanted: ...
     def __init__(
         self,
         *,
@@ -1332,13 +1339,14 @@ class ChildReport(_message.Message):
         introduced: _builtins.int = ...,
         profiled: Global___LayerProfile | None = ...,
         load_wanted: Global___LoadWanted | None = ...,
+        unload_wanted: Global___UnloadWanted | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted", "unload_wanted"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -1364,6 +1372,27 @@ class LoadWanted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadWanted: _TypeAlias = LoadWanted  # noqa: Y015
+
+@_typing.final
+class UnloadWanted(_message.Message):
+    """A model that a request loaded has been idle for as long as requests wanted it kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadWanted: _TypeAlias = UnloadWanted  # noqa: Y015
 
 @_typing.final
 class LoadFailed(_message.Message):
@@ -1873,6 +1902,7 @@ class ClusterView(_message.Message):
     SERVED_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     LOADABLE_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberState]: ...
@@ -1884,6 +1914,10 @@ class ClusterView(_message.Message):
     def loadable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """on some disk of the cluster and not served: a request for one loads it"""
 
+    @_builtins.property
+    def stopped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """pipelines that somebody stopped: what waits for their engines waits in vain"""
+
     def __init__(
         self,
         *,
@@ -1892,10 +1926,11 @@ class ClusterView(_message.Message):
         served: _abc.Iterable[Global___ServedModel] | None = ...,
         absent: _abc.Iterable[Global___AbsentNode] | None = ...,
         loadable: _abc.Iterable[_builtins.str] | None = ...,
+        stopped: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "cluster_id", b"cluster_id", "loadable", b"loadable", "members", b"members", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "cluster_id", b"cluster_id", "loadable", b"loadable", "members", b"members", "served", b"served", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1907,8 +1942,11 @@ class ServedModel(_message.Message):
 
     ENGINE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    ON_REQUEST_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """local folder with config, tokenizer and template"""
+    on_request: _builtins.bool
+    """requests say how long it stays"""
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineState: ...
     def __init__(
@@ -1916,10 +1954,11 @@ class ServedModel(_message.Message):
         *,
         engine: _engine_pb2.EngineState | None = ...,
         model_path: _builtins.str = ...,
+        on_request: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model_path", b"model_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model_path", b"model_path", "on_request", b"on_request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,16 +119,19 @@ def failing_pull(root: Path, model: str) -> None:
 
 
 ASK = """
+from edgepipe.config import forget_exported_size
 from edgepipe.cli.wizard.asking import Choice, Terminal
 line = "HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB  workstation ~120 tok/s  begun"
 choices = [Choice(value="a", text=line), Choice(value="b", text="the last one")]
+forget_exported_size()
 print("chosen:", Terminal().choose("Which model?", choices, default="a"))
 """
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_long_choices_are_broken_between_words(columns: int) -> None:
-    with TerminalOf([sys.executable, "-P", "-c", ASK], environment=os.environ, columns=columns, lines=20) as terminal:
+    stale = {**os.environ, "COLUMNS": "90"}  # as exported before the window changed
+    with TerminalOf([sys.executable, "-P", "-c", ASK], environment=stale, columns=columns, lines=20) as terminal:
         shown = terminal.until("the last one")
         terminal.send("\r")
         terminal.until("chosen: a")

@@ -62,6 +62,26 @@ def test_who_may_stop_it(tmp_path: Path) -> None:
     assert all(one.book.served() == [] for one in everybody.values())
 
 
+def test_what_a_person_wants_is_on_request_no_longer_whatever_its_engine_says(tmp_path: Path) -> None:
+    _, everybody = nodes(tmp_path, owners="a", members="b")
+    a, b = everybody["a"], everybody["b"]
+    loaded = spec()
+    loaded.on_request = True
+    b.book.ask("p", loaded, engine_node=b.node_id)
+    b.book.note_served("p", loaded)
+    all_hear(everybody)
+    assert a.book.is_on_request("p")
+    a.book.note_kept("tiny")
+    all_hear(everybody)
+    b.book.note_served("p", loaded)
+    all_hear(everybody)
+    assert [one.book.is_on_request("p") for one in (a, b)] == [False, False]
+    before = [one.book.held("p") for one in (a, b)]
+    a.book.note_kept("tiny")
+    a.book.note_kept("other")
+    assert [one.book.held("p") for one in (a, b)] == before
+
+
 def test_a_member_that_claims_another_s_pipeline_is_not_believed(tmp_path: Path) -> None:
     """R3, whatever its number."""
     everybody, keys = served_by_b(tmp_path)

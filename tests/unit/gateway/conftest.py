@@ -14,6 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from edgepipe.clock import Clock
 from edgepipe.gateway.engine_link import LinkLimits
 from edgepipe.gateway.models import AssetLoader
 from edgepipe.gateway.service import Gateway, listen
@@ -83,6 +84,7 @@ async def serving(
     limits: LinkLimits | None = None,
     names: tuple[str, ...] = ("tiny",),
     load: AssetLoader = lambda path: ByteAssets(),
+    clock: Clock | None = None,
     **more: Any,
 ) -> AsyncIterator[Served]:
     """A gateway over ``engine``, asked through real HTTP on a free port."""
@@ -91,7 +93,7 @@ async def serving(
         node_id="node-1",
         node_name="a",
         security=Plaintext(),
-        clock=FixedClock(),
+        clock=clock or FixedClock(),
         ids=Counter(),
         new_seed=lambda: 7,
         load=load,

@@ -89,6 +89,7 @@ GENERATE: dict[str, Any] = {
     "system": "be brief",
     "raw": True,
     "images": ["aGk="],
+    "keep_alive": ({"prompt": ""}, 0),
 }
 OPTIONS: dict[str, Any] = {
     "temperature": 0.5,
@@ -186,7 +187,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[Checked], Mapping[str, Any], S
         {"model": "tiny", "messages": USER},
         OllamaChatBody,
         {name: value for name, value in GENERATE.items() if name in OllamaChatBody.model_fields}
-        | {"messages": [{"role": "user", "content": "ho"}], "tools": [TOOL]},
+        | {"messages": [{"role": "user", "content": "ho"}], "tools": [TOOL], "keep_alive": ({"messages": []}, 0)},
         OLLAMA_CHAT,
     ),
     "ollama generate": (
