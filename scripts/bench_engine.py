@@ -21,16 +21,16 @@ from figures import Row, at_least, at_most, print_rows
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.devices import parse_devices
-from edgepipe.cli.bench import emulated_run
-from edgepipe.cli.bench_cluster import emulated_cluster
-from edgepipe.cli.bench_run import bench_emulated
+from edgepipe.cli.bench.cluster import emulated_cluster
+from edgepipe.cli.bench.run import bench_emulated
+from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.model.shapes import named_shape
-from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
-from edgepipe.planner.report import RunReport
-from edgepipe.planner.simulator import Run, simulate
-from edgepipe.planner.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.scheduler import make_policy
+from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
+from edgepipe.simulation.report import RunReport
+from edgepipe.simulation.simulator import Run, simulate
+from edgepipe.simulation.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.units import parse_link
 
 Settings = Mapping[str, str]

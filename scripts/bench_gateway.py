@@ -23,11 +23,11 @@ from gateway_bodies import body_rows
 from gateway_sampling import cycle_rows, grammar_rows, sampler_rows
 
 from edgepipe.cli.admin import Admin
-from edgepipe.cli.bench_client import BenchClient, connected
-from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
-from edgepipe.cli.bench_run import serve_model
+from edgepipe.cli.bench.client import BenchClient, connected
+from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
+from edgepipe.cli.bench.run import serve_model
 from edgepipe.model.shapes import named_shape
-from edgepipe.planner.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.simulation.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 

@@ -22,13 +22,13 @@ from edgepipe_emulated import EmulatedWeights, emulated_model_config
 from figures import Row, print_rows
 
 from edgepipe.backend.types import Activations, ActivationType, BlockRun, DeviceProfile, Step, StepOutput, TokenIds
-from edgepipe.daemon.system import SystemClock
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.channels import bind, make_channel, make_server
-from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
+from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.stage import Stage
+from edgepipe.system import SystemClock
 from edgepipe.testing.pipeline import Control, Driver, epoch
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire

@@ -26,25 +26,25 @@ from local_nodes import await_idle, complete, decode_rate, running_nodes
 
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.cli.admin import Admin
-from edgepipe.cli.bench import emulated_run
-from edgepipe.cli.bench_cluster import emulated_cluster
-from edgepipe.cli.bench_run import EmulatedRun, bench_emulated, runs_on
+from edgepipe.cli.bench.cluster import emulated_cluster
+from edgepipe.cli.bench.run import EmulatedRun, bench_emulated, runs_on
+from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.imagined import ImaginedCluster, imagine
 from edgepipe.planner.partition import ExactSearch, Instance, brute_force
 from edgepipe.planner.placement import Need, Placed, stage_bytes
 from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
 from edgepipe.planner.profiles import Machine
-from edgepipe.planner.report import RunReport
-from edgepipe.planner.schedules import published, run_schedule
-from edgepipe.planner.simulator import Run, simulate
 from edgepipe.scheduler import make_policy
+from edgepipe.simulation.imagined import ImaginedCluster, imagine
+from edgepipe.simulation.report import RunReport
+from edgepipe.simulation.schedules import published, run_schedule
+from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.units import parse_link
 from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2

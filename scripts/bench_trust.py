@@ -31,10 +31,10 @@ from edgepipe.cluster.discovery import read_texts
 from edgepipe.cluster.pairing_exchange import Attempt, PairingWindow, join
 from edgepipe.cluster.tries import FREE_FAILURES, Tries
 from edgepipe.cluster.trust import merge
-from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import EngineId, Epoch, StepId
 from edgepipe.link.receiver import RingReceiver
+from edgepipe.system import SystemClock
 from edgepipe.testing.pairing import PairingLab, damaged, fuzz_exchange
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2

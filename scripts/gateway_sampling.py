@@ -18,8 +18,8 @@ from figures import Row, at_least, at_most, below
 from local_nodes import Answer, Node, complete, complete_at, decode_rate, running_nodes
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.bench_cluster import EmulatedCluster, emulated_cluster
-from edgepipe.cli.bench_run import serve_model
+from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
+from edgepipe.cli.bench.run import serve_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.sampling.columns import ColumnSampler

@@ -23,8 +23,8 @@ from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
-from edgepipe.link.security import Credentials
 from edgepipe.sampling import SamplingParams
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.engines import StepTrace, trace_from_wire
 from edgepipe.wire.requests import Submission, command_to_wire

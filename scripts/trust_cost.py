@@ -20,10 +20,10 @@ from figures import Row, below
 from local_nodes import Node, complete, decode_rate, running_nodes
 
 from edgepipe.ids import NodeId
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import bind, make_channel, make_server
-from edgepipe.link.security import MutualTls, Peer, Plaintext, Security
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.mutual_tls import MutualTls, Peer, Plaintext, Security
 
 SEQUENCES = 16
 TOKENS = 24

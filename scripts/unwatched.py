@@ -15,8 +15,9 @@ from edgepipe.config import prepare_environment
 
 prepare_environment()
 
-from edgepipe.daemon import child_progress, children  # noqa: E402 - gRPC reads its environment when it is imported
+from edgepipe.daemon.processes import children  # noqa: E402
 from edgepipe.link import channels  # noqa: E402
+from edgepipe.workers import progress as child_progress  # noqa: E402
 
 NEVER_S = 1e6
 
@@ -38,6 +39,6 @@ def switch_off() -> None:
 if __name__ == "__main__":
     switch_off()
     if sys.argv[1] in ("stage", "engine", "gateway"):
-        runpy.run_module("edgepipe.daemon.child", run_name="__main__")
+        runpy.run_module("edgepipe.workers.main", run_name="__main__")
     else:
         runpy.run_module("edgepipe.daemon", run_name="__main__")

@@ -12,12 +12,12 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from edgepipe.daemon.data_dir import socket_path
+from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.errors import ConfigInvalid, ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
-from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_unix_channel, told_error, translated
-from edgepipe.link.security import MutualTls, Security
 from edgepipe.safe_text import one_line
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.mutual_tls import MutualTls, Security
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc

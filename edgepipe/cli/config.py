@@ -50,7 +50,7 @@ def set_value(
     """Write a setting to the settings file. A running node takes it when it starts again."""
     from edgepipe.cli.settings_file import write_settings
     from edgepipe.config import config_file, load_config
-    from edgepipe.daemon.data_dir import socket_path
+    from edgepipe.daemon.machine.data_dir import socket_path
 
     checked = load_config({name: value}, environ={})
     key = next(key for key, origin in checked.origins.items() if origin == "flag")

@@ -229,11 +229,11 @@ class _Demo:
         return engine
 
     async def _answer(self, node: LocalNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
-        from edgepipe.cli.answer_view import PlainView
-        from edgepipe.cli.conversation import Incoming, print_footer, stream_answer
+        from edgepipe.cli.chat.answer_view import PlainView
+        from edgepipe.cli.chat.conversation import Incoming, print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
-        from edgepipe.daemon.http_keys import read_key
+        from edgepipe.daemon.machine.http_keys import read_key
 
         self._say("\n>>> " + visible(prompt, keep="\n"), style="bold")
         target = Target(
@@ -252,7 +252,7 @@ class _Demo:
         print(flush=True)
 
     async def _stay(self, node: LocalNode) -> None:
-        from edgepipe.daemon.http_keys import key_file, read_key
+        from edgepipe.daemon.machine.http_keys import key_file, read_key
 
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
         if read_key(node.data_dir):

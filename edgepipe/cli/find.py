@@ -11,8 +11,8 @@ from edgepipe.cli.admin import Admin, connect, no_node
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
 from edgepipe.config import HTTP_PORT, load_config
-from edgepipe.daemon.data_dir import socket_path
-from edgepipe.daemon.http_keys import read_key
+from edgepipe.daemon.machine.data_dir import socket_path
+from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, no_node
 from edgepipe.cli.output import say
-from edgepipe.daemon.data_dir import DataDir, socket_path
+from edgepipe.daemon.machine.data_dir import DataDir, socket_path
 from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 from edgepipe.safe_text import one_line
 
@@ -113,8 +113,8 @@ async def _through_node(data_dir: Path, code: str, host: str, port: int, *, new_
 async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int, *, new_identity: bool) -> Joined:
     """Without a running node. The data directory is locked meanwhile, so that none starts."""
     from edgepipe.cluster.founding import TrustFolders
-    from edgepipe.daemon.joining import join_cluster
-    from edgepipe.daemon.system import SystemClock
+    from edgepipe.daemon.pairing.joining import join_cluster
+    from edgepipe.system import SystemClock
     from edgepipe.telemetry.audit import AuditLog
 
     opened = await asyncio.to_thread(DataDir, data_dir)

@@ -20,7 +20,7 @@ def logs(
 ) -> None:
     """Show the log of this machine's node."""
     from edgepipe.cli.admin import no_node, run_async
-    from edgepipe.daemon.data_dir import log_path
+    from edgepipe.daemon.machine.data_dir import log_path
     from edgepipe.errors import NodeUnreachable
 
     folder = data_dir_of(data_dir)

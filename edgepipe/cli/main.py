@@ -11,11 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from edgepipe.cli import (
-    bench,
-    chat,
     config,
     demo,
-    doctor,
     logs,
     models,
     node,
@@ -32,6 +29,9 @@ from edgepipe.cli import (
     uninstall,
     version,
 )
+from edgepipe.cli.bench.verb import verb as bench
+from edgepipe.cli.chat.verb import verb as chat
+from edgepipe.cli.doctor.verb import verb as doctor
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
 from edgepipe.config import forget_exported_size

@@ -67,8 +67,8 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
     """List the models of the cluster and where they are; without a running node, this machine's."""
-    from edgepipe.cli.copies_view import copies_text, members_of
-    from edgepipe.cli.model_rows import model_rows
+    from edgepipe.cli.views.copies_view import copies_text, members_of
+    from edgepipe.cli.views.model_rows import model_rows
     from edgepipe.model.store import ModelStore
 
     root = models_dir_of(data_dir, models_dir)
@@ -103,7 +103,7 @@ def rm(
     models_dir: ModelsDir = None,
 ) -> None:
     """Delete a model from this machine's disk. One that is served is stopped before."""
-    from edgepipe.cli.copies_view import members_of, served_by
+    from edgepipe.cli.views.copies_view import members_of, served_by
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
@@ -155,7 +155,7 @@ def replicate(
 ) -> None:
     """Copy a model's parts to other nodes' disks. No machine then takes the last copy along."""
     from edgepipe.cli.admin import run_async
-    from edgepipe.cli.copies_view import replicate_with_progress
+    from edgepipe.cli.views.copies_view import replicate_with_progress
 
     made = run_async(replicate_with_progress(data_dir_of(data_dir), model, copies=copies))
     if as_json:
@@ -171,7 +171,7 @@ def replicate(
 
 def _tell_node(data_dir: Path) -> None:
     """The disk has other models now: this machine's node, if one runs, tells the others at once."""
-    from edgepipe.daemon.data_dir import socket_path
+    from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
         return

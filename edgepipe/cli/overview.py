@@ -32,7 +32,7 @@ def overview() -> None:
 
 def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
     """The running node's view, or None. The network is loaded only if a node seems to run."""
-    from edgepipe.daemon.data_dir import socket_path
+    from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
         return None

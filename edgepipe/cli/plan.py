@@ -134,7 +134,7 @@ def _all_memory(cluster: Cluster) -> Cluster:
 
 
 def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_json: bool) -> None:
-    from edgepipe.cli.plan_view import render_preview
+    from edgepipe.cli.views.plan_view import render_preview
     from edgepipe.planner.plan import plan as make_plan
     from edgepipe.planner.preview import preview, preview_as_dict
     from edgepipe.planner.what_if import changed
@@ -162,7 +162,7 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
 
 def _show_shortage(cluster: Cluster, demand: Demand, wishes: Wishes, *, as_json: bool) -> None:
     """The arithmetic, where it is memory that is missing."""
-    from edgepipe.cli.plan_view import render_shortage
+    from edgepipe.cli.views.plan_view import render_shortage
     from edgepipe.planner.preview import shortage_as_dict
     from edgepipe.planner.shortage import shortage_of
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgepipe.cli import workload_options as options
-from edgepipe.cli.comparing import Variant, read_comparisons
 from edgepipe.cli.options import Json
 from edgepipe.cli.output import make_console, print_json
+from edgepipe.cli.views.comparing import Variant, read_comparisons
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
-    from edgepipe.planner.report import RunReport
-    from edgepipe.planner.simulator import Run
+    from edgepipe.simulation.report import RunReport
+    from edgepipe.simulation.simulator import Run
 
 _DEVICES = "4x rtx4090"  # where none are named
 _STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
@@ -68,9 +68,9 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Predict what a cluster would do, without it."""
-    from edgepipe.cli.report_plot import check_plot, plot_reports
-    from edgepipe.cli.report_view import render_reports, reports_as_json
-    from edgepipe.planner.layouts import verdict
+    from edgepipe.cli.views.report_plot import check_plot, plot_reports
+    from edgepipe.cli.views.report_view import render_reports, reports_as_json
+    from edgepipe.simulation.layouts import verdict
 
     check_plot(plot)
     if schedule is not None:
@@ -113,9 +113,9 @@ def _refuse(flags: Sequence[str], why: str) -> None:
 
 def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | None, as_json: bool) -> None:
     """Raises ConfigInvalid."""
-    from edgepipe.cli.schedule_plot import plot_schedules
-    from edgepipe.cli.schedule_view import render_schedules, schedules_as_json
-    from edgepipe.planner.schedule_runs import Sizes, compare_schedules, read_schedules
+    from edgepipe.cli.views.schedule_plot import plot_schedules
+    from edgepipe.cli.views.schedule_view import render_schedules, schedules_as_json
+    from edgepipe.simulation.schedule_runs import Sizes, compare_schedules, read_schedules
 
     wanted = Sizes(stages=sizes[0], micro_batches=sizes[1], slices=sizes[2])
     runs = compare_schedules(read_schedules(text), wanted)
@@ -153,8 +153,8 @@ def _timed(runs: Sequence[Run]) -> RunReport:
     """Of pipelines that serve one workload together."""
     from dataclasses import replace
 
-    from edgepipe.planner.layouts import merged
-    from edgepipe.planner.simulator import simulate as simulate_run
+    from edgepipe.simulation.layouts import merged
+    from edgepipe.simulation.simulator import simulate as simulate_run
 
     started_s = time.perf_counter()
     reports = [simulate_run(run) for run in runs]
@@ -173,10 +173,10 @@ def _fixed_micro_batches(text: str) -> int:
 
 def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     """One per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
-    from edgepipe.planner.imagined import imagine
-    from edgepipe.planner.layouts import Layout, clusters_of, shares
-    from edgepipe.planner.simulator import Run
     from edgepipe.scheduler import make_policy
+    from edgepipe.simulation.imagined import imagine
+    from edgepipe.simulation.layouts import Layout, clusters_of, shares
+    from edgepipe.simulation.simulator import Run
 
     cluster = options.imagined_cluster(settings, devices=settings["devices"])
     layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))

@@ -9,7 +9,7 @@ from edgepipe.cli.output import as_dict, make_console, print_json
 def status(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show nodes, memory, stages, links, downloads."""
     from edgepipe.cli.admin import connect, run_async
-    from edgepipe.cli.status_view import render_status
+    from edgepipe.cli.views.status_view import render_status
     from edgepipe.wire.v1 import node_pb2
 
     async def work() -> node_pb2.ClusterStatus:

@@ -37,7 +37,7 @@ def uninstall(
     """Remove what edgepipe keeps on this machine. Service, identity, settings, logs; models stay unless told."""
     from edgepipe.cli.service import service_plan, uninstall_service
     from edgepipe.config import default_config_file, load_config
-    from edgepipe.daemon.data_dir import socket_path
+    from edgepipe.daemon.machine.data_dir import socket_path
 
     config = load_config({"data_dir": data_dir, "models_dir": models_dir}).values
     plans = [plan for system in (False, True) if (plan := service_plan(config.data_dir, system=system)).path.exists()]

@@ -13,8 +13,8 @@ import typer
 from edgepipe.errors import ConfigInvalid
 
 if TYPE_CHECKING:
-    from edgepipe.planner.imagined import ImaginedCluster
-    from edgepipe.planner.workload import Arrivals, Lengths, Workload
+    from edgepipe.simulation.imagined import ImaginedCluster
+    from edgepipe.simulation.workload import Arrivals, Lengths, Workload
 
 WORKLOADS = ("fixed", "poisson", "closed")
 _REQUESTS = 256
@@ -118,7 +118,7 @@ def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCl
     """The cluster that settings describe, with ``CLUSTER_DEFAULTS`` among them. Raises ConfigInvalid, ModelUnknown."""
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.shapes import named_shape
-    from edgepipe.planner.imagined import ImaginedCluster
+    from edgepipe.simulation.imagined import ImaginedCluster
     from edgepipe.units import parse_link
 
     return ImaginedCluster(
@@ -135,7 +135,7 @@ def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCl
 
 def make_workload_of(settings: Mapping[str, str]) -> Workload:
     """The workload that settings describe; those not given are left out. Raises ConfigInvalid."""
-    from edgepipe.planner.workload import Arrivals, WorkloadSpec, make_workload
+    from edgepipe.simulation.workload import Arrivals, WorkloadSpec, make_workload
 
     seed = count_of(settings, "seed", 0, least=0)
     arrivals = _arrivals(settings)
@@ -184,7 +184,7 @@ def number_of(settings: Mapping[str, str], key: str) -> float:
 
 def _arrivals(settings: Mapping[str, str]) -> Arrivals:
     """As named, or as ``--rate`` and ``--concurrency`` imply."""
-    from edgepipe.planner.workload import Arrivals
+    from edgepipe.simulation.workload import Arrivals
 
     rate, users = "rate" in settings, "concurrency" in settings
     if rate and users:
@@ -199,7 +199,7 @@ def _arrivals(settings: Mapping[str, str]) -> Arrivals:
 
 
 def _lengths(settings: Mapping[str, str]) -> tuple[Lengths, Lengths]:
-    from edgepipe.planner.workload import FixedLengths, named_lengths
+    from edgepipe.simulation.workload import FixedLengths, named_lengths
 
     name = settings.get("lengths", "fixed")
     if name != "fixed":
@@ -211,7 +211,7 @@ def _lengths(settings: Mapping[str, str]) -> tuple[Lengths, Lengths]:
 
 
 def _trace(path: Path, settings: Mapping[str, str], seed: int) -> Workload:
-    from edgepipe.planner.workload import read_trace
+    from edgepipe.simulation.workload import read_trace
 
     for key in ("rate", "concurrency", "prompt-tokens", "output-tokens"):
         if key in settings:

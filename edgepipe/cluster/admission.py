@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 
 from edgepipe.errors import EdgepipeError, PairingRejected
-from edgepipe.link.trust_view import TrustedPeer
+from edgepipe.security.trust_view import TrustedPeer
 from edgepipe.telemetry.log import Once
 from edgepipe.wire.common import MAX_HELLO_CHARS, check_hello, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2

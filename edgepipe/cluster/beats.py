@@ -14,7 +14,7 @@ from edgepipe.cluster.statements import KEY_BYTES, Statement, key_of, to_wire
 from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.ids import NodeId
-from edgepipe.link.trust_view import TrustedPeer
+from edgepipe.security.trust_view import TrustedPeer
 from edgepipe.wire.v1 import common_pb2, node_pb2, trust_pb2
 
 _ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds

@@ -15,8 +15,8 @@ from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, mer
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid
-from edgepipe.link.certificates import KeyPair, make_key_pair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 
 DEFAULT_CLUSTER = "home"

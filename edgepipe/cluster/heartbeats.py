@@ -28,7 +28,7 @@ from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Context, Credentials, Security
+from edgepipe.security.mutual_tls import Context, Credentials, Security
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
 from edgepipe.errors import CertificateInvalid, ConfigInvalid
-from edgepipe.link.certificates import KeyPair, make_key_pair, read_key_pair
+from edgepipe.security.certificates import KeyPair, make_key_pair, read_key_pair
 
 _KEY = "key.pem"
 _CERTIFICATE = "certificate.pem"

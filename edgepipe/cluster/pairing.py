@@ -37,8 +37,8 @@ from google.protobuf.message import DecodeError, Message
 from edgepipe.cluster.trust import TrustStore, read_store
 from edgepipe.errors import EdgepipeError, PairingRejected, RemoteProtocolError
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import Certificate, KeyPair, read_certificate
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import Certificate, KeyPair, read_certificate
+from edgepipe.security.trust_view import Role
 from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb

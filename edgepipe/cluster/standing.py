@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 
 from edgepipe.cluster.statements import MAX_KEPT, Statement, certificate_of
 from edgepipe.ids import NodeId
-from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.security.trust_view import Role, TrustedPeer
 
 MAX_OWNERS = 32  # who may have a say, those included who were removed since; the eldest
 MAX_PER_SIGNER = MAX_KEPT  # statements of one owner that count; a home has a few dozen machines

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 
 from edgepipe.errors import CertificateInvalid, TrustInvalid
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import Certificate, KeyPair, read_certificate
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import Certificate, KeyPair, read_certificate
+from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 MAX_KEPT = 96  # statements of one signer, as many as are ever held of it: see ``standing.MAX_PER_SIGNER``

@@ -29,8 +29,8 @@ from edgepipe.cluster.statements import (
 )
 from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import Certificate, KeyPair
-from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.security.certificates import Certificate, KeyPair
+from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 MAX_IDLE_BYTES = 384 << 10  # of statements that do not count; they may yet, when the rest of their story is heard

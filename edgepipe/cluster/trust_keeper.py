@@ -20,8 +20,8 @@ from edgepipe.cluster.trust import (
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import Certificate, KeyPair
-from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.security.certificates import Certificate, KeyPair
+from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.v1 import trust_pb2 as pb
 

@@ -11,13 +11,13 @@ from edgepipe.clock import Clock
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.handshakes import RefusedHandshakes
-from edgepipe.daemon.local_node import LocalNode
-from edgepipe.daemon.models import Models
-from edgepipe.daemon.neighbours import Neighbours
-from edgepipe.daemon.peers import Peers
-from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.network.handshakes import RefusedHandshakes
+from edgepipe.daemon.network.local_node import LocalNode
+from edgepipe.daemon.network.neighbours import Neighbours
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.ids import NodeId
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb

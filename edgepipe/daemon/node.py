@@ -17,11 +17,11 @@ from edgepipe.cluster.founding import begin_anew, open_trust
 from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, routed_address
 from edgepipe.cluster.private_files import writable
 from edgepipe.config import Config
-from edgepipe.daemon.backends import choose_backend
-from edgepipe.daemon.data_dir import DataDir, log_path
+from edgepipe.daemon.machine.backends import choose_backend
+from edgepipe.daemon.machine.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
-from edgepipe.daemon.system import SystemClock, raise_descriptor_limit
 from edgepipe.errors import EdgepipeError
+from edgepipe.system import SystemClock, raise_descriptor_limit
 from edgepipe.telemetry.audit import AuditKind
 from edgepipe.telemetry.log import set_up_logging
 

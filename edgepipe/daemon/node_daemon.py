@@ -12,17 +12,17 @@ from edgepipe.cluster.address_watch import AddressWatch
 from edgepipe.cluster.interfaces import Interface, interfaces
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config
-from edgepipe.daemon.awake import awake_command, keep_awake
-from edgepipe.daemon.children import Child, Children
-from edgepipe.daemon.data_dir import DataDir
-from edgepipe.daemon.http_keys import key_file
-from edgepipe.daemon.leaving import Leaving
-from edgepipe.daemon.node_basis import NodeBasis
-from edgepipe.daemon.node_hosting import NodeHosting
-from edgepipe.daemon.node_presence import NodePresence
+from edgepipe.daemon.cluster_side import NodePresence
+from edgepipe.daemon.context import NodeBasis
+from edgepipe.daemon.machine.awake import awake_command, keep_awake
+from edgepipe.daemon.machine.data_dir import DataDir
+from edgepipe.daemon.machine.http_keys import key_file
+from edgepipe.daemon.machine.sleep_guard import SleepGuard
+from edgepipe.daemon.machine.tidying import keep_tidy
+from edgepipe.daemon.model_side import NodeHosting
 from edgepipe.daemon.node_servers import NodeServers
-from edgepipe.daemon.sleep_guard import SleepGuard
-from edgepipe.daemon.tidying import keep_tidy
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.serving.leaving import Leaving
 from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.v1 import node_pb2 as pb
 

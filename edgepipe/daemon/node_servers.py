@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 
 from edgepipe.cluster.told_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
-from edgepipe.daemon.link_probes import ProbesService
-from edgepipe.daemon.log_tail import LogTail
-from edgepipe.daemon.node_basis import NodeBasis
-from edgepipe.daemon.node_hosting import NodeHosting
-from edgepipe.daemon.node_presence import NodePresence
-from edgepipe.daemon.pairing_host import PairingHost
+from edgepipe.daemon.cluster_side import NodePresence
+from edgepipe.daemon.context import NodeBasis
+from edgepipe.daemon.machine.log_tail import LogTail
+from edgepipe.daemon.model_side import NodeHosting
+from edgepipe.daemon.network.link_probes import ProbesService
+from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.trust_service import TrustService
 from edgepipe.link.channels import bind, make_server, make_unix_server

@@ -10,21 +10,21 @@ from typing import Any
 
 from edgepipe.cluster.admission import cluster_label
 from edgepipe.cluster.heartbeats import Heartbeats
-from edgepipe.daemon.children import Children
-from edgepipe.daemon.device import DeviceHost
-from edgepipe.daemon.drain import Drain
-from edgepipe.daemon.engines import EngineHost
-from edgepipe.daemon.guests import Guests
-from edgepipe.daemon.link_probes import LinkProbes
-from edgepipe.daemon.log_tail import LogTail
-from edgepipe.daemon.models import Models
-from edgepipe.daemon.peers import Peers
-from edgepipe.daemon.replication import Replication
-from edgepipe.daemon.serve_book import ServeBook
-from edgepipe.daemon.serving import Serving
+from edgepipe.daemon.device.device import DeviceHost
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.machine.log_tail import LogTail
+from edgepipe.daemon.network.guests import Guests
+from edgepipe.daemon.network.link_probes import LinkProbes
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.processes.children import Children
+from edgepipe.daemon.serving.drain import Drain
+from edgepipe.daemon.serving.engines import EngineHost
+from edgepipe.daemon.serving.replication import Replication
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.serving import Serving
 from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
-from edgepipe.link.access import Kind
-from edgepipe.link.security import Security
+from edgepipe.security.access import Kind
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb

@@ -10,8 +10,8 @@ from typing import Any
 from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.statements import Statement
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.daemon.joining import join_cluster
-from edgepipe.daemon.pairing_host import PairingHost
+from edgepipe.daemon.pairing.joining import join_cluster
+from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import admit_command_line
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import NodeId

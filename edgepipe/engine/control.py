@@ -14,8 +14,8 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
-from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network, ShapedLine
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import epoch_from_wire, error_from_wire
 from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc

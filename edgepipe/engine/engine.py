@@ -65,10 +65,10 @@ from edgepipe.errors import (
     StepFailed,
 )
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
-from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
 from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 

@@ -17,10 +17,10 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
-from edgepipe.link.security import Security
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import Neighbour, PipelineSpec
 from edgepipe.wire.v1 import common_pb2

@@ -15,9 +15,9 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
-from edgepipe.link.security import Security
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.profiles import slice_costs
+from edgepipe.security.mutual_tls import Security
 from edgepipe.units import format_bytes
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire, slices_to_wire
 from edgepipe.wire.engines import ServeSpec, StagePlacement

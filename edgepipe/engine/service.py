@@ -13,8 +13,8 @@ from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemoteProtocolError, RequestInvalid
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
-from edgepipe.link.security import Security
 from edgepipe.sampling.bounds import Text
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import check_hello
 from edgepipe.wire.engines import EngineState, EngineTrace, engine_state_to_wire, trace_to_wire
 from edgepipe.wire.intake import MAX_ID_BYTES

@@ -18,7 +18,7 @@ from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.messages import events_from_wire
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
-from edgepipe.link.security import Security
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import check_hello
 from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc

@@ -32,7 +32,7 @@ from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
-from edgepipe.link.security import Security
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 

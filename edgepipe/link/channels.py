@@ -23,8 +23,8 @@ from edgepipe.errors import (
     SendTimeout,
     UserError,
 )
-from edgepipe.link.security import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.safe_text import one_line
+from edgepipe.security.mutual_tls import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.wire.common import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 

@@ -19,8 +19,8 @@ from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.deadline import Deadline
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
-from edgepipe.link.security import Security
 from edgepipe.link.shaped import Line, Network, PlainLine
+from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire
 from edgepipe.wire.plans import sample_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from edgepipe.clock import Clock
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
-from edgepipe.link.security import Security
 from edgepipe.link.sender import RingSender
 from edgepipe.link.shaped import Network
+from edgepipe.security.mutual_tls import Security
 from edgepipe.stage.session import Dial
 from edgepipe.wire.v1 import common_pb2
 

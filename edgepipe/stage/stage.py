@@ -23,11 +23,8 @@ from edgepipe.errors import (
     StaleEpoch,
 )
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import read_certificate
 from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.link.security import Peer, Security
 from edgepipe.link.serving import Replies, RingStream
 from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.model.facts import Slice
@@ -35,6 +32,9 @@ from edgepipe.model.tensors import WeightSource
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import read_certificate
+from edgepipe.security.mutual_tls import Peer, Security
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer

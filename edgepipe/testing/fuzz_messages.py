@@ -26,7 +26,7 @@ _BITS = {
 
 
 def methods() -> Mapping[str, MethodDescriptor]:
-    """Every method of every service that listens on a network, as in ``edgepipe.link.access``."""
+    """Every method of every service that listens on a network, as in ``edgepipe.security.access``."""
     files = (node_pb2, engine_pb2, stage_pb2)
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     return {f"{service.name}/{method.name}": method for service in services for method in service.methods}

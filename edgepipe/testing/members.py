@@ -8,9 +8,9 @@ from edgepipe.cluster.founding import TrustFolders
 from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.ids import NodeId
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import KeyPair, make_key_pair
-from edgepipe.link.security import MutualTls, Peer
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.mutual_tls import MutualTls, Peer
 
 
 def member_of(data_dir: Path) -> MutualTls:

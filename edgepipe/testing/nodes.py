@@ -17,9 +17,9 @@ import psutil
 
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.interfaces import LOOPBACK
-from edgepipe.daemon.data_dir import socket_path
+from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.link.channels import make_unix_channel, translated
-from edgepipe.link.security import MutualTls
+from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.testing.lan import LanHost
 from edgepipe.testing.members import member_of
 from edgepipe.wire.common import make_hello

@@ -11,8 +11,8 @@ from edgepipe.cluster.pairing import NONCE_BYTES, HostPairing, JoinerPairing, Ma
 from edgepipe.cluster.statements import NONCE_BYTES as FOUNDING_NONCE_BYTES
 from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge
 from edgepipe.errors import EdgepipeError
-from edgepipe.link.certificates import KeyPair, make_key_pair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.trust_view import Role
 from edgepipe.wire.common import make_hello
 
 CODE = b"48219037"

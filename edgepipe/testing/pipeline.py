@@ -17,11 +17,11 @@ from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
-from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
+from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.session import Dial

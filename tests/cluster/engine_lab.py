@@ -14,18 +14,18 @@ from edgepipe_emulated import EmulatedBackend, EmulatedWeights, emulated_model_c
 from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions
-from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.engine.planning import Planner
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
-from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.shaped import make_network
 from edgepipe.model.emulated_folder import byte_level_tokenizer
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SamplingParams
+from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.system import RandomIds, SystemClock
 from edgepipe.testing.pipeline import LocalStages, local_stages
 from edgepipe.wire.common import error_from_wire, make_hello
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement

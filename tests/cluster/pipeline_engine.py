@@ -13,10 +13,10 @@ from edgepipe_emulated import EmulatedBackend, EmulatedWeights, emulated_model_c
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import Activations, BackendOptions, BlockRun, Step, StepOutput, TokenIds
-from edgepipe.daemon.system import SystemClock
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
+from edgepipe.system import SystemClock
 from edgepipe.testing.pipeline import BLOCK_SIZE, Driver, LocalStages, local_stages
 from edgepipe.wire.plans import PlanRow, Registration, StepDone, StepPlan
 

@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 from engine_lab import CONFIG, EngineLab, engine_lab
 
-from edgepipe.daemon.system import RandomIds, SystemClock
 from edgepipe.errors import PeerClosed
 from edgepipe.gateway.assets import ModelAssets
 from edgepipe.gateway.service import Gateway, listen
-from edgepipe.link.security import Plaintext
 from edgepipe.model.emulated_folder import byte_level_tokenizer
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.template import ChatTemplate, TemplateRenderer
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.system import RandomIds, SystemClock
 from edgepipe.wire.engines import engine_state_to_wire
 from edgepipe.wire.v1 import node_pb2
 

@@ -30,7 +30,7 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 

@@ -20,8 +20,8 @@ from edgepipe.errors import (
     VersionMismatch,
 )
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
 from edgepipe.sampling import SamplingParams
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 

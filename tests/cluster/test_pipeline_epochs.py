@@ -22,8 +22,8 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.testing.pipeline import Control, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PipelineSpec, spec_to_wire

@@ -16,7 +16,7 @@ from edgepipe.backend.types import BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import StepId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.stage import service
 from edgepipe.testing.pipeline import Driver, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello

@@ -13,9 +13,9 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.errors import AccessDenied, LinkError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import Credentials
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
+from edgepipe.security.mutual_tls import Credentials
 from edgepipe.telemetry.audit import AuditKind, read_audit
 from edgepipe.testing.members import stranger_to
 from edgepipe.testing.nodes import Nodes, idle

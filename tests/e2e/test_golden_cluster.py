@@ -21,7 +21,7 @@ from edgepipe.cli.admin import connect
 from edgepipe.cli.demo import even_layers
 from edgepipe.cli.local_cluster import ClusterPlan, LocalNode, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
-from edgepipe.daemon.data_dir import log_path
+from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.model.store import StoredModel
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.fault.streams import Stream, serving_stage

@@ -22,10 +22,10 @@ from edgepipe.cluster.founding import TrustFolders
 from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.ids import NodeId
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import bind, make_server
-from edgepipe.link.security import MutualTls
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
 from edgepipe.testing.nodes import HELLO, LOOK_S, Node, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb

@@ -25,8 +25,8 @@ from edgepipe.errors import (
 )
 from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import MutualTls
 from edgepipe.model.store import ModelStore
+from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from streams import PROMPT, Stream, answers, cut_power
 
-from edgepipe.cli.copies_view import copies_of
+from edgepipe.cli.views.copies_view import copies_of
 from edgepipe.errors import PlanInvalid
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.pull import Puller

@@ -15,9 +15,9 @@ from streams import CONFIG, PROMPT, SLOW, Stream, answers
 from edgepipe.cli.admin import connect
 from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.link.security import MutualTls
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
+from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.testing.members import member_of
 from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.testing.rogue.attacks import ATTACKS, MODEL

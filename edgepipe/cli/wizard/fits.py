@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.daemon.rooms import rooms_of
+from edgepipe.daemon.serving.capacity import rooms_of
 from edgepipe.ids import NodeId
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.preview import ModelFit, which_fit

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, no_node, run_async, status_if_running
-from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, network_findings
-from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
+from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findings, network_findings
+from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
@@ -20,7 +20,7 @@ from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.founding import home_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
-from edgepipe.daemon.http_keys import asks_on_loopback, key_file
+from edgepipe.daemon.machine.http_keys import asks_on_loopback, key_file
 from edgepipe.errors import (
     ConfigInvalid,
     EdgepipeError,
@@ -372,7 +372,7 @@ def _tell_silence(setup: Setup) -> None:
 
 def _reachable(setup: Setup, host: str) -> bool:
     """Try the address before a code is asked for, and say what is in the way."""
-    from edgepipe.cli.findings import reach_finding
+    from edgepipe.cli.doctor.findings import reach_finding
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_tcp
 
     name, _, port = host.partition(":")
@@ -389,7 +389,7 @@ def _reachable(setup: Setup, host: str) -> bool:
 
 
 def _diagnose(setup: Setup) -> None:
-    from edgepipe.cli.examining import examine
+    from edgepipe.cli.doctor.examining import examine
 
     asyncio.run(examine(setup.config, [], say=_show))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from edgepipe_emulated.oracle import generate  # pyright: ignore[reportMissingTypeStubs] - typed, but no room
 
-from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import all_errors
+from edgepipe.system import SystemClock
 from edgepipe.testing.chaos.client import RecordingClient
 from edgepipe.testing.chaos.cluster import ChaosCluster
 from edgepipe.testing.history import Ended, Given, History, Struck, assert_holds, check

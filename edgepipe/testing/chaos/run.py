@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from edgepipe.daemon.system import SystemClock
+from edgepipe.system import SystemClock
 from edgepipe.testing.chaos.client import RecordingClient
 from edgepipe.testing.chaos.cluster import WHOLE_S, ChaosCluster, kv_is_free
 from edgepipe.testing.chaos.link_faults import LINK_FAULTS

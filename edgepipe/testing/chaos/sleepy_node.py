@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from edgepipe.config import prepare_environment
-from edgepipe.daemon.system import SystemClock
+from edgepipe.system import SystemClock
 
 _SLEPT = "slept_s"
 

@@ -20,14 +20,14 @@ from google.protobuf.message import Message
 
 from edgepipe.cluster.statements import sign
 from edgepipe.config import Timeouts
-from edgepipe.daemon.transfer import WeightsClient
+from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.errors import AccessDenied, RequestInvalid
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import make_key_pair
 from edgepipe.link.channels import make_channel
-from edgepipe.link.security import MutualTls, Peer
-from edgepipe.link.trust_view import Role
 from edgepipe.model.manifest import METADATA_LIMITS, TOKENIZER_FILE, FileEntry, Manifest
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.mutual_tls import MutualTls, Peer
+from edgepipe.security.trust_view import Role
 from edgepipe.testing.rogue.member import BEAT_S, Line, Rogue
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb

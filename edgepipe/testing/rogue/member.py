@@ -18,9 +18,9 @@ from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.statements import sign
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.errors import EdgepipeError, ModelUnknown, RequestInvalid
-from edgepipe.link.certificates import KeyPair
 from edgepipe.link.channels import bind, make_channel, make_server, translated
-from edgepipe.link.security import Credentials, Plaintext
+from edgepipe.security.certificates import KeyPair
+from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.testing.members import member_of
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc, node_pb2_grpc, trust_pb2

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgepipe.cli.answer_view import MarkdownView, PlainView, make_view, split_blocks
+from edgepipe.cli.chat.answer_view import MarkdownView, PlainView, make_view, split_blocks
 
 ANSWER = """# Title
 
@@ -79,7 +79,7 @@ def drawn(pieces: list[str], *, height: int = 24) -> str:
 
 
 def test_markdown_piece_by_piece_looks_like_markdown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.answer_view._REDRAW_S", 0.0)
+    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
     at_once = drawn([ANSWER])
     assert drawn(list(ANSWER)) == at_once
     assert "**" not in at_once
@@ -89,14 +89,14 @@ def test_markdown_piece_by_piece_looks_like_markdown_at_once(monkeypatch: pytest
 
 
 def test_a_block_longer_than_the_screen_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.answer_view._REDRAW_S", 0.0)
+    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
     text = "```\n" + "".join(f"line {number:02d}\n" for number in range(60)) + "```\n"
     shown = drawn([text[start : start + 7] for start in range(0, len(text), 7)], height=12)
     assert [shown.count(f"line {number:02d}") for number in range(60)] == [1] * 60
 
 
 def test_a_long_paragraph_word_by_word_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.answer_view._REDRAW_S", 0.0)
+    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
     words = [f"word{number:03d} " for number in range(120)]
     shown = drawn(words)
     assert [shown.count(word.strip()) for word in words] == [1] * 120

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.cli.bench import emulated_run
-from edgepipe.cli.bench_client import clock_offsets_s
+from edgepipe.cli.bench.client import clock_offsets_s
+from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from tests.unit.cli.conftest import Run
 

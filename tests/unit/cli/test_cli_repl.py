@@ -14,9 +14,9 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from edgepipe.cli import repl
-from edgepipe.cli.answer_view import PlainView
-from edgepipe.cli.conversation import ChatSettings
+from edgepipe.cli.chat.answer_view import PlainView
+from edgepipe.cli.chat.conversation import ChatSettings
+from edgepipe.cli.chat.verb import repl
 from edgepipe.cli.find import Target
 from tests.unit.gateway.conftest import Served, serving
 from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine

@@ -14,12 +14,14 @@ import httpx
 import pytest
 
 import edgepipe.cli.node
-from edgepipe.cli import admin, chat, find, repl
-from edgepipe.cli.conversation import ChatSettings
+from edgepipe.cli import admin, find
+from edgepipe.cli.chat.conversation import ChatSettings
+from edgepipe.cli.chat.verb import repl
+from edgepipe.cli.chat.verb import verb as chat
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
-from edgepipe.daemon import backends
+from edgepipe.daemon.machine import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.facts import LayerRange
 from edgepipe.wire.v1 import engine_pb2, node_pb2
@@ -315,7 +317,8 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
         "except SystemExit: pass\n"
         "bad = {'torch', 'mlx', 'grpc', 'httpx', 'rich', 'numpy', 'pydantic', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not bad, bad\n"
-        "import edgepipe.cli.repl, edgepipe.cli.local_cluster, edgepipe.cli.status_view, edgepipe.gateway.service\n"
+        "import edgepipe.cli.chat.repl, edgepipe.cli.local_cluster, edgepipe.cli.views.status_view\n"
+        "import edgepipe.gateway.service\n"
         "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from edgepipe.cli.conversation import Answer
-from edgepipe.cli.node_findings import engine_findings
+from edgepipe.cli.chat.conversation import Answer
+from edgepipe.cli.doctor.node_findings import engine_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
-from edgepipe.cli.status_view import layout_text, render_status
+from edgepipe.cli.views.status_view import layout_text, render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError
 from edgepipe.gateway.problems import from_error
 from edgepipe.wire.common import error_to_wire

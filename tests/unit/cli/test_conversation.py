@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from edgepipe.cli import conversation
-from edgepipe.cli.answer_view import NoView
-from edgepipe.cli.conversation import Incoming, stream_answer
+from edgepipe.cli.chat.answer_view import NoView
+from edgepipe.cli.chat.conversation import Incoming, stream_answer
+from edgepipe.cli.chat.verb import conversation
 from edgepipe.cli.find import Target
 from edgepipe.cli.sse import ChatClient, Piece
 from tests.unit.gateway.conftest import serving

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.conversation import Answer
-from edgepipe.cli.dialogue import Dialogue
+from edgepipe.cli.chat.conversation import Answer
+from edgepipe.cli.chat.dialogue import Dialogue
+from edgepipe.cli.chat.slash import COMMANDS, Talk, complete
 from edgepipe.cli.find import Target
-from edgepipe.cli.slash import COMMANDS, Talk, complete
 from edgepipe.errors import RequestInvalid
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.findings import (
+from edgepipe.cli.doctor.findings import (
     Finding,
     Level,
     NetworkFacts,

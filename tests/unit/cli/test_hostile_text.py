@@ -17,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from edgepipe.cluster.founding import TrustFolders
-from edgepipe.daemon.data_dir import log_path, socket_path
+from edgepipe.daemon.machine.data_dir import log_path, socket_path
 from edgepipe.errors import EdgepipeError, LinkError
 from edgepipe.link.channels import from_rpc_error
 from edgepipe.safe_text import MAX_LINE_CHARS, json_text, one_line, visible

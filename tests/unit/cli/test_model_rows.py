@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from edgepipe.cli.model_rows import model_rows
+from edgepipe.cli.views.model_rows import model_rows
 from edgepipe.wire.v1 import node_pb2 as pb
 
 

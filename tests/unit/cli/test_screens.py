@@ -14,7 +14,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from edgepipe.cli import inviting
-from edgepipe.cli.answer_view import MarkdownView, make_view
+from edgepipe.cli.chat.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
 from edgepipe.cli.wizard.asking import Choice, Quit, Terminal

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.comparing import read_comparisons
+from edgepipe.cli.views.comparing import read_comparisons
 from edgepipe.errors import ConfigInvalid
 from tests.unit.cli.conftest import Run
 

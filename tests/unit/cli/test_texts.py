@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import inviting, node
-from edgepipe.cli.findings import NetworkFacts, Ports, network_findings
-from edgepipe.cli.machine_findings import backend_finding
+from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
+from edgepipe.cli.doctor.machine_findings import backend_finding
 from edgepipe.cli.wizard import steps
 from edgepipe.cli.wizard.asking import Defaults
 from edgepipe.cli.wizard.state import Given, Setup

@@ -20,7 +20,7 @@ from edgepipe.errors import (
     all_errors,
 )
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import make_key_pair
+from edgepipe.security.certificates import make_key_pair
 from edgepipe.testing.pairing import CODE, PairingLab, fuzz_exchange
 from edgepipe.wire.v1 import trust_pb2 as pb
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgepipe.cluster.sleep import SleepWatch
-from edgepipe.daemon.sleep_guard import SleepGuard
-from edgepipe.daemon.system import SystemClock
+from edgepipe.daemon.machine.sleep_guard import SleepGuard
+from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 
 

@@ -25,8 +25,8 @@ from edgepipe.cluster.trust import (
 )
 from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import KeyPair, make_key_pair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 A, B, C, D, E = (make_key_pair() for _ in range(5))

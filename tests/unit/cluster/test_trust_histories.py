@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
 
 from edgepipe.cluster import standing
-from edgepipe.link.trust_view import Role
+from edgepipe.security.trust_view import Role
 
 ROLES = st.sampled_from(tuple(Role))
 

@@ -16,8 +16,8 @@ from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import make_key_pair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog, read_audit
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import trust_pb2 as pb

@@ -12,8 +12,8 @@ from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS, TrustKeeper
 from edgepipe.config import Timeouts
-from edgepipe.link.certificates import make_key_pair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import make_key_pair
+from edgepipe.security.trust_view import Role
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.member_simulation import LIMITS
 from edgepipe.wire.common import make_hello

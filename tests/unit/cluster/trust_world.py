@@ -14,8 +14,8 @@ from edgepipe.cluster.standing import Standing, stand
 from edgepipe.cluster.statements import Statement, key_of
 from edgepipe.cluster.trust import TrustStore, is_owner, store_of
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import Certificate, Fingerprint
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import Certificate, Fingerprint
+from edgepipe.security.trust_view import Role
 
 HONEST = tuple(map(NodeId, ("f", "g", "h", "i")))  # f founds the cluster
 TURNED = tuple(map(NodeId, ("r", "s", "t")))  # machines that were let in, or were not, and are against it

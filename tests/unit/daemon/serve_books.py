@@ -7,10 +7,10 @@ from pathlib import Path
 
 from edgepipe.cluster.statements import NONCE_BYTES
 from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge, removal_statements
-from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.ids import NodeId
-from edgepipe.link.certificates import KeyPair, make_key_pair
-from edgepipe.link.trust_view import Role, TrustedPeer
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import node_pb2 as pb
 

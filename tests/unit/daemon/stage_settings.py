@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.daemon.settings import ChildSettings
+from edgepipe.workers.settings import ChildSettings
 
 STAGE_SETTINGS = ChildSettings(
     kind="stage",

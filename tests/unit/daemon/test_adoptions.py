@@ -18,20 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import adoptions as bounds
-from edgepipe.daemon import models as models_module
-from edgepipe.daemon.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
 from edgepipe.daemon.changes import Changes
-from edgepipe.daemon.models import Models
+from edgepipe.daemon.files import adoptions as bounds
+from edgepipe.daemon.files import models as models_module
+from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.daemon.services import MAX_READS_PER_NODE, WeightsService
-from edgepipe.daemon.transfer import WeightsClient
 from edgepipe.errors import LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown, QueueFull
 from edgepipe.link.channels import bind, make_server
-from edgepipe.link.security import Plaintext
 from edgepipe.model.adoption import MetadataSink
 from edgepipe.model.emulated_folder import config_json
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.e2e.node_models import CONFIG

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.daemon.awake import awake_command, keep_awake
 from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.machine.awake import awake_command, keep_awake
 
 
 @asynccontextmanager

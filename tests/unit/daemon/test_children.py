@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from stage_settings import STAGE_SETTINGS
 
-from edgepipe.daemon.children import Child
+from edgepipe.daemon.processes.children import Child
 from edgepipe.wire.v1 import node_pb2 as pb
 
 
@@ -53,5 +53,5 @@ async def test_a_child_that_is_being_killed_does_not(child: Child):
 
 
 async def test_a_silent_child_is_believed_to_live(child: Child, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgepipe.daemon.children._KNOWS_S", 0.01)
+    monkeypatch.setattr("edgepipe.daemon.processes.children._KNOWS_S", 0.01)
     assert await child.lives()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.daemon.data_dir import DataDir, socket_path
-from edgepipe.daemon.system import SystemClock
+from edgepipe.daemon.machine.data_dir import DataDir, socket_path
 from edgepipe.errors import ConfigInvalid
+from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 
 CLOCK = SystemClock()

@@ -14,9 +14,9 @@ from serve_books import lone_book
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.daemon import data_dir as data_dir_module
-from edgepipe.daemon import serve_book
-from edgepipe.daemon.data_dir import DataDir
+from edgepipe.daemon.machine import data_dir as data_dir_module
+from edgepipe.daemon.machine.data_dir import DataDir
+from edgepipe.daemon.serving.serving import serve_book
 from edgepipe.errors import ConfigInvalid
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import node_pb2 as pb

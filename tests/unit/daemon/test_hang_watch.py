@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.daemon.hang_watch import HangWatch
+from edgepipe.daemon.processes.hang_watch import HangWatch
 from edgepipe.wire.v1 import node_pb2 as pb
 
 EVERY_S = 0.25

@@ -12,9 +12,9 @@ import edgepipe.cli.find
 from edgepipe.cli.find import Target, find_target
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.config import Config, load_config
-from edgepipe.daemon import accounts, http_keys
-from edgepipe.daemon.accounts import several_people, shared_computer
-from edgepipe.daemon.http_keys import key_file, keys_in_force, read_key
+from edgepipe.daemon.machine import accounts, http_keys
+from edgepipe.daemon.machine.accounts import several_people, shared_computer
+from edgepipe.daemon.machine.http_keys import key_file, keys_in_force, read_key
 from edgepipe.errors import ConfigInvalid, NodeUnreachable
 
 SHELL, NONE = "/bin/bash", "/usr/sbin/nologin"

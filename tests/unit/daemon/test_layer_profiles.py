@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from edgepipe.cluster.private_files import write_private
-from edgepipe.daemon import layer_profiles
-from edgepipe.daemon.layer_profiles import LayerProfiles, profile_key
+from edgepipe.daemon.device.device import layer_profiles
+from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.model.config_json import config_to_json
 from edgepipe.testing.tiny_model import tiny_config
 from edgepipe.wire.v1 import node_pb2 as pb

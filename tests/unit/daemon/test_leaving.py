@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from edgepipe.daemon.leaving import Leaving
+from edgepipe.daemon.serving.leaving import Leaving
 
 
 class Work:

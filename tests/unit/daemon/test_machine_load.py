@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.daemon.machine_load import Look, look, others_share
+from edgepipe.daemon.machine.machine_load import Look, look, others_share
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.daemon.memory import MemoryLedger, headroom_bytes
+from edgepipe.daemon.device.memory import MemoryLedger, headroom_bytes
 from edgepipe.errors import NoFeasiblePlacement
 
 GB = 10**9

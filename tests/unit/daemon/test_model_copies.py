@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import models as models_module
-from edgepipe.daemon.model_parts import held_parts, model_parts, parts_from_wire, parts_on, parts_to_wire
-from edgepipe.daemon.models import LocalModel, Models
-from edgepipe.daemon.pace import Pace, chunk_bytes
+from edgepipe.daemon.files import models as models_module
+from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_from_wire, parts_on, parts_to_wire
+from edgepipe.daemon.files.models import LocalModel, Models
+from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.errors import ModelDownloadFailed
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device
-from edgepipe.daemon.models import LocalModel
-from edgepipe.daemon.replan_watch import ReplanWatch
-from edgepipe.daemon.replanning import Avoided, Known, Replanner, demand_of, placed_of
-from edgepipe.daemon.rooms import stages_of
+from edgepipe.daemon.files.models import LocalModel
+from edgepipe.daemon.serving.capacity import stages_of
+from edgepipe.daemon.serving.replan_watch import ReplanWatch
+from edgepipe.daemon.serving.replanning import Avoided, Known, Replanner, demand_of, placed_of
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.shapes import named_shape

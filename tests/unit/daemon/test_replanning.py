@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from edgepipe.daemon.child_planner import DaemonPlanner
-from edgepipe.daemon.engines import EngineHost, _Run
-from edgepipe.daemon.replanning import Avoided, Replanner, placed_of
-from edgepipe.daemon.rooms import stages_of
-from edgepipe.daemon.survey import Surveyor
+from edgepipe.daemon.serving.capacity import stages_of
+from edgepipe.daemon.serving.engines import EngineHost, _Run
+from edgepipe.daemon.serving.replanning import Avoided, Replanner, placed_of
+from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_to_json
@@ -25,6 +24,7 @@ from edgepipe.wire.common import make_hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.planning import DaemonPlanner
 
 SHAPE = named_shape("qwen2.5-7b")
 SHAPE_JSON = json.dumps(config_to_json(SHAPE))

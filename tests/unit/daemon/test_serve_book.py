@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
 
 from edgepipe.cluster.private_files import write_private
-from edgepipe.daemon.serve_book import ServeBook
-from edgepipe.daemon.serve_rules import MAX_RUNNING_PER_MEMBER, MAX_VERSION_STEP, Facts, order, refusal
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.serve_rules import MAX_RUNNING_PER_MEMBER, MAX_VERSION_STEP, Facts, order, refusal
 from edgepipe.errors import AccessDenied
-from edgepipe.link.certificates import KeyPair
-from edgepipe.link.trust_view import Role
+from edgepipe.security.certificates import KeyPair
+from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 

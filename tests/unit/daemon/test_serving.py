@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.daemon.serving import Serving, common_block_size, default_kv_tokens, model_matches
+from edgepipe.daemon.serving.serving import Serving, common_block_size, default_kv_tokens, model_matches
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.planner.placement import NodeRoom, Placed

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from edgepipe.daemon.link_probes import LinkProbes
-from edgepipe.daemon.survey import Surveyor
+from edgepipe.daemon.network.link_probes import LinkProbes
+from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, LinkNotMeasured, NodeUnreachable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import make_hello

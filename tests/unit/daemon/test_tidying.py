@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 
-from edgepipe.daemon.tidying import keep_tidy
+from edgepipe.daemon.machine.tidying import keep_tidy
 
 
 class Ring:

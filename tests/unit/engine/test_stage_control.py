@@ -15,8 +15,8 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, DeviceOutOfMemory, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.link.security import Plaintext
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc

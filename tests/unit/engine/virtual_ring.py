@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from edgepipe.backend.cost import SliceCost, StepWork
-from edgepipe.daemon.hang_watch import HangWatch
+from edgepipe.daemon.processes.hang_watch import HangWatch
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, StepNews
 from edgepipe.engine.settings import EngineTimeouts

@@ -18,7 +18,7 @@ from edgepipe.clock import Clock
 from edgepipe.gateway.engine_link import LinkLimits
 from edgepipe.gateway.models import AssetLoader
 from edgepipe.gateway.service import Gateway, listen
-from edgepipe.link.security import Plaintext
+from edgepipe.security.mutual_tls import Plaintext
 from tests.unit.gateway.fake_engine import ByteAssets, FakeEngine, start_engine, view_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.link.channels import bind, make_server
-from edgepipe.link.security import Plaintext
+from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.common import error_to_wire, make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from edgepipe.backend.types import Activations, ActivationType
-from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import EngineId, Epoch, PipelineId, StepId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.link.security import Plaintext
 from edgepipe.link.sender import RingSender
 from edgepipe.link.serving import RingStream
 from edgepipe.link.shaped import Network, arriving
+from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import LinkSample

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgepipe.errors import CertificateInvalid
-from edgepipe.link.certificates import (
+from edgepipe.security.certificates import (
     KeyPair,
     make_key_pair,
     peek_fingerprint,

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from edgepipe.daemon.system import SystemClock
 from edgepipe.ids import StepId
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import RingStream
+from edgepipe.system import SystemClock
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from tests.unit.link.ring_ends import EPOCH

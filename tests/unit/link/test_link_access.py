@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.link.access import Kind, allowed
+from edgepipe.security.access import Kind, allowed
 from edgepipe.wire.v1 import engine_pb2, node_pb2, stage_pb2, trust_pb2
 
 UNIX_ONLY = {"Admin", "Children", "TrustAdmin"}

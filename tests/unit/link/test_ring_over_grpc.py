@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from ring_ends import EPOCH, Hop, activations, grpc_sender, grpc_service, open_hop, running, send_and_fail, target
 
-from edgepipe.daemon.system import SystemClock
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.link.channels import make_channel
-from edgepipe.link.security import Credentials, Plaintext
 from edgepipe.link.sender import RingSender
+from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.system import SystemClock
 from edgepipe.testing.ports import free_port
 from edgepipe.testing.tcp_proxy import tcp_proxy
 from edgepipe.wire.common import epoch_to_wire, make_hello

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ring_ends import Hop, grpc_sender, grpc_service, running
 
-from edgepipe.daemon.system import SystemClock
 from edgepipe.link.alarm import ThreadAlarm
 from edgepipe.link.shaped import Network, ShapedLine, Wire, arriving, delayed_replies
+from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import LinkShape, parse_link
 from edgepipe.wire.v1 import stage_pb2

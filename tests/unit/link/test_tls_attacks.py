@@ -30,10 +30,10 @@ from edgepipe.errors import (
     PeerClosed,
     SendTimeout,
 )
-from edgepipe.link.access import Kind, allowed
-from edgepipe.link.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, make_channel
-from edgepipe.link.security import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
+from edgepipe.security.access import Kind, allowed
+from edgepipe.security.certificates import Certificate, KeyPair, make_key_pair
+from edgepipe.security.mutual_tls import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
 from edgepipe.testing.ports import free_port
 from edgepipe.testing.tcp_proxy import tcp_proxy
 

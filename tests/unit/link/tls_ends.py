@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 
 from edgepipe.ids import NodeId
-from edgepipe.link.access import Kind
-from edgepipe.link.certificates import KeyPair, make_key_pair
 from edgepipe.link.channels import bind, make_channel, make_server, translated
-from edgepipe.link.security import Credentials, Denial, MutualTls, Peer
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import KeyPair, make_key_pair
+from edgepipe.security.mutual_tls import Credentials, Denial, MutualTls, Peer
 
 PREFIX = "/edgepipe.wire.v1."
 

@@ -14,8 +14,8 @@ from fake_hub import COMMIT, FakeHub, running
 from model_files import adopt, hf_values, metadata_of, random_tensors, write_gguf, write_hf_folder, write_tensor
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon import models as models_module
-from edgepipe.daemon.models import LocalModel, Models
+from edgepipe.daemon.files import models as models_module
+from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown, PeerClosed
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import LayerRange, Slice

@@ -9,12 +9,12 @@ import pytest
 
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.shapes import named_shape
-from edgepipe.planner.imagined import ImaginedCluster, imagine
-from edgepipe.planner.layouts import Layout, clusters_of, halves, merged, shares, verdict
-from edgepipe.planner.report import RunReport
-from edgepipe.planner.simulator import Run, simulate
-from edgepipe.planner.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.scheduler import make_policy
+from edgepipe.simulation.imagined import ImaginedCluster, imagine
+from edgepipe.simulation.layouts import Layout, clusters_of, halves, merged, shares, verdict
+from edgepipe.simulation.report import RunReport
+from edgepipe.simulation.simulator import Run, simulate
+from edgepipe.simulation.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.units import parse_link
 
 CLUSTER = ImaginedCluster(

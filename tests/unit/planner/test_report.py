@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from edgepipe.planner.report import (
+from edgepipe.simulation.report import (
     RequestRecord,
     RunFacts,
     RunReport,

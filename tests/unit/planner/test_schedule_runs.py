@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.planner.schedule_runs import Sizes, compare_schedules, read_schedules, run_decode, steady_idle
-from edgepipe.planner.schedules import SCHEDULES, DecodeRing, cyclic_decode
+from edgepipe.simulation.schedule_runs import Sizes, compare_schedules, read_schedules, run_decode, steady_idle
+from edgepipe.simulation.schedules import SCHEDULES, DecodeRing, cyclic_decode
 
 
 @pytest.mark.parametrize("kv_bound", [False, True])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.planner.schedules import SCHEDULES, DecodeRing, cyclic_decode, published, run_schedule
+from edgepipe.simulation.schedules import SCHEDULES, DecodeRing, cyclic_decode, published, run_schedule
 
 
 @pytest.mark.parametrize(

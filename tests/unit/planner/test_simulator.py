@@ -9,17 +9,18 @@ from itertools import pairwise
 import pytest
 
 import edgepipe.engine.epoch
-import edgepipe.planner.simulator
 import edgepipe.scheduler
+import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
-from edgepipe.planner.imagined import Imagined, ImaginedCluster, imagine
-from edgepipe.planner.report import RunReport
-from edgepipe.planner.ring import RingModel, RingStage
-from edgepipe.planner.simulator import Run, simulate
-from edgepipe.planner.workload import (
+from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
+from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
+from edgepipe.simulation.report import RunReport
+from edgepipe.simulation.ring import RingModel, RingStage
+from edgepipe.simulation.simulator import Run, simulate
+from edgepipe.simulation.workload import (
     Arrivals,
     FixedLengths,
     Lengths,
@@ -29,7 +30,6 @@ from edgepipe.planner.workload import (
     make_workload,
     read_trace,
 )
-from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
 from edgepipe.units import LinkShape, parse_link
 
 
@@ -108,7 +108,7 @@ def served(cluster: Imagined, workload: Workload, *, policy: str = "throttled", 
 
 
 def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
-    assert edgepipe.planner.simulator.Scheduler is edgepipe.scheduler.Scheduler
+    assert edgepipe.simulation.simulator.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.engine.epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
 

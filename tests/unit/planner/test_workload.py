@@ -1,7 +1,7 @@
 import pytest
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.planner.workload import (
+from edgepipe.simulation.workload import (
     Arrivals,
     FixedLengths,
     LognormalLengths,

@@ -14,9 +14,9 @@ import pytest
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.types import StepOutput, TokenIds
-from edgepipe.daemon.system import SystemClock
 from edgepipe.stage.compute import ComputeThread, Span
 from edgepipe.stage.step_mark import StepMark
+from edgepipe.system import SystemClock
 
 IDS = np.zeros(1, np.int32)
 

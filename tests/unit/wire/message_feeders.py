@@ -19,13 +19,13 @@ from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.trust import merge
 from edgepipe.config import Timeouts
-from edgepipe.daemon.device_memory import DeviceMemory
-from edgepipe.daemon.layer_profiles import profile_key
-from edgepipe.daemon.link_probes import LinkProbes, ProbesService
-from edgepipe.daemon.models import Models
-from edgepipe.daemon.replication import Replication
-from edgepipe.daemon.serve_book import ServeBook
+from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.layer_profiles import profile_key
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.network.link_probes import LinkProbes, ProbesService
 from edgepipe.daemon.services import NodeService, WeightsService, admit_to
+from edgepipe.daemon.serving.replication import Replication
+from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.service import Door
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -33,13 +33,13 @@ from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.link.security import Plaintext
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.store import ModelStore
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.member_simulation import LIMITS

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from message_feeders import FEW, Feeder, Folders, feeders
 
 from edgepipe.errors import EdgepipeError
-from edgepipe.link.access import ALLOWED
+from edgepipe.security.access import ALLOWED
 from edgepipe.testing.fuzz_messages import MessageFuzzer, methods
 
 MAX_INPUT_S = 2.0  # of the processor, for one message

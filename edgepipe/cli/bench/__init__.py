@@ -1,0 +1,1 @@
+"""``edgepipe bench``: a client that measures a cluster."""

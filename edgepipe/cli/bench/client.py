@@ -1,0 +1,227 @@
+"""Drives a served model with a workload, straight through its engine, and notes when every token came."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from edgepipe.errors import PeerClosed
+from edgepipe.ids import RequestId
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.sampling import SamplingParams
+from edgepipe.security.mutual_tls import Security
+from edgepipe.simulation.report import RequestRecord, StepRecord
+from edgepipe.simulation.workload import Workload, WorkloadRequest
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.engines import EngineTrace, StepTrace, trace_from_wire
+from edgepipe.wire.requests import Submission, command_to_wire
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+_PEER = "the engine"
+_RPC_S = 5.0
+_TRACE_EVERY_S = 1.0  # the engine remembers a minute of steps
+_LAST_TIMINGS_S = 0.25  # stages tell of their timings within 0.1 s
+_SAME_CLOCK_S = 0.002  # two monotonic clocks this close are one: the answer's way back is all that differs
+
+OnProgress = Callable[[int, int], None]  # requests that have ended, tokens that have come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run showed; times are seconds since it began."""
+
+    requests: tuple[RequestRecord, ...]
+    steps: tuple[StepRecord, ...]
+    preemptions: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Underway:
+    request: WorkloadRequest
+    arrival_s: float
+    token_times_s: list[float] = field(default_factory=list[float])
+    cached_tokens: int = 0
+    error: str = ""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def record(self) -> RequestRecord:
+        return RequestRecord(
+            index=self.request.index,
+            arrival_s=self.arrival_s,
+            prompt_tokens=self.request.prompt_tokens,
+            token_times_s=tuple(self.token_times_s),
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+        )
+
+
+class BenchClient:
+    """One stream to one engine. Use ``connected``; one run at a time."""
+
+    def __init__(self, stub: Any, call: Any) -> None:
+        self._stub = stub
+        self._call = call
+        self._underway: dict[str, _Underway] = {}
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time
+        self._runs = 0
+        self._name = f"bench-{secrets.token_hex(4)}"  # engines keep results for a while: no two benches ask the same
+        self._began_s = 0.0
+        self._steps: dict[int, StepTrace] = {}
+        self._on_progress: OnProgress = _untold
+        self._num_ended = self._num_tokens = 0
+
+    async def run(self, workload: Workload, *, num_stages: int, on_progress: OnProgress | None = None) -> Measured:
+        """Make every request when its time has come; returns when the last has ended. Raises LinkError."""
+        self._runs += 1
+        self._underway, self._steps = {}, {}
+        self._on_progress = on_progress or _untold
+        self._num_ended = self._num_tokens = 0
+        before = await self._trace(after_step=0)
+        last = before.steps[-1].step if before.steps else 0
+        self._began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            tracer = tasks.create_task(self._follow_steps(last, num_stages), name="bench-steps")
+            await self._make_requests(workload)
+            tracer.cancel()
+        await asyncio.sleep(_LAST_TIMINGS_S)
+        after = await self._trace(after_step=self._untimed(last, num_stages))
+        self._keep(after)
+        return Measured(
+            requests=tuple(one.record() for one in self._underway.values()),
+            steps=self._step_records(after, num_stages),
+            preemptions=after.preemptions - before.preemptions,
+        )
+
+    async def _make_requests(self, workload: Workload) -> None:
+        users = asyncio.Semaphore(workload.concurrency or len(workload.requests))
+        prompts = [workload.prompt_ids(request) for request in workload.requests]
+        self._began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for request, prompt in zip(workload.requests, prompts, strict=True):
+                if request.arrival_s is not None:
+                    await asyncio.sleep(max(0.0, self._began_s + request.arrival_s - time.monotonic()))
+                await users.acquire()
+                tasks.create_task(self._one(request, prompt, users))
+
+    async def _one(self, request: WorkloadRequest, prompt: tuple[int, ...], users: asyncio.Semaphore) -> None:
+        request_id = RequestId(f"{self._name}-{self._runs}-{request.index}")
+        underway = self._underway[request_id] = _Underway(request=request, arrival_s=time.monotonic() - self._began_s)
+        submission = Submission(
+            request_id=request_id,
+            prompt=prompt,
+            max_tokens=request.output_tokens,
+            ignore_eos=True,
+            sampling=SamplingParams(temperature=0.0),
+        )
+        async with self._writing:
+            await self._call.write(command_to_wire(submission))
+        await underway.ended.wait()
+        users.release()
+        self._num_ended += 1
+        self._on_progress(self._num_ended, self._num_tokens)
+
+    async def read(self) -> None:
+        """Take what the engine tells until cancelled, which ends the stream. Raises LinkError when the engine does."""
+        while (event := await self._call.read()) is not grpc.aio.EOF:
+            now_s = time.monotonic() - self._began_s
+            for tokens in event.tokens:
+                if underway := self._underway.get(tokens.request_id):
+                    underway.token_times_s.extend([now_s] * len(tokens.ids))
+                    self._num_tokens += len(tokens.ids)
+            for ended in event.ended:
+                if underway := self._underway.get(ended.request_id):
+                    underway.cached_tokens = ended.cached_prompt_tokens
+                    underway.error = str(error_from_wire(ended.error)) if ended.reason == "error" else ""
+                    underway.ended.set()
+        raise PeerClosed("the engine ended its stream during the run", next_step="see 'edgepipe logs'")
+
+    async def _follow_steps(self, last: int, num_stages: int) -> None:
+        """Fetch what ran before the engine forgets it."""
+        while True:
+            await asyncio.sleep(_TRACE_EVERY_S)
+            self._keep(await self._trace(after_step=self._untimed(last, num_stages)))
+
+    def _untimed(self, last: int, num_stages: int) -> int:
+        """The step after which some stages have not told of theirs yet."""
+        step = last
+        while (known := self._steps.get(step + 1)) is not None and len(known.spans) == num_stages:
+            step += 1
+        return step
+
+    def _keep(self, trace: EngineTrace) -> None:
+        self._steps.update((step.step, step) for step in trace.steps)
+
+    async def _trace(self, *, after_step: int) -> EngineTrace:
+        return trace_from_wire(await self._stub.Trace(engine_pb2.TraceEngine(after_step=after_step), timeout=_RPC_S))
+
+    def _step_records(self, trace: EngineTrace, num_stages: int) -> tuple[StepRecord, ...]:
+        ahead_s = trace.now_us * 1e-6 - time.monotonic()  # of the engine's clock
+        origin_s = self._began_s + (ahead_s if abs(ahead_s) > _SAME_CLOCK_S else 0.0)
+        steps = [self._steps[number] for number in sorted(self._steps)]
+        offsets_s = clock_offsets_s([step.spans for step in steps if len(step.spans) == num_stages])
+        return tuple(
+            StepRecord(
+                step=step.step,
+                decode_rows=step.decode_rows,
+                prefill_tokens=step.prefill_tokens,
+                micro_batches=step.micro_batches,
+                planned_s=step.planned_us * 1e-6 - origin_s,
+                stages=tuple(
+                    (begin_us * 1e-6 - origin_s - offset_s, end_us * 1e-6 - origin_s - offset_s)
+                    for (begin_us, end_us), offset_s in zip(step.spans, offsets_s, strict=True)
+                ),
+                used_blocks=step.used_blocks,
+            )
+            for step in steps
+            if len(step.spans) == num_stages
+        )
+
+
+@asynccontextmanager
+async def connected(
+    engine: engine_pb2.EngineState, hello: common_pb2.Hello, security: Security
+) -> AsyncGenerator[BenchClient]:
+    """A client of an engine that lets the owner of ``security`` in.
+
+    Raises LinkError, and what the engine refuses it with.
+    """
+    async with make_channel(engine.address, security.to_process(engine.certificate)) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        call: Any = stub.Generate(wait_for_ready=True)  # it may learn of this client a moment later
+        with translated(_PEER):
+            try:
+                async with asyncio.timeout(_RPC_S):
+                    await call.write(engine_pb2.GatewayMessage(hello=hello))
+                    await call.read()  # its welcome
+                client = BenchClient(stub, call)
+                async with asyncio.TaskGroup() as tasks:
+                    reader = tasks.create_task(client.read(), name="bench-tokens")
+                    yield client
+                    reader.cancel()
+            finally:
+                call.cancel()
+
+
+def clock_offsets_s(spans: Sequence[tuple[tuple[int, int], ...]]) -> list[float]:
+    """How far each stage's clock is ahead of the first's. A stage never begins a step before the one before it has
+    ended: clocks that say so, or that it waited for minutes, are not one clock, and are laid edge to edge."""
+    offsets: list[float] = [0.0] * (len(spans[0]) if spans else 0)
+    for stage in range(1, len(offsets)):
+        gap_s = min(step[stage][0] - step[stage - 1][1] for step in spans) * 1e-6
+        foreign = not -_SAME_CLOCK_S <= gap_s <= 60.0
+        offsets[stage] = offsets[stage - 1] + (gap_s if foreign else 0.0)
+    return offsets
+
+
+def _untold(num_ended: int, num_tokens: int) -> None:
+    """Nobody wants to know."""

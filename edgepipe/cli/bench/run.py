@@ -1,0 +1,136 @@
+"""The runs of a bench: on a cluster that serves, or on emulated ones that are started and ended for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import Admin
+from edgepipe.cli.bench.client import connected
+from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster, node_names
+from edgepipe.cli.serve import layers_of
+from edgepipe.errors import ModelUnknown, PeerClosed
+from edgepipe.simulation.report import RunFacts, RunReport, make_report
+from edgepipe.simulation.workload import FixedLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.wire.common import make_hello
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from edgepipe.wire.v1 import engine_pb2, node_pb2
+
+OnProgress = Callable[[str, int, int], None]
+"""What is going on; requests that have ended, and of how many (0: it is not known how far that is)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRun:
+    """One run of a bench."""
+
+    workload: Workload
+    label: str
+    settings: Mapping[str, str]  # for the report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedRun:
+    """A run and what it runs on."""
+
+    run: BenchRun
+    cluster: EmulatedCluster
+    serve: node_pb2.ServeRequest
+
+
+async def bench_emulated(runs: Sequence[EmulatedRun], on_progress: OnProgress) -> list[RunReport]:
+    """All runs in order; runs in a row that want the same cluster share it. Raises what hinders a cluster or a run."""
+    reports: list[RunReport] = []
+    for cluster, group in groupby(runs, key=lambda each: each.cluster):
+        on_progress(f"starting {len(cluster.devices)} nodes", 0, 0)
+        async with emulated_cluster(cluster) as admin:
+            async for report in runs_on(admin, list(group), on_progress):
+                reports.append(report)
+    return reports
+
+
+async def bench_served(admin: Admin, runs: Sequence[BenchRun], model: str, on_progress: OnProgress) -> list[RunReport]:
+    """Runs on what the cluster serves already. Raises ModelUnknown."""
+    status = await admin.status()
+    engine = _served(status, model)
+    return [await _measure(admin, engine, run, on_progress) for run in runs]
+
+
+async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
+    """Runs on one emulated cluster, each with its own serving of the model. Raises what hinders one."""
+    for each in runs:
+        on_progress(_titled("loading the model", each.run), 0, 0)
+        engine = await serve_model(admin, each.serve)
+        devices = dict(zip(node_names(len(each.cluster.devices)), each.cluster.devices, strict=True))
+        yield await _measure(admin, engine, each.run, on_progress, devices=devices)
+        await admin.stop_model("")
+
+
+async def serve_model(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+    """The engine, once it is ready. Raises what hinders it."""
+    async for event in admin.serve(request):
+        if event.HasField("engine"):
+            return event.engine
+    raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
+
+
+async def _measure(
+    admin: Admin,
+    engine: engine_pb2.EngineState,
+    run: BenchRun,
+    on_progress: OnProgress,
+    *,
+    devices: Mapping[str, str] | None = None,
+) -> RunReport:
+    """``devices`` are short names by node, as a simulation would tell them."""
+    status = await admin.status()
+    hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
+    title, total = _titled("measuring", run), len(run.workload.requests)
+    num_stages = len(engine.stages)
+    async with admin.act_as_gateway() as security, connected(engine, hello, security) as client:
+        await client.run(_warm_up(), num_stages=num_stages)
+        started_s = time.perf_counter()
+        measured = await client.run(
+            run.workload, num_stages=num_stages, on_progress=lambda ended, _: on_progress(title, ended, total)
+        )
+    facts = RunFacts(
+        label=run.label,
+        settings=run.settings,
+        stage_names=tuple(
+            f"{stage.node_name} {(devices or {}).get(stage.node_name, stage.device)} {layers_of(stage)}"
+            for stage in engine.stages
+        ),
+        num_blocks=engine.num_blocks,
+        preemptions=measured.preemptions,
+        real_s=time.perf_counter() - started_s,
+    )
+    return make_report(facts, measured.requests, measured.steps)
+
+
+def _warm_up() -> Workload:
+    """Connections, buffers and code paths are cold once."""
+    few = FixedLengths(tokens=8)
+    return make_workload(WorkloadSpec(num_requests=2, prompt=few, output=few, seed=1))
+
+
+def _served(status: node_pb2.ClusterStatus, model: str) -> engine_pb2.EngineState:
+    ready = [engine for engine in status.engines if engine.state == "ready"]
+    chosen = [engine for engine in ready if model.lower() in ("", engine.model.lower())]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(engine.model for engine in ready) or "none"
+    raise ModelUnknown(
+        f"the model '{model}' is not served" if model else "there is not one model to measure",
+        fact=f"served: {names}",
+        next_step="edgepipe bench --model NAME, or edgepipe serve MODEL first",
+    )
+
+
+def _titled(what: str, run: BenchRun) -> str:
+    return f"{what}: {run.label}" if run.label else what

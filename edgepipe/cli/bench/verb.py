@@ -1,0 +1,167 @@
+"""``edgepipe bench``: what a cluster does under load, measured on real nodes; their devices may be emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgepipe.cli import workload_options as options
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import make_console, print_json
+from edgepipe.cli.views.comparing import Variant, read_comparisons
+from edgepipe.errors import ConfigInvalid
+from edgepipe.safe_text import one_line
+
+if TYPE_CHECKING:
+    from edgepipe.cli.bench.run import BenchRun, EmulatedRun, OnProgress
+    from edgepipe.simulation.report import RunReport
+
+_KEYS = ("emulate", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
+
+
+@options.with_run_options
+def bench(
+    *,
+    emulate: Annotated[
+        str,
+        typer.Option(
+            "--emulate", metavar="DEVICES", help='Start such devices here: "4x rtx4090".  [default: what is served]'
+        ),
+    ] = "",
+    settings: Mapping[str, str],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Which of several served ones.", show_default=False)
+    ] = "",
+    compare: options.Compare = None,
+    plot: options.Plot = None,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Measure throughput and latencies of a cluster under load."""
+    from edgepipe.cli.views.report_plot import check_plot, plot_reports
+    from edgepipe.cli.views.report_view import render_reports, reports_as_json
+
+    settings = {**settings, **({"emulate": emulate} if emulate else {})}
+    variants = read_comparisons(compare or (), keys=_KEYS)
+    check_plot(plot)
+    reports = _run_all(settings, variants, model=model, data_dir=data_dir)
+    if plot is not None:
+        plot_reports(reports, plot)
+    if as_json:
+        print_json(reports_as_json(reports))
+        return
+    console = make_console()
+    for part in render_reports(reports):
+        console.print(part)
+
+
+def _run_all(
+    settings: Mapping[str, str], variants: Sequence[Variant], *, model: str, data_dir: Path | None
+) -> list[RunReport]:
+    """All runs are made ready before the first begins: a mistake in the last is told at once."""
+    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.bench.run import bench_emulated, bench_served
+
+    merged = [({**settings, **variant.changes}, variant.label) for variant in variants]
+    emulated = [each for each, _ in merged if "emulate" in each]
+    if emulated and (model or data_dir or len(emulated) != len(merged)):
+        raise ConfigInvalid(
+            "--emulate starts a cluster of its own", next_step="leave --model and --data-dir out, or --emulate"
+        )
+    if emulated:
+        runs = [emulated_run(each, label) for each, label in merged]
+        with _Progress() as progress:
+            return run_async(bench_emulated(runs, progress.tell))
+
+    async def on_served(plain: list[BenchRun], tell: OnProgress) -> list[RunReport]:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await bench_served(admin, plain, model, tell)
+
+    served = [_served_run(each, label) for each, label in merged]
+    with _Progress() as progress:
+        return run_async(on_served(served, progress.tell))
+
+
+def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
+    """Raises ConfigInvalid for what only an emulated cluster can be told."""
+    from edgepipe.cli.bench.run import BenchRun
+
+    if wrong := [key for key in options.CLUSTER_KEYS if key in settings]:
+        raise ConfigInvalid(
+            f"--{wrong[0]} goes with --emulate", fact="a cluster that serves already is measured as it is"
+        )
+    workload = options.make_workload_of(settings)
+    return BenchRun(workload=workload, label=label, settings={"workload": workload.description})
+
+
+def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
+    """The run that settings describe. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+    from edgepipe.cli.bench.cluster import EmulatedCluster
+    from edgepipe.cli.bench.run import BenchRun, EmulatedRun
+    from edgepipe.cli.serve import serve_request
+    from edgepipe.simulation.imagined import imagine
+
+    settings = {**options.CLUSTER_DEFAULTS, **given}
+    cluster = options.imagined_cluster(settings, devices=settings["emulate"])
+    imagined = imagine(cluster)
+    limits = imagined.limits
+    workload = options.make_workload_of(settings)
+    shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
+    return EmulatedRun(
+        run=BenchRun(
+            workload=workload,
+            label=label,
+            settings={
+                "devices": settings["emulate"],
+                "model": settings["as-model"],
+                **shown,
+                "workload": workload.description,
+            },
+        ),
+        cluster=EmulatedCluster(
+            devices=cluster.devices,
+            model=settings["as-model"],
+            config=cluster.config,
+            link=settings["link"],
+            settings=cluster.adjustments,
+        ),
+        serve=serve_request(
+            settings["as-model"],
+            plan=imagined.plan,
+            micro_batches=settings["micro-batches"],
+            policy=settings["policy"],
+            context=cluster.context_length,
+            kv_tokens=limits.num_blocks * limits.block_size,
+        ),
+    )
+
+
+class _Progress:
+    """A bar on stderr while it is a terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = make_console(stderr=True)
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("making ready", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """See ``OnProgress``."""
+        self._progress.update(self._task, description=one_line(what), completed=done, total=total or None)

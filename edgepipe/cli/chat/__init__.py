@@ -1,0 +1,1 @@
+"""``edgepipe chat``: the conversation, its terminal and its commands."""

@@ -1,0 +1,216 @@
+"""One exchange with the model: the answer as it comes, then one line of figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgepipe.cli.output import make_console, print_json
+from edgepipe.safe_text import one_line
+
+if TYPE_CHECKING:
+    from edgepipe.cli.chat.answer_view import AnswerView
+    from edgepipe.cli.find import Target
+    from edgepipe.cli.sse import ChatClient, Piece
+
+
+_HEARTBEAT = "still working"
+_RECOVERING = "recovering"
+_READING = "reading"
+_SLOW_START_S = 0.5  # until somebody wonders
+_SLOW_WORD_S = 3.0  # the slowest machines take a second or two for a word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """What the flags of ``chat`` say."""
+
+    data_dir: Path
+    model: str
+    system: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    as_json: bool = False
+    markdown: bool = True  # drawn where somebody looks at a terminal
+
+    def options(self) -> dict[str, Any]:
+        """Fields of the requests; None means not given."""
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer and how it came."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+    num_prompt_tokens: int
+    first_word_s: float
+    tokens_per_s: float  # after the first one; 0: too short to tell
+    num_nodes: int
+    note: str = ""  # the last thing that the gateway told beside it
+    max_tokens: int | None = None  # that were asked for
+
+    @property
+    def context_full(self) -> bool:
+        """Whether the model's context ended it: it is cut, and below the limit that was asked for."""
+        return self.finish_reason == "length" and (self.max_tokens is None or self.num_tokens < self.max_tokens)
+
+    def footer(self) -> str:
+        """``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``"""
+        parts = [f"{self.num_tokens} tok"]
+        if self.tokens_per_s:
+            parts.append(f"{self.tokens_per_s:.1f} tok/s")
+        parts.append(f"first word {self.first_word_s:.1f} s")
+        if self.note:
+            parts.append(one_line(self.note))
+        elif self.num_nodes:
+            parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
+        if self.finish_reason == "length":
+            parts.append("cut: the context is full" if self.context_full else "cut by max tokens")
+        return " · ".join(parts)
+
+
+def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict[str, Any]:
+    """What was asked for, and for the rest what the model's makers advise."""
+    return {**advice, **{name: value for name, value in options.items() if value is not None}}
+
+
+class Incoming:
+    """An answer while it comes. What has come so far is an answer, too."""
+
+    def __init__(self, *, num_nodes: int, max_tokens: int | None, view: AnswerView) -> None:
+        self._num_nodes, self._max_tokens = num_nodes, max_tokens
+        self._view = view
+        self._started_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._texts: list[str] = []
+        self._reason, self._note, self._read = "", "", ""
+        self._quiet = False  # the view says what is waited for
+        self._num_tokens, self._num_prompt_tokens = 0, 0
+
+    def take(self, piece: Piece) -> None:
+        """Show the piece and count it."""
+        if piece.text:
+            self._last_s = time.monotonic()
+            self._first_s = self._first_s or self._last_s
+            self._texts.append(piece.text)
+            self._view.show(piece.text)
+        if piece.note:
+            self._take_note(piece.note)
+        self._reason = piece.finish_reason or self._reason
+        self._num_tokens = piece.completion_tokens or self._num_tokens
+        if piece.prompt_tokens and piece.prompt_tokens != self._num_prompt_tokens:
+            self._num_prompt_tokens = piece.prompt_tokens
+            if self._quiet and not self._first_s:
+                self.quiet()
+
+    def _take_note(self, note: str) -> None:
+        """``recovering: studio gone since 21:14``, ``reading 60 %``, or what is to stand below the answer."""
+        kind, _, rest = note.partition(" ")
+        if kind.rstrip(":") == _RECOVERING:
+            self._note = rest
+            self._view.wait(f"{one_line(rest) or 'a part of the model is lost'}, continuing ...", news=True)
+        elif kind == _READING:
+            self._read = f", {rest}"
+            self.quiet()
+        elif note != _HEARTBEAT:
+            self._note = note
+
+    def quiet(self) -> None:
+        """Say what is waited for: nothing has come for a while."""
+        self._quiet = True
+        if self._first_s:
+            self._view.wait("waiting for the next word")
+        elif self._num_prompt_tokens:
+            self._view.wait(f"reading {self._num_prompt_tokens:,} tokens{one_line(self._read)}")
+        else:
+            self._view.wait("waiting for the first word")
+
+    @property
+    def quiet_after_s(self) -> float:
+        """How long nothing comes until that is worth a line."""
+        return _SLOW_WORD_S if self._first_s else _SLOW_START_S
+
+    def answer(self) -> Answer:
+        """What has come so far."""
+        first_s, last_s, tokens = self._first_s, self._last_s, self._num_tokens
+        return Answer(
+            text="".join(self._texts),
+            finish_reason=self._reason,
+            num_tokens=tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            first_word_s=(first_s or time.monotonic()) - self._started_s,
+            tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 2 and last_s > first_s else 0.0,
+            num_nodes=self._num_nodes,
+            note=self._note,
+            max_tokens=self._max_tokens,
+        )
+
+
+async def stream_answer(
+    client: ChatClient,
+    target: Target,
+    messages: Sequence[Mapping[str, str]],
+    options: Mapping[str, Any],
+    incoming: Incoming,
+) -> Answer:
+    """Ask and pass the answer on as it comes, and say so where nothing does. Raises the gateway's error."""
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    try:
+        async for piece in client.stream(messages, model=target.model, options=options):
+            incoming.take(piece)
+            if piece.text:
+                timer.cancel()
+                timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
+    finally:
+        timer.cancel()
+    return incoming.answer()
+
+
+async def ask_once(settings: ChatSettings, question: str) -> None:
+    """One question, one answer on stdout, the figures on stderr (or all of it as JSON on stdout)."""
+    from edgepipe.cli.chat.answer_view import NoView, make_view
+    from edgepipe.cli.find import find_target
+    from edgepipe.cli.sse import ChatClient
+
+    target = await find_target(settings.data_dir, settings.model)
+    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    messages.append({"role": "user", "content": question})
+    wishes = with_advice(settings.options(), target.sampling)
+    async with ChatClient(target.base_url, api_key=target.api_key) as client:
+        if settings.as_json:
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
+            answer = await stream_answer(client, target, messages, wishes, incoming)
+            print_json(as_json(answer, target))
+            return
+        with make_view(markdown=settings.markdown) as view:
+            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
+            answer = await stream_answer(client, target, messages, wishes, incoming)
+    print_footer(answer)
+
+
+def as_json(answer: Answer, target: Target) -> dict[str, Any]:
+    """An answer and its figures for scripts."""
+    return {
+        "model": target.model,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "completion_tokens": answer.num_tokens,
+        "prompt_tokens": answer.num_prompt_tokens,
+        "first_word_s": round(answer.first_word_s, 4),
+        "tokens_per_s": round(answer.tokens_per_s, 2),
+        "nodes": answer.num_nodes,
+    }
+
+
+def print_footer(answer: Answer) -> None:
+    """The one dim line below an answer, on stderr."""
+    make_console(stderr=True).print(answer.footer(), style="dim")

@@ -1,0 +1,203 @@
+"""What a conversation in the terminal knows: who said what, and how the next answer is asked for. No terminal here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgepipe.cli.chat.conversation import Answer, ChatSettings, with_advice
+from edgepipe.errors import RequestInvalid
+
+Message = dict[str, str]
+
+_MAX_FILE_BYTES = 64 << 20  # longer than any context
+_FORMAT = "edgepipe-chat-1"
+
+_OTHER_TEMPERATURE = 0.7  # of another answer where the first was the most likely one: that would come again
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of a request that ``/set`` takes."""
+
+    kind: Callable[[str], Any]
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    def read(self, name: str, text: str) -> Any:
+        """The value. Raises RequestInvalid."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            wanted = "a whole number" if self.kind is int else "a number"
+            raise RequestInvalid(f"{name} wants {wanted}", fact=f"given: {text}") from None
+        if self.kind is not str and not self.lowest <= value <= self.highest:
+            bounds = f"{self.lowest:g} to {self.highest:g}" if self.highest < math.inf else f"{self.lowest:g} or more"
+            raise RequestInvalid(f"{name} cannot be {text}", fact=f"it can be {bounds}")
+        return value
+
+
+HISTORY = ("stop", "drop")
+"""In a full context: answer nothing more until ``/clear``, or leave out the oldest questions and answers."""
+
+OPTIONS: Mapping[str, Option] = {
+    "temperature": Option(float, 0, 2),
+    "top_p": Option(float, 0.001, 1),
+    "top_k": Option(int, 0),
+    "min_p": Option(float, 0, 1),
+    "max_tokens": Option(int, 1),
+    "seed": Option(int),
+    "repetition_penalty": Option(float, 0.01, 100),
+    "presence_penalty": Option(float, -2, 2),
+    "frequency_penalty": Option(float, -2, 2),
+    "stop": Option(str),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Dialogue:
+    """Grows by a question and its answer at a time."""
+
+    system: str
+    options: dict[str, Any]
+    turns: list[Message] = field(default_factory=list[Message])
+    answers: list[Answer] = field(default_factory=list[Answer])  # of this session, for ``/stats``
+    taken_back: Message | None = None  # comes back if there will be no other answer
+    history: str = HISTORY[0]  # what becomes of the oldest turns when the context is full
+    first: int = 0  # of the turns that are sent
+    full: bool = False  # the last answer ended with the context
+
+    @classmethod
+    def begin(cls, settings: ChatSettings) -> Dialogue:
+        """As the flags say."""
+        return cls(system=settings.system, options=settings.options())
+
+    def messages(self) -> list[Message]:
+        """What is sent."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.turns[self.first :]]
+
+    @property
+    def has_earlier_turns(self) -> bool:
+        """Whether more is sent than the last question."""
+        return len(self.turns) - self.first > 1
+
+    def drop_oldest(self) -> bool:
+        """Send the oldest question and its answer no more; False: none may be left out. Saving keeps them."""
+        later = (index for index in range(self.first + 1, len(self.turns)) if self.turns[index]["role"] == "user")
+        start = next(later, None) if self.history == "drop" else None
+        self.first = self.first if start is None else start
+        return start is not None
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.turns.clear()
+        self.first, self.full = 0, False
+
+    def wishes(self, advice: Mapping[str, float]) -> dict[str, Any]:
+        """Fields of the next request: as set, else as advised. Another answer is drawn, and drawn anew each time."""
+        wishes = with_advice(self.options, advice)
+        if self.taken_back is None:
+            return wishes
+        greedy = wishes.get("temperature") == 0
+        return wishes | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
+
+    def ask(self, question: str) -> None:
+        """The next question."""
+        self.turns.append({"role": "user", "content": question})
+
+    def answered(self, answer: Answer) -> None:
+        """Keep what came of the last question, if anything did."""
+        if answer.text:
+            self.turns.append({"role": "assistant", "content": answer.text})
+            self.answers.append(answer)
+            self.full = answer.context_full
+            self.taken_back = None
+
+    def forget_unanswered(self) -> None:
+        """Forget a last question without an answer, or let the answer that was taken back stand again."""
+        if self.taken_back:
+            self.turns.append(self.taken_back)
+            self.taken_back = None
+        elif self.turns and self.turns[-1]["role"] == "user":
+            self.turns.pop()
+
+    def take_back(self) -> None:
+        """Make room for another answer to the last question. Raises RequestInvalid if there is none."""
+        if len(self.turns) < 2:
+            raise RequestInvalid("there is no answer to write again")
+        self.taken_back = self.turns.pop()
+
+    def set(self, name: str, text: str) -> None:
+        """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
+        if name == "history":
+            if (text or HISTORY[0]) not in HISTORY:
+                raise RequestInvalid(f"history cannot be {text}", fact=f"it can be {' or '.join(HISTORY)}")
+            self.history = text or HISTORY[0]
+            return
+        option = OPTIONS.get(name)
+        if option is None:
+            raise RequestInvalid(f"unknown setting '{name}'", fact=f"settings: {', '.join((*OPTIONS, 'history'))}")
+        if text in ("", "default"):
+            self.options[name] = None
+            return
+        self.options[name] = option.read(name, text)
+
+    def save(self, path: Path, *, model: str) -> None:
+        """Write it as JSON, or as Markdown where the name ends so. Raises RequestInvalid."""
+        text = self._as_markdown(model) if path.suffix == ".md" else self._as_json(model)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8")
+        except OSError as exc:
+            raise RequestInvalid(f"cannot write {path}", fact=exc.strerror or "") from exc
+
+    def load(self, path: Path) -> str:
+        """Go on where a saved one ended; the name of the model that it was held with. Raises RequestInvalid."""
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise RequestInvalid(f"{path} is too long for a conversation")
+            saved: Any = json.loads(path.read_text(encoding="utf-8"))
+            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in saved["messages"]]
+            if saved["format"] != _FORMAT or any(one["role"] not in ("user", "assistant") for one in turns):
+                raise ValueError(path)
+            options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
+            system, model = str(saved["system"]), str(saved["model"])
+        except OSError as exc:
+            raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "") from exc
+        except (ValueError, KeyError, TypeError) as exc:
+            raise RequestInvalid(f"{path} is no conversation saved by /save") from exc
+        self.clear()
+        self.turns, self.system, self.options = turns, system, self.options | options
+        return model
+
+    def stats(self) -> str:
+        """The last answer, and all of the session."""
+        if not self.answers:
+            return "no answer yet"
+        tokens = sum(answer.num_tokens for answer in self.answers)
+        rates = [answer.tokens_per_s for answer in self.answers if answer.tokens_per_s]
+        first = sorted(answer.first_word_s for answer in self.answers)
+        last = self.answers[-1]
+        lines = [f"last     {last.footer()}", f"         {last.num_prompt_tokens} prompt tokens"]
+        count = len(self.answers)
+        session = f"session  {count} answer{'s' * (count != 1)} · {tokens} tok"
+        if rates:
+            session += f" · {sum(rates) / len(rates):.1f} tok/s (mean)"
+        return "\n".join([*lines, f"{session} · first word {first[len(first) // 2]:.1f} s (median)"])
+
+    def _as_json(self, model: str) -> str:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        saved = {"format": _FORMAT, "model": model, "system": self.system, "options": given, "messages": self.turns}
+        return json.dumps(saved, ensure_ascii=False, indent=2) + "\n"
+
+    def _as_markdown(self, model: str) -> str:
+        names = {"user": "You", "assistant": model}
+        parts = [f"**System**\n\n{self.system}"] if self.system else []
+        parts += [f"**{names[turn['role']]}**\n\n{turn['content']}" for turn in self.turns]
+        return "\n\n".join(parts) + "\n"

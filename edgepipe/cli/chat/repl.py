@@ -1,0 +1,183 @@
+"""A conversation in the terminal: ^C stops an answer, ^D ends, /help says the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from edgepipe.cli.admin import connect
+from edgepipe.cli.chat.answer_view import make_view
+from edgepipe.cli.chat.conversation import ChatSettings, Incoming, print_footer, stream_answer
+from edgepipe.cli.chat.dialogue import Dialogue
+from edgepipe.cli.chat.slash import Talk, complete, run_command
+from edgepipe.cli.find import find_target
+from edgepipe.cli.output import make_console, print_error
+from edgepipe.cli.sse import ChatClient
+from edgepipe.errors import EdgepipeError, PromptTooLong
+from edgepipe.safe_text import one_line
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer
+
+_BLOCK = '"""'
+
+
+async def converse(settings: ChatSettings) -> None:
+    """Read, answer, repeat until ^D or /bye. Raises what hinders the start; later errors are shown and it goes on."""
+    target = await find_target(settings.data_dir, settings.model)
+    talk = Talk(data_dir=settings.data_dir, target=target, dialogue=Dialogue.begin(settings))
+    talk.model_names = await _model_names(talk)
+    session = _session(talk)
+    console = make_console(stderr=True)
+    nodes = f" on {target.num_nodes} node{'s' * (target.num_nodes != 1)}" if target.num_nodes else ""
+    console.print(f"{one_line(target.model)}{nodes} · /help for help, ^D to end", style="dim")
+    while not talk.over and (line := await _read(session)) is not None:
+        try:
+            if line.startswith("/"):
+                await run_command(talk, line)
+            elif line:
+                talk.dialogue.ask(line)
+                talk.again = True
+            if talk.again:
+                talk.again = False
+                await _answer(talk, settings)
+        except EdgepipeError as error:
+            print_error(error)
+
+
+async def _answer(talk: Talk, settings: ChatSettings) -> None:
+    """Answer the last question, in a full context without the oldest ones if that is wanted. Raises PromptTooLong."""
+    dialogue, dropped = talk.dialogue, int(talk.dialogue.full and talk.dialogue.drop_oldest())
+    try:
+        while True:
+            try:
+                return await _stream(talk, settings)
+            except PromptTooLong as error:
+                if not dialogue.drop_oldest():
+                    raise _full_context(error) if dialogue.has_earlier_turns else error from None
+                dropped += 1
+    finally:
+        if dropped:
+            what = (
+                "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions and answers"
+            )
+            make_console(stderr=True).print(f"the context is full: left out {what}", style="dim")
+        dialogue.forget_unanswered()
+
+
+def _full_context(error: PromptTooLong) -> PromptTooLong:
+    return PromptTooLong(
+        "the conversation no longer fits into the model's context",
+        fact=error.fact,
+        next_step="/clear begins a new one; /set history drop leaves the oldest questions out",
+    )
+
+
+async def _stream(talk: Talk, settings: ChatSettings) -> None:
+    """Stream one answer and keep what came of it."""
+    dialogue = talk.dialogue
+    wishes = dialogue.wishes(talk.target.sampling)
+    view = make_view(markdown=settings.markdown)
+    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=wishes.get("max_tokens"), view=view)
+    async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
+        messages = dialogue.messages()
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))
+        try:
+            with view, _interrupts(work):
+                print_footer(await work)
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
+            make_console(stderr=True).print("stopped", style="dim")
+        finally:
+            dialogue.answered(incoming.answer())
+
+
+@contextmanager
+def _interrupts(work: asyncio.Future[Any]) -> Generator[None]:
+    """While the block runs, ^C cancels ``work`` and not the program."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, work.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _model_names(talk: Talk) -> tuple[str, ...]:
+    """Models on any node's disk or served, as far as this machine's node knows."""
+    try:
+        async with connect(talk.data_dir) as admin:
+            status = await admin.status()
+    except EdgepipeError:
+        return (talk.target.model,)
+    on_disk = {entry.model for member in status.members for entry in member.node.models if entry.complete}
+    return tuple(sorted(on_disk | {engine.model for engine in status.engines} | {talk.target.model}))
+
+
+def _session(talk: Talk) -> PromptSession[str]:
+    """The input line, with a history that survives (readable by its owner only)."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:  # pyright: ignore[reportUnusedFunction]
+        event.current_buffer.insert_text("\n")
+
+    path = talk.data_dir / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        history: History = FileHistory(str(path))
+    except OSError:
+        history = InMemoryHistory()
+    return PromptSession(
+        message=">>> ",
+        history=history,
+        key_bindings=keys,
+        prompt_continuation=lambda width, line, wraps: "    " if wraps else "... ",
+        completer=_completer(talk),
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+    )
+
+
+def _completer(talk: Talk) -> Completer:
+    """Tab completes slash commands and their first word."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+
+    class SlashCompleter(Completer):
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+            text = document.text_before_cursor
+            if text.startswith("/"):
+                last = text.rpartition(" ")[2]
+                yield from (Completion(word, start_position=-len(last)) for word in complete(talk, text))
+
+    return SlashCompleter()
+
+
+async def _read(session: PromptSession[str]) -> str | None:
+    '''One question; None at the end. ^C at an empty prompt clears it; """ begins and ends a block of lines.'''
+    lines: list[str] = []
+    while True:
+        try:
+            text = await session.prompt_async("... " if lines else ">>> ")
+        except KeyboardInterrupt:
+            lines.clear()
+            continue
+        except EOFError:
+            return None
+        lines.append(text)
+        block = "\n".join(lines).strip()
+        if not block.startswith(_BLOCK):
+            return block
+        if len(block) >= 2 * len(_BLOCK) and block.endswith(_BLOCK):
+            return block.removeprefix(_BLOCK).removesuffix(_BLOCK).strip()

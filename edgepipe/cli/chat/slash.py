@@ -1,0 +1,208 @@
+"""The commands of a conversation: what they are called, what they take, what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import connect
+from edgepipe.cli.chat.dialogue import OPTIONS, Dialogue
+from edgepipe.cli.find import Target, find_target
+from edgepipe.cli.output import make_console
+from edgepipe.cli.views.status_view import render_nodes, render_plan
+from edgepipe.errors import RequestInvalid
+from edgepipe.safe_text import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+
+@dataclass(slots=True, kw_only=True)
+class Talk:
+    """What a command may read and change."""
+
+    data_dir: Path
+    target: Target
+    dialogue: Dialogue
+    model_names: tuple[str, ...] = ()  # for completion, as far as known
+    again: bool = False  # the last question is to be answered again
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One slash command."""
+
+    name: str
+    argument: str  # for /help
+    help: str
+    run: Callable[[Talk, str], Awaitable[None]]
+    values: Callable[[Talk], Sequence[str]] | None = None  # completions of its first word
+
+
+async def run_command(talk: Talk, line: str) -> None:
+    """Do what a line beginning with ``/`` says. Raises EdgepipeError, also when there is no such command."""
+    name, _, argument = line.partition(" ")
+    command = COMMANDS.get(name)
+    if command is None:
+        raise RequestInvalid(f"there is no {name}", next_step="/help")
+    await command.run(talk, argument.strip())
+
+
+def complete(talk: Talk, text: str) -> Iterable[str]:
+    """What may stand where the last word of ``text`` stands."""
+    name, space, argument = text.partition(" ")
+    if not space:
+        return [command for command in COMMANDS if command.startswith(name)]
+    command = COMMANDS.get(name)
+    if command is None or command.values is None or " " in argument:
+        return []
+    return [value for value in command.values(talk) if value.startswith(argument)]
+
+
+def _console() -> Console:
+    return make_console(stderr=True)
+
+
+def _say(text: str) -> None:
+    _console().print(visible(text, keep="\n"), style="dim")
+
+
+async def _help(talk: Talk, argument: str) -> None:
+    keys = (
+        ("Enter", "send"),
+        ("Alt-Enter", 'new line; or begin and end with """'),
+        ("^C", "stop the answer"),
+        ("^D", "end"),
+    )
+    rows = [*keys, *((f"{one.name} {one.argument}".strip(), one.help) for one in COMMANDS.values())]
+    width = max(len(left) for left, _ in rows)
+    _say("\n".join(f"  {left.ljust(width)}  {right}" for left, right in rows))
+
+
+async def _model(talk: Talk, argument: str) -> None:
+    if argument:
+        talk.target = await find_target(talk.data_dir, argument)
+    nodes = talk.target.num_nodes
+    _say(talk.target.model + (f" on {nodes} node{'s' * (nodes != 1)}" if nodes else ""))
+
+
+async def _system(talk: Talk, argument: str) -> None:
+    if argument:
+        talk.dialogue.system = "" if argument == '""' else argument
+    _say(talk.dialogue.system or "no instructions")
+
+
+async def _set(talk: Talk, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if name:
+        talk.dialogue.set(name, value.strip())
+    given = {key: value for key, value in talk.dialogue.options.items() if value is not None}
+    advised = {key: value for key, value in talk.target.sampling.items() if key not in given}
+    lines = [f"{key} {value}" for key, value in given.items()] + [f"history {talk.dialogue.history}"]
+    _say("\n".join([*lines, *(f"{key} {value} (default)" for key, value in advised.items())]))
+
+
+async def _clear(talk: Talk, argument: str) -> None:
+    talk.dialogue.clear()
+    _say("forgotten")
+
+
+async def _regenerate(talk: Talk, argument: str) -> None:
+    talk.dialogue.take_back()
+    talk.again = True
+
+
+async def _stats(talk: Talk, argument: str) -> None:
+    _say(talk.dialogue.stats())
+
+
+async def _nodes(talk: Talk, argument: str) -> None:
+    _console().print(render_nodes(await _status(talk)))
+
+
+async def _plan(talk: Talk, argument: str) -> None:
+    status = await _status(talk)
+    engine = next((engine for engine in status.engines if engine.model == talk.target.model), None)
+    if engine is None:
+        raise RequestInvalid(f"this machine's node does not see {talk.target.model}", next_step="edgepipe status")
+    for part in render_plan(engine):
+        _console().print(part)
+
+
+async def _save(talk: Talk, argument: str) -> None:
+    path = _file(talk, argument)
+    talk.dialogue.save(path, model=talk.target.model)
+    _say(f"saved in {path}")
+
+
+async def _load(talk: Talk, argument: str) -> None:
+    path = _file(talk, argument)
+    model = talk.dialogue.load(path)
+    questions = sum(turn["role"] == "user" for turn in talk.dialogue.turns)
+    other = f" (it was held with {model})" if model != talk.target.model else ""
+    _say(f"{questions} question{'s' * (questions != 1)} loaded{other}")
+
+
+async def _bye(talk: Talk, argument: str) -> None:
+    talk.over = True
+
+
+async def _status(talk: Talk) -> pb.ClusterStatus:
+    async with connect(talk.data_dir) as admin:
+        return await admin.status()
+
+
+def _chats(talk: Talk) -> Path:
+    return talk.data_dir / "chats"
+
+
+def _file(talk: Talk, name: str) -> Path:
+    """A bare name lies in the data directory; anything with a folder or an ending is a path."""
+    name = name or "last"
+    path = Path(name).expanduser()
+    return path if path.suffix or len(path.parts) > 1 else _chats(talk) / f"{name}.json"
+
+
+def _saved_names(talk: Talk) -> Sequence[str]:
+    try:
+        return sorted(path.stem for path in _chats(talk).glob("*.json"))
+    except OSError:
+        return ()
+
+
+COMMANDS: Mapping[str, Command] = {
+    command.name: command
+    for command in (
+        Command(name="/help", argument="", help="this", run=_help),
+        Command(
+            name="/model",
+            argument="[NAME]",
+            help="which model answers; another one",
+            run=_model,
+            values=lambda talk: talk.model_names,
+        ),
+        Command(
+            name="/system", argument="[TEXT]", help='instructions before the conversation; "" for none', run=_system
+        ),
+        Command(
+            name="/set",
+            argument="[NAME [VALUE]]",
+            help="temperature, max_tokens, seed, history, ...",
+            run=_set,
+            values=lambda talk: (*OPTIONS, "history"),
+        ),
+        Command(name="/clear", argument="", help="forget the conversation", run=_clear),
+        Command(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),
+        Command(name="/stats", argument="", help="tokens and speed so far", run=_stats),
+        Command(name="/nodes", argument="", help="the machines", run=_nodes),
+        Command(name="/plan", argument="", help="which layers run where, and how fast", run=_plan),
+        Command(name="/save", argument="[FILE]", help="keep the conversation; FILE.md to read it", run=_save),
+        Command(name="/load", argument="[FILE]", help="go on with a saved one", run=_load, values=_saved_names),
+        Command(name="/bye", argument="", help="end", run=_bye),
+    )
+}

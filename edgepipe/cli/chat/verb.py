@@ -1,0 +1,101 @@
+"""``edgepipe chat``"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, complete_model, data_dir_of
+from edgepipe.errors import RequestInvalid
+
+_STDIN_WAIT_S = 1.0  # with --prompt: a pipe that nobody writes to must not stop the question
+_MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model to talk to; loaded if nobody serves it.", show_default=False, autocompletion=complete_model
+        ),
+    ] = "",
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Ask this, print the answer, end.")
+    ] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="Instructions before the conversation.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            min=0,
+            max=2,
+            help="0: always the likeliest word. As the model's makers advise unless given.",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes drawn answers repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown/--no-markdown", help="Draw headings, lists and code; plain text where piped.")
+    ] = True,
+    data_dir: DataDir = None,
+) -> None:
+    """Talk to a model: one prompt, piped text, or at length."""
+    from edgepipe.cli.admin import run_async
+    from edgepipe.cli.chat.conversation import ChatSettings, ask_once
+    from edgepipe.cli.chat.repl import converse
+
+    settings = ChatSettings(
+        data_dir=data_dir_of(data_dir),
+        model=model,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        as_json=as_json,
+        markdown=markdown,
+    )
+    question = _question(prompt)
+    if question is None:
+        run_async(converse(settings))
+    else:
+        run_async(ask_once(settings, question))
+
+
+def _question(prompt: str | None) -> str | None:
+    """The one question to ask, piped text after the prompt; None for a conversation. Raises RequestInvalid."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped_text(must_come=prompt is None)
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    question = "\n\n".join(part for part in (prompt or "", piped.rstrip("\n")) if part.strip())
+    if not question:
+        raise RequestInvalid("the prompt is empty", next_step="edgepipe chat --prompt 'What is ...?'")
+    return question
+
+
+def _piped_text(*, must_come: bool) -> str:
+    mode = _stdin_mode()
+    if not must_come and not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    if not must_come and not select.select([sys.stdin], [], [], _STDIN_WAIT_S)[0]:
+        print("nothing came on standard input: going on without it", file=sys.stderr)
+        return ""
+    text = sys.stdin.read(_MAX_STDIN_CHARS + 1)
+    if len(text) > _MAX_STDIN_CHARS:
+        raise RequestInvalid("the piped text is too long", fact=f"at most {_MAX_STDIN_CHARS} characters are taken")
+    return text
+
+
+def _stdin_mode() -> int:
+    try:
+        return os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,1 @@
+"""``edgepipe doctor``: examines machines and says what is wrong."""

@@ -1,0 +1,163 @@
+"""The looks of ``edgepipe doctor``, layer by layer: machine, network, every peer, trust."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.doctor.findings import (
+    Finding,
+    Level,
+    NetworkFacts,
+    Ports,
+    handshake_finding,
+    link_finding,
+    mtu_finding,
+    multicast_findings,
+    network_findings,
+    range_finding,
+    reach_finding,
+)
+from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
+from edgepipe.cli.doctor.node_findings import member_findings, node_findings, trust_findings
+from edgepipe.cli.wizard.links import Link, links_of
+from edgepipe.config import HTTP_PORT, NODE_PORT
+from edgepipe.errors import ConfigInvalid, EdgepipeError
+
+if TYPE_CHECKING:
+    from edgepipe.config import Config
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+_TCP_S = 3.0
+_PORT_S = 2.0
+Links = asyncio.Task[dict[str, Link]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Somebody to look at."""
+
+    name: str
+    host: str
+    port: int
+    node_id: str = ""  # empty: not known
+    member: pb.MemberState | None = None
+
+
+async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Finding], None]) -> list[Finding]:
+    """All findings, in the same order every time, each told to ``say`` as soon as its turn has come.
+
+    What waits for the network is looked at all at once. Raises ConfigInvalid.
+    """
+    from edgepipe.cli.admin import status_if_running
+
+    ports = Ports(node=config.port or NODE_PORT, http=config.http_port or HTTP_PORT)
+    named = [_named_peer(text, ports) for text in peers]
+    status = await status_if_running(config.data_dir)
+    found: list[Finding] = []
+
+    def tell(*findings: Finding) -> None:
+        for finding in findings:
+            found.append(finding)
+            say(finding)
+
+    tell(*machine_findings(config), *node_findings(status))
+    facts = network_facts(config)
+    tell(*network_findings(facts, ports))
+    others = [*named, *_known_peers(status, named)]
+    async with asyncio.TaskGroup() as tasks:
+        multicast = tasks.create_task(_multicast(config, facts, len(others)), name="multicast")
+        links = tasks.create_task(_links(config, status), name="links")
+        looks = [tasks.create_task(_examine_peer(one, facts, ports, links), name=f"peer:{one.name}") for one in others]
+        for look in (multicast, *looks):
+            tell(*await look)
+    tell(*trust_findings(config, status))
+    return found
+
+
+async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Links) -> list[Finding]:
+    from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_ports, probe_tcp
+
+    tcp = await probe_tcp(peer.host, peer.port, timeout_s=_TCP_S)
+    found = [reach_finding(tcp, peer.name, facts, ports, neighbour_known=neighbour_is_known(peer.host))]
+    if tcp.reach is not Reach.OPEN:
+        return found
+    found.append(await _handshake(peer, facts))
+    there = Ports(node=peer.port, http=ports.http)
+    all_ports = await probe_ports(peer.host, range(peer.port, there.last + 1), timeout_s=_PORT_S)
+    found.append(range_finding(all_ports, peer.name, there))
+    if (finding := mtu_finding(tcp, peer.name, facts)) is not None:
+        found.append(finding)
+    if peer.member is not None:
+        found += member_findings(peer.name, peer.member)
+        measured = (await links).get(peer.node_id) or Link(rtt_ms=peer.member.rtt_ms)
+        rtt_ms, rate = measured.rtt_ms, measured.bytes_per_s
+        found.append(link_finding(peer.name, rtt_ms=rtt_ms, bytes_per_s=rate, wireless=facts.wireless))
+    return found
+
+
+async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
+    """Whose certificate the address shows."""
+    from edgepipe.cluster.probes import probe_tls
+    from edgepipe.security.certificates import peek_fingerprint
+
+    shown = await probe_tls(peer.host, peer.port, timeout_s=_TCP_S)
+    try:
+        seen = peek_fingerprint(shown.certificate_pem) if shown.certificate_pem else ""
+    except EdgepipeError:
+        seen = ""
+    where = f"{peer.host}:{peer.port}"
+    return handshake_finding(shown, peer.name, facts, where=where, seen=seen, expected=peer.node_id)
+
+
+async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
+    """What passes between this machine and members, at the sizes of activations; by node id."""
+    from edgepipe.cli.admin import connect
+
+    if status is None or len(status.members) < 2:
+        return {}
+    try:
+        async with connect(config.data_dir) as admin:
+            return links_of(status.node_id, await admin.measure_links())
+    except EdgepipeError:
+        return {}
+
+
+async def _multicast(config: Config, facts: NetworkFacts, known_peers: int) -> list[Finding]:
+    """Both families at once; nothing where there is no network."""
+    if not facts.address:
+        return []
+    four, six = await asyncio.gather(look_at_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
+    return [multicast_findings(four, facts, known_peers=known_peers, family="IPv4"), six]
+
+
+async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
+    from edgepipe.cluster.interfaces import link_local6, own_addresses
+    from edgepipe.cluster.probes import probe_multicast6
+
+    own = link_local6(facts.interface)
+    if own is None:
+        what = f"{facts.interface} has no IPv6; IPv4 is enough"
+        return Finding(id="network.multicast6", level=Level.NOTE, what=what)
+    heard = await probe_multicast6(own.address, own.index, own=own_addresses(), listen_s=config.listen_s)
+    return multicast_findings(heard, facts, known_peers=0, family="IPv6")
+
+
+def _named_peer(text: str, ports: Ports) -> Peer:
+    host, _, port = text.partition(":")
+    if not host or (port and not port.isdecimal()):
+        raise ConfigInvalid(f"--peer cannot be '{text}'", next_step="give HOST or HOST:PORT, such as 192.168.1.20")
+    return Peer(name=host, host=host, port=int(port) if port else ports.node)
+
+
+def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
+    """Other members, but those that were named."""
+    found: list[Peer] = []
+    for member in status.members if status is not None else ():
+        host, _, port = member.node.address.rpartition(":")
+        if member.self or not port.isdecimal() or any((one.host, one.port) == (host, int(port)) for one in named):
+            continue
+        found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
+    return found

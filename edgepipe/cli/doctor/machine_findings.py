@@ -1,0 +1,117 @@
+"""What ``edgepipe doctor`` and the setup look at on this machine: program, disk, rights, its side of the network."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe import __version__
+from edgepipe.cli.doctor.findings import Finding, Level, NetworkFacts, descriptor_finding, disk_finding, rights_finding
+
+if TYPE_CHECKING:
+    from edgepipe.cluster.probes import MulticastProbe
+    from edgepipe.config import Config
+
+
+def machine_findings(config: Config) -> Iterator[Finding]:
+    """Program, backends, disk, rights, descriptors."""
+    yield Finding(
+        id="machine.version",
+        level=Level.OK,
+        what=f"edgepipe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+    )
+    yield backend_finding()
+    folder = next(path for path in (config.models_dir, *config.models_dir.parents) if path.exists())
+    yield disk_finding(str(folder), free_bytes=shutil.disk_usage(folder).free)
+    key = config.data_dir / "identity" / "key.pem"
+    if key.exists():
+        yield rights_finding(str(key), mode=key.stat().st_mode)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (finding := descriptor_finding(soft=soft)) is not None:
+        yield finding
+
+
+def backend_finding() -> Finding:
+    """Whether something here can compute."""
+    mac = platform.system() == "Darwin" and platform.machine() == "arm64"
+    gpu = shutil.which("nvidia-smi") is not None
+    have = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
+    if not have:
+        extra = "mlx" if mac else "torch"
+        return Finding(
+            id="machine.backend",
+            level=Level.WARNING,
+            what="this machine can chat and show status, but cannot run a model yet",
+            fact="neither torch nor mlx is installed",
+            remedy=f"pip install 'edgepipe[{extra}]'",
+        )
+    if mac and "mlx" not in have:
+        return Finding(
+            id="machine.backend",
+            level=Level.WARNING,
+            what="this Mac computes with torch only, several times slower than with MLX",
+            remedy="pip install 'edgepipe[mlx]'",
+        )
+    return Finding(
+        id="machine.backend",
+        level=Level.OK,
+        what=f"backends: {', '.join(have)}",
+        fact="an NVIDIA driver is installed" if gpu else "",
+    )
+
+
+def network_facts(config: Config) -> NetworkFacts:
+    """What this machine's own system says of its network."""
+    from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, routed_address
+
+    available = interfaces()
+    usable = lan_interfaces(available)
+    routed = routed_address()
+    chosen = next((one for one in usable if config.interface in (one.name, one.address)), None) or next(
+        (one for one in usable if one.address == routed), usable[0] if usable else None
+    )
+    ignored = tuple(sorted({one.name for one in available if one not in usable and not one.address.startswith("127.")}))
+    name = chosen.name if chosen else ""
+    release = platform.release().lower()
+    return NetworkFacts(
+        interface=name,
+        address=chosen.address if chosen else "",
+        wireless=bool(chosen) and is_wireless(chosen.address, available),
+        speed_bits_per_s=max(0, _number(Path(f"/sys/class/net/{name}/speed"))) * 1e6 if name else 0,
+        mtu_bytes=max(0, _number(Path(f"/sys/class/net/{name}/mtu"))) if name else 0,
+        ignored=ignored,
+        wsl="microsoft" in release and bool(chosen) and chosen.address.startswith("172."),
+        mac=sys.platform == "darwin",
+        firewall=_firewall(),
+    )
+
+
+async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> MulticastProbe:
+    """Whether other machines answer a question to everybody over IPv4."""
+    from edgepipe.cluster.interfaces import own_addresses
+    from edgepipe.cluster.probes import probe_multicast
+
+    return await probe_multicast(facts.address, own=own_addresses(), listen_s=listen_s)
+
+
+def _firewall() -> str:
+    """The one that is on, as far as an ordinary user can see."""
+    try:
+        if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8"):
+            return "ufw"
+    except OSError:
+        pass
+    return "firewalld" if Path("/run/firewalld").exists() else ""
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

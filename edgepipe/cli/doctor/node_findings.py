@@ -1,0 +1,151 @@
+"""What ``edgepipe doctor`` makes of what the running node tells: of itself, of members, of trust."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from edgepipe import __version__
+from edgepipe.cli.doctor.findings import Finding, Level, clock_finding
+from edgepipe.cli.views.left_out import left_out_text
+
+if TYPE_CHECKING:
+    from edgepipe.config import Config
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+_AUDIT_LINES = 200
+_RECENT_S = 24 * 3600.0
+
+
+def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
+    """What the running node knows of a member."""
+    version = member.node.edgepipe_version
+    if version != __version__:
+        yield Finding(
+            id=f"peer.{name}.version",
+            level=Level.WARNING,
+            what=f"{name} runs edgepipe {version}, this machine {__version__}",
+            remedy="upgrade the older one: pip install --upgrade edgepipe",
+        )
+    yield clock_finding(name, skew_ms=member.clock_skew_ms)
+    for device in member.node.devices:
+        if device.state == "failed":
+            yield _device_finding(name, device)
+    yield from engine_findings(member.node)
+
+
+def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
+    """What the engines of a node avoid, and why a model waits."""
+    for engine in node.engines:
+        for one in engine.left_out:
+            yield Finding(
+                id=f"engine.{engine.model}.left_out",
+                level=Level.PROBLEM,
+                what=f"{engine.model}: {left_out_text(one)}",
+                remedy=f"see 'edgepipe logs' on {one.node_name}; if this comes back, restart that machine",
+            )
+        if engine.state == "waiting":
+            yield Finding(
+                id=f"engine.{engine.model}.waiting",
+                level=Level.PROBLEM,
+                what=f"{engine.model} is not served now: {engine.error.what}",
+                fact=engine.error.fact,
+                remedy=engine.error.next_step,
+            )
+
+
+def _device_finding(name: str, device: pb.DeviceState) -> Finding:
+    return Finding(
+        id=f"peer.{name}.device",
+        level=Level.PROBLEM,
+        what=f"{name}: {device.error.what or 'its device cannot be used'}",
+        fact=device.error.fact,
+        remedy=device.error.next_step or "edgepipe logs on that machine",
+    )
+
+
+def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
+    """What this machine's node says of itself."""
+    if status is None:
+        yield Finding(
+            id="node.running",
+            level=Level.NOTE,
+            what="no node runs on this machine; looked at what can be seen without one",
+            remedy="edgepipe node start",
+        )
+        return
+    own = next(member.node for member in status.members if member.self)
+    yield Finding(
+        id="node.running",
+        level=Level.OK,
+        what=f"node '{own.name}' of cluster '{status.cluster_name}' runs",
+        fact=f"{len(status.members)} node{'s' * (len(status.members) != 1)}, at {own.address}",
+    )
+    for device in own.devices:
+        if device.state == "failed":
+            yield _device_finding(own.name, device)
+    yield from engine_findings(own)
+    if status.discovery_problem:
+        yield Finding(
+            id="node.discovery",
+            level=Level.WARNING,
+            what="the node finds others by remembered and named addresses only",
+            fact=status.discovery_problem,
+            remedy="edgepipe node start --peer HOST:7117    (or --interface NAME)",
+        )
+    names = {member.node.node_id: member.node.name for member in status.members}
+    for link in status.broken_links:
+        one, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
+        yield Finding(
+            id="node.links",
+            level=Level.PROBLEM,
+            what=f"{one} and {other} do not hear each other, though both hear this node",
+            remedy=f"on {one}: edgepipe doctor",
+        )
+    for refused in status.refused:
+        yield Finding(
+            id="node.refused",
+            level=Level.NOTE,
+            what=f"{refused.peer}: {refused.error.what}",
+            fact=refused.error.fact,
+            remedy=refused.error.next_step,
+        )
+
+
+def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[Finding]:
+    """Damage, and what was refused of late."""
+    from edgepipe.cluster.founding import TrustFolders
+    from edgepipe.telemetry.audit import AuditKind, read_audit
+
+    if status is not None and status.trust_damage:
+        yield Finding(
+            id="trust.store",
+            level=Level.PROBLEM,
+            what="the trust store was damaged; nobody is let in until another member has mended it",
+            fact=status.trust_damage,
+            remedy="start another machine of the cluster; or pair anew: edgepipe node join",
+        )
+    if status is not None and status.removed:
+        yield Finding(
+            id="trust.removed",
+            level=Level.PROBLEM,
+            what="this node was removed from its cluster",
+            remedy="pair it again: edgepipe node invite on a member, edgepipe node join here",
+        )
+    bad = (AuditKind.DENIED, AuditKind.HANDSHAKE_REFUSED, AuditKind.PAIRING_FAILED, AuditKind.BAD_STATEMENT)
+    since_s = time.time() - _RECENT_S
+    recent = [
+        entry
+        for entry in read_audit(TrustFolders(config.data_dir).audit, last=_AUDIT_LINES)
+        if entry.kind in bad and entry.at_s >= since_s
+    ]
+    if recent:
+        count = sum(entry.times for entry in recent)
+        yield Finding(
+            id="trust.audit",
+            level=Level.NOTE,
+            what=f"{count} attempt{'s were' if count != 1 else ' was'} refused within a day",
+            fact=f"the last: {recent[-1].kind}, {recent[-1].who} {recent[-1].detail}".rstrip(),
+            remedy="edgepipe peers log",
+        )

@@ -1,0 +1,74 @@
+"""``edgepipe doctor``: looks at the machine, the network and the peers, and says for each finding what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.doctor.findings import Finding, Level, worst
+from edgepipe.cli.options import DataDir, Json
+from edgepipe.cli.output import columns, make_console, print_json, wrapped
+from edgepipe.safe_text import one_line
+
+_DEGRADED_EXIT = 8  # warnings or problems were found
+_MARKS = {
+    Level.OK: ("✓", "green"),
+    Level.NOTE: ("·", "dim"),
+    Level.WARNING: ("!", "yellow"),
+    Level.PROBLEM: ("✗", "red"),
+}
+
+
+def doctor(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="HOST:PORT", help="HOST or HOST:PORT of a machine to look at; repeatable."),
+    ] = None,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Find out what is in the way: machine, network, peers. Exit code 8 if something is."""
+    from edgepipe.cli.doctor.examining import examine
+    from edgepipe.config import load_config
+
+    config = load_config({"data_dir": data_dir}).values
+    findings = asyncio.run(examine(config, peer or [], say=_nothing if as_json else _print_finding))
+    level = worst(findings)
+    if as_json:
+        print_json({"level": level, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _print_end(findings)
+    if level in (Level.WARNING, Level.PROBLEM):
+        raise typer.Exit(_DEGRADED_EXIT)
+
+
+def _print_finding(finding: Finding) -> None:
+    mark, style = _MARKS[finding.level]
+    console, width = make_console(), columns(sys.stdout)
+    console.print(f"{mark} ", style=style, end="")
+    console.print(wrapped(one_line(finding.what), first="  ", width=width)[2:], soft_wrap=True)
+    if finding.fact:
+        fact = wrapped(one_line(finding.fact), first="    ", width=width)
+        console.print(fact, style="dim", soft_wrap=True)
+    if finding.remedy:  # one line, however long: it is there to be copied
+        console.print(f"    → {one_line(finding.remedy)}", style="dim", soft_wrap=True)
+
+
+def _print_end(findings: Sequence[Finding]) -> None:
+    problems = sum(finding.level is Level.PROBLEM for finding in findings)
+    warnings = sum(finding.level is Level.WARNING for finding in findings)
+    if not problems and not warnings:
+        print("\nnothing is in the way")
+        return
+    counts = ((problems, "problem"), (warnings, "warning"))
+    parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
+    print(f"\n{', '.join(parts)}; each line after → says what to do")
+
+
+def _nothing(finding: Finding) -> None:
+    """Say nothing."""

@@ -1,0 +1,1 @@
+"""Tables, drawings and sentences that several verbs show. No verb, no network."""

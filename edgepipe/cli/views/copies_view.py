@@ -1,0 +1,94 @@
+"""On how many disks models are, and how far their copying is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgepipe.cli.output import make_console
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+Key = tuple[str, str]  # a model's name and its manifest's hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCopies:
+    """Where a model is."""
+
+    fewest: int  # disks that its rarest part is on
+    nodes: tuple[str, ...]  # names of those with any part of it
+
+
+def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
+    """For every model that is on any member's disk."""
+    parts: dict[Key, dict[str, set[int]]] = {}  # what each node has
+    for member in members:
+        for told in member.node.models:
+            here = parts.setdefault((told.model, told.manifest_hash), {}).setdefault(member.node.name, set())
+            here.update(part for run in told.parts for part in range(run.start, run.end))
+    found: dict[Key, ModelCopies] = {}
+    for key, nodes in parts.items():
+        holding = {name: held for name, held in nodes.items() if held}
+        last = max((max(held) for held in holding.values()), default=-1)
+        counts = [sum(part in held for held in holding.values()) for part in range(last + 1)]
+        found[key] = ModelCopies(fewest=min(counts, default=0), nodes=tuple(sorted(holding)))
+    return found
+
+
+def members_of(data_dir: Path) -> Sequence[pb.MemberState]:
+    """The cluster's members as this machine's node knows them; nobody where none runs."""
+    status = _status(data_dir)
+    return status.members if status is not None else ()
+
+
+def served_by(data_dir: Path, model: str) -> tuple[str, ...]:
+    """Names of the nodes that hold stages of a model that is served, or whose engine has none yet."""
+    status = _status(data_dir)
+    engines = [one for one in status.engines if one.model == model and one.state != "failed"] if status else []
+    holders = {stage.node_name for one in engines for stage in one.stages}
+    return tuple(sorted(holders)) or ("the cluster",) * bool(engines)
+
+
+def _status(data_dir: Path) -> pb.ClusterStatus | None:
+    """None where no node runs. The network is loaded only if one seems to."""
+    from edgepipe.daemon.machine.data_dir import socket_path
+
+    if not socket_path(data_dir).exists():
+        return None
+    from edgepipe.cli.admin import run_async, status_if_running
+
+    return run_async(status_if_running(data_dir))
+
+
+def copies_text(copies: Mapping[str, Any] | None) -> str:
+    """``2 (gamer, studio)``"""
+    if copies is None:
+        return "-"
+    return f"{copies['fewest']} ({', '.join(copies['nodes'])})"
+
+
+async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) -> list[dict[str, Any]]:
+    """Replicate with a progress bar for each node on stderr; what each fetched. Raises what replicating raises."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from edgepipe.cli.admin import connect
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("to {task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    last: pb.ReplicateEvent | None = None
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        async with connect(data_dir) as admin:
+            async for event in admin.replicate(model, copies=copies):
+                last = event
+                for number, one in enumerate(event.copies):
+                    if number == len(progress.tasks):
+                        progress.add_task(one.node_name)
+                    progress.update(progress.task_ids[number], completed=one.bytes_done, total=one.bytes_total)
+    made = last.copies if last is not None else ()
+    return [{"node": one.node_name, "node_id": one.node_id, "num_bytes": one.bytes_total} for one in made]

@@ -1,0 +1,124 @@
+"""Reports of runs as a picture: who computed when, and how many tokens each micro-batch held."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgepipe.errors import ConfigInvalid, FeatureMissing
+
+if TYPE_CHECKING:
+    from edgepipe.simulation.report import RunReport, StepRecord
+
+_EXAMPLE = "name a file like out.png"
+_TURNS_SHOWN = 4  # of the whole ring, in the timeline
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#edc948", "#76b7b2", "#9c755f")
+_DECODE, _PREFILL, _M = "#4e79a7", "#f28e2b", "#222222"
+
+
+def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
+    """Write a picture; its kind follows the file's ending. Raises FeatureMissing, ConfigInvalid.
+
+    Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill), and
+    tokens per micro-batch with M over the whole run.
+    """
+    figure = new_figure(height=5.2 * len(reports))
+    for index, report in enumerate(reports):
+        timeline, tokens = (figure.add_subplot(2 * len(reports), 1, 2 * index + offset) for offset in (1, 2))
+        _draw_timeline(timeline, report)
+        _draw_tokens(tokens, report)
+    save_figure(figure, path)
+
+
+def check_plot(path: Path | None) -> None:
+    """Before a long run: whether ``plot_reports`` can do its work. Raises FeatureMissing, ConfigInvalid."""
+    if path is None:
+        return
+    kinds = new_figure(height=1).canvas.get_supported_filetypes()
+    if not path.parent.is_dir():
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
+    if path.suffix[1:].lower() not in kinds:
+        raise ConfigInvalid(f"'{path}' is no picture", fact=f"kinds: {', '.join(kinds)}", next_step=_EXAMPLE)
+
+
+def new_figure(*, height: float) -> Any:
+    """An empty one of so many inches. Raises FeatureMissing."""
+    try:
+        module: Any = import_module("matplotlib.figure")
+    except ImportError:
+        raise FeatureMissing(
+            "plots need matplotlib", fact="it is not installed", next_step="pip install 'edgepipe[plot]'"
+        ) from None
+    return module.Figure(figsize=(12, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Raises ConfigInvalid."""
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=str(error), next_step=_EXAMPLE) from error
+
+
+def _draw_timeline(axes: Any, report: RunReport) -> None:
+    axes.set_title(_title(report, "who computes when"), loc="left", fontsize=10)
+    names = [stage.name for stage in report.stages]
+    steps = _middle(report.steps)
+    if steps:
+        origin_s = min(start for step in steps for start, _ in step.stages)
+        for step in steps:
+            for index, (start_s, end_s) in enumerate(step.stages):
+                axes.barh(
+                    index,
+                    (end_s - start_s) * 1e3,
+                    left=(start_s - origin_s) * 1e3,
+                    height=0.8,
+                    color=_COLOURS[step.step % len(_COLOURS)],
+                    hatch="///" if step.prefill_tokens else None,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms; colours are micro-batches, hatched ones hold prefill", fontsize=8)
+
+
+def _draw_tokens(axes: Any, report: RunReport) -> None:
+    axes.set_title(_title(report, "tokens per micro-batch"), loc="left", fontsize=10)
+    times = [step.planned_s for step in report.steps]
+    decodes = [step.decode_rows for step in report.steps]
+    totals = [step.num_tokens for step in report.steps]
+    axes.fill_between(times, totals, step="post", color=_PREFILL, linewidth=0, label="prefill")
+    axes.fill_between(times, decodes, step="post", color=_DECODE, linewidth=0, label="decode")
+    axes.set_yscale("function", functions=(np.sqrt, np.square))  # decodes are few where prefill is many
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("tokens")
+    axes.set_xlabel("s", fontsize=8)
+    counts = axes.twinx()
+    counts.step(times, [step.micro_batches for step in report.steps], where="post", color=_M, linewidth=1, label="M")
+    counts.set_ylim(0, 1.3 * max([step.micro_batches for step in report.steps] or [1]))
+    counts.yaxis.get_major_locator().set_params(integer=True)
+    counts.set_ylabel("M")
+    handles = [*axes.get_legend_handles_labels()[0], *counts.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="upper right", fontsize=8, ncols=3)
+
+
+def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Some turns' worth of steps from where half of the tokens are done: a run's end may be long and thin."""
+    timed = [step for step in steps if step.stages]
+    if not timed:
+        return ()
+    done = list(itertools.accumulate(step.num_tokens for step in timed))
+    middle = bisect_left(done, done[-1] / 2)
+    half = max(2, timed[middle].micro_batches * _TURNS_SHOWN // 2)
+    return timed[max(0, middle - half) : middle + half]
+
+
+def _title(report: RunReport, what: str) -> str:
+    return f"{report.facts.label}: {what}" if report.facts.label else what

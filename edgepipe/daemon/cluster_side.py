@@ -1,0 +1,185 @@
+"""This node among the others: who is there, how they are found and reached, and what each hears of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from edgepipe.cluster.discovery import Announcement, Discovery
+from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
+from edgepipe.daemon.context import NodeBasis
+from edgepipe.daemon.network.introductions import Introductions
+from edgepipe.daemon.network.link_probes import LinkProbes
+from edgepipe.daemon.network.local_node import LocalNode
+from edgepipe.daemon.network.neighbours import Neighbours
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.network.remembered import RememberedAddresses
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.link.shaped import make_network
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class NodePresence:
+    """Membership and everything that feeds it or follows it."""
+
+    def __init__(
+        self,
+        basis: NodeBasis,
+        *,
+        on_gone: Callable[[str], None],
+        on_identity_taken: Callable[[str], None],
+        ends: Callable[[], bool],
+    ) -> None:
+        """
+        on_gone(node_id)            a member is dead or has left
+        on_identity_taken(address)  another node is me
+        ends                        whether this node is about to stop
+        """
+        self._ends = ends
+        self._basis = basis
+        self._on_gone = on_gone
+        self._discovery: Discovery | None = None
+        self.membership = _new_membership(basis)
+        self.local = LocalNode(
+            node_id=basis.node_id,
+            incarnation=basis.incarnation,
+            name=basis.config.name,
+            address=basis.address,
+            on_change=lambda: self.introductions.refresh(),
+            announce=lambda: self.heartbeats.announce(),
+        )
+        self.local.add_part(self._tell_silent)
+        self.introductions = Introductions(
+            trust=basis.trust,
+            security=basis.tls,
+            own=lambda: self.local.state,
+            others=lambda: (member.node for member in self.membership.reachable()),
+            children=basis.children,
+        )
+        self.heartbeats = Heartbeats(
+            membership=self.membership,
+            hello=basis.hello,
+            trust=basis.trust,
+            security=basis.security,
+            state=lambda: self.local.state,
+            clock=basis.clock,
+            timeouts=basis.timeouts,
+            on_change=self._on_member,
+            on_identity_taken=on_identity_taken,
+        )
+        self.book = ServeBook(
+            basis.data_dir.path / "served.bin",
+            trust=basis.trust,
+            gone=lambda node_id: self.peers.is_gone(node_id),
+            engine_state=lambda node_id, pipeline_id: self.peers.engine_state(node_id, pipeline_id),
+            clock=basis.clock,
+            on_change=self.local.refresh,
+        )
+        self.peers = Peers(
+            own=lambda: self.local.state,
+            membership=self.membership,
+            hello=basis.hello,
+            security=basis.security,
+            timeouts=basis.timeouts,
+            clock=basis.clock,
+            binds=self.book.binds,
+        )
+        self.network = make_network(basis.config.link, basis.clock)
+        self.links = LinkProbes(peers=self.peers, clock=basis.clock, timeouts=basis.timeouts, network=self.network)
+        self.neighbours = Neighbours(
+            trust=basis.trust, dial=lambda address, node_id: self.heartbeats.found(address, node_id=node_id)
+        )
+        self._remembered = RememberedAddresses(basis.data_dir.path / "addresses.json")
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Look for the others and be found, as long as ``tasks`` run."""
+        tasks.create_task(self.introductions.follow_trust(), name="introductions")
+        tasks.create_task(self._remembered.run(), name="addresses")
+        tasks.create_task(self.heartbeats.run(), name="heartbeats")
+        for address in self._basis.config.peers:
+            self.heartbeats.found(address, manual=True)
+        for node_id, address in self._remembered.all().items():
+            self.heartbeats.found(address, node_id=node_id)
+        if self._basis.config.discovery:
+            self._discovery = Discovery(self._announcement(), self.neighbours.found)
+            await self._discovery.start()
+
+    async def stop(self) -> None:
+        """Close what was opened to others, and take the name back; ``heartbeats.leave`` comes long before."""
+        await self.peers.close()
+        if self.network is not None:
+            self.network.close()
+        if self._discovery is not None:
+            await self._discovery.stop()
+
+    def known_addresses(self) -> dict[str, str]:
+        """Where members answer or answered, by node id."""
+        return {**self._remembered.all(), self._basis.node_id: self._basis.address}
+
+    def discovery_problem(self) -> str:
+        """Why mDNS finds nobody; empty if it works."""
+        return self._discovery.problem if self._discovery else "it is switched off"
+
+    async def announce_pairing(self, port: int) -> None:
+        """Say by mDNS where this node pairs; 0: no longer."""
+        if self._discovery is not None:
+            await self._discovery.announce_pairing(port)
+
+    async def spread(self) -> None:
+        """Until the other nodes and this node's engines know the newest state, or a moment has passed."""
+        await self.heartbeats.spread()
+        await asyncio.gather(*(child.knows_peers() for child in self._basis.children.running("engine")))
+
+    def _announcement(self) -> Announcement:
+        host, _, port = self._basis.address.rpartition(":")
+        return Announcement(
+            cluster_id=self._basis.hello.cluster_id,
+            cluster_name=self._basis.hello.cluster_name,
+            node_id=self._basis.node_id,
+            node_name=self._basis.config.name,
+            host=host,
+            port=int(port),
+            incarnation=self._basis.incarnation,
+        )
+
+    def _tell_silent(self, state: pb.NodeState) -> None:
+        dead = (one for one in self.membership.absent() if one.status is MemberStatus.DEAD)
+        state.silent.extend(one.node.node_id for one in dead)
+
+    def _on_member(self, change: MemberChanged) -> None:
+        self.introductions.refresh()
+        if (member := self.membership.member(change.node_id)) is not None:
+            self._remembered.note(change.node_id, member.node.address)
+        elif self._basis.trust.store.peers.get(change.node_id) is None:
+            self._remembered.forget(change.node_id)
+        if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
+            self._log_gone(change)
+            self._on_gone(change.node_id)
+        self.local.refresh()  # whom it does not hear is part of what it tells
+        self.local.changes.notify()
+
+    def _log_gone(self, change: MemberChanged) -> None:
+        if change.status is MemberStatus.LEFT:
+            logger.info("node has left node=%s", change.node_id)
+        elif not self._ends():  # else it may be this one that does not listen
+            logger.warning("node is dead node=%s", change.node_id)
+
+
+def _new_membership(basis: NodeBasis) -> Membership:
+    timeouts = basis.timeouts
+    return Membership(
+        node_id=basis.node_id,
+        incarnation=basis.incarnation,
+        address=basis.address,
+        limits=MembershipLimits(
+            refused_s=timeouts.refused_s,
+            dead_min_s=timeouts.dead_min_s,
+            dead_max_s=timeouts.dead_max_s,
+            forget_s=timeouts.forget_s,
+            tick_s=timeouts.tick_s,
+        ),
+    )

@@ -1,0 +1,86 @@
+"""What every part of a node is built on: its settings, identity, keys, clock and child processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgepipe.cluster.interfaces import interfaces, is_wireless
+from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.config import Config, Timeouts
+from edgepipe.daemon.machine.data_dir import DataDir
+from edgepipe.daemon.machine.http_keys import keys_in_force
+from edgepipe.daemon.network.handshakes import RefusedHandshakes
+from edgepipe.daemon.processes.child_settings import ChildSettingsMaker
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.security.access import Kind
+from edgepipe.security.mutual_tls import Denial, MutualTls, Plaintext, Security
+from edgepipe.system import RandomIds, SystemClock
+from edgepipe.telemetry.audit import AuditKind
+from edgepipe.wire.common import make_hello
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+
+class NodeBasis:
+    """Stays as it is while the node runs."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        data_dir: DataDir,
+        trust: TrustKeeper,
+        incarnation: int,
+        host: str,
+        encrypted: bool,
+        on_new_child: Callable[[Child], None],
+    ) -> None:
+        """``on_new_child``: one was started and is to be told whom it may talk to."""
+        self.config = config
+        self.data_dir = data_dir
+        self.trust = trust
+        self.node_id = trust.node_id
+        self.incarnation = incarnation
+        self.host = host
+        self.address = ""  # HOST:PORT, once the node listens
+        self.timeouts = _timeouts_for(host)
+        self.http_keys = keys_in_force(config, data_dir.path)
+        self.clock, self.ids = SystemClock(), RandomIds()
+        self.hello = make_hello(
+            role="node",
+            node_id=self.node_id,
+            node_name=config.name,
+            cluster_id=trust.store.cluster_id,
+            cluster_name=trust.store.cluster_name,
+        )
+        self.tls = MutualTls(trust.key_pair, callers=(Kind.NODE, Kind.ENGINE), on_denied=self._on_denied)
+        self.security: Security = self.tls if encrypted else Plaintext()
+        self.children = Children(self.timeouts, self.clock, on_new=on_new_child, on_denied=self._on_child_denied)
+        self.handshakes = RefusedHandshakes(tls=self.tls, children=self.children, audit=trust.audit)
+        self._settings = ChildSettingsMaker(
+            config=config,
+            hello=self.hello,
+            host=host,
+            address=lambda: self.address,
+            socket=data_dir.socket,
+            http_keys=self.http_keys,
+            encrypted=encrypted,
+            ids=self.ids,
+            children=self.children,
+        )
+
+    def child_settings(self, kind: str, *, http_port: int = 0) -> ChildSettings:
+        """For a new child: stage | engine | gateway."""
+        return self._settings.make(kind, http_port=http_port)
+
+    def _on_denied(self, denial: Denial) -> None:
+        self.trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)
+
+    def _on_child_denied(self, denied: pb.DeniedCall) -> None:
+        self._on_denied(Denial(who=denied.who, what=denied.what))
+
+
+def _timeouts_for(host: str) -> Timeouts:
+    if host.startswith("127."):
+        return Timeouts.loopback()
+    return Timeouts.wifi() if is_wireless(host, interfaces()) else Timeouts.lan()

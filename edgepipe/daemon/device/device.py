@@ -1,0 +1,377 @@
+"""The stages of one device of this node, from the reservation of their memory to their release."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.layer_measuring import LayerMeasuring
+from edgepipe.daemon.device.layer_profiles import LayerProfiles
+from edgepipe.daemon.device.spare import SpareStage
+from edgepipe.daemon.machine.backends import NONE
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.errors import BackendUnavailable, RequestInvalid, SendTimeout, StaleEpoch
+from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
+from edgepipe.model.facts import ModelConfig
+from edgepipe.security.mutual_tls import Peer
+from edgepipe.system import num_memory_kills
+from edgepipe.wire.common import epoch_from_wire, epoch_to_wire, error_from_wire, error_to_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0  # between questions to an engine after sleep, doubling
+
+
+@dataclass(slots=True, kw_only=True)
+class _Hold:
+    """A pipeline's stage on this device, from its reservation to its release."""
+
+    epoch: Epoch
+    engine_node: str  # node id of the engine that asked
+    child: Child | None = None
+    ready: bool = False
+    loaded: bytes = b""  # what the stage was told to load, epoch left out
+    prepared: pb.Prepared | None = None  # once ready
+    reports: asyncio.Queue[pb.ChildReport | None] = field(default_factory=asyncio.Queue[pb.ChildReport | None])
+
+
+class DeviceHost:
+    """Starts, loads and ends the stage processes of one device."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        backend: str,
+        children: Children,
+        new_settings: Callable[[], ChildSettings],
+        introduce: Callable[[Child], None],
+        memory_limit_bytes: int,
+        timeouts: Timeouts,
+        tasks: asyncio.TaskGroup,
+        has_engine: Callable[[str], bool],
+        on_change: Callable[[], None],
+        layers: LayerProfiles,
+        memory_kills: Callable[[], int | None] = num_memory_kills,
+    ) -> None:
+        """``has_engine``: whether a pipeline's engine runs on a node that can be reached.
+
+        ``memory_kills``: processes that the system has ended so far for want of memory; None if it does not tell.
+        """
+        self._node_name = node_name
+        self._backend = backend
+        self._children = children
+        self._introduce = introduce
+        self._timeouts = timeouts
+        self._tasks = tasks
+        self._has_engine = has_engine
+        self._on_change = on_change
+        self._memory = DeviceMemory(node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills)
+        self._spare = SpareStage(
+            node_name=node_name,
+            backend=backend,
+            children=children,
+            new_settings=new_settings,
+            tasks=tasks,
+            on_measured=self._memory.measured,
+            on_change=on_change,
+        )
+        self._layers = LayerMeasuring(
+            node_name=node_name,
+            profiles=layers,
+            spare=self._spare,
+            new_settings=new_settings,
+            device_state=self._word,
+        )
+        self._holds: dict[str, _Hold] = {}
+        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until told: see ``Child.crashed_in``
+
+    def state(self) -> list[pb.DeviceState]:
+        """The device as the node tells of it; nothing where there is no backend."""
+        if self._backend == NONE:
+            return []
+        told = pb.DeviceState(profile=self._spare.profile or common_pb2.DeviceProfile(backend=self._backend))
+        told.state = self._word()
+        self._memory.tell(told)
+        told.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
+        if self._spare.error is not None:
+            told.error.CopyFrom(error_to_wire(self._spare.error))
+        return [told]
+
+    async def keep_spare(self) -> None:
+        """Have a process ready for the next stage; see ``SpareStage.keep``."""
+        await self._spare.keep()
+
+    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """What a layer of a shape takes here; see ``LayerMeasuring.measure``."""
+        return await self._layers.measure(request)
+
+    async def prepare(
+        self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
+    ) -> AsyncGenerator[pb.PrepareEvent]:
+        """Reserve memory and load a stage; progress, then ``prepared``. Whatever goes wrong gives all back.
+
+        A stage that lives and holds just that already stays as it is, with its weights and KV. It takes plans of
+        ``engine`` alone (None: of anybody, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
+        BackendUnavailable and what loading raises.
+        """
+        load = _load_command(request, path)
+        if (kept := await self._keep(request, load)) is not None:
+            await self._give_engine(self._holds[request.pipeline_id], engine)
+            yield pb.PrepareEvent(prepared=kept)
+            return
+        hold = await self._admit(request)
+        try:
+            self._memory.reserve(request, config)
+            hold.loaded = _shard_key(load)
+            child = hold.child = await self._spare.take()
+            self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
+            child.on_report = hold.reports.put_nowait
+            await self._give_engine(hold, engine)
+            child.send(pb.ChildCommand(load=load))
+            self._on_change()
+            async for report in self._reports(hold, child):
+                if report.HasField("loading"):
+                    yield pb.PrepareEvent(progress=report.loading)
+                if report.HasField("loaded"):
+                    hold.ready = True
+                    held = self._memory.loaded(request.pipeline_id, weight_bytes=report.loaded.weight_bytes)
+                    hold.prepared = self._prepared(child, report.loaded, request, held.kv_bytes)
+                    self._holds_changed()
+                    yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
+                    return
+        finally:
+            if not hold.ready:  # also when the engine goes away half-way
+                self._release_soon(request.pipeline_id, hold)
+
+    def pipelines(self) -> list[str]:
+        """Those that hold something here."""
+        return sorted(self._holds)
+
+    def engine_node(self, pipeline_id: str) -> str:
+        """The node whose engine has the pipeline's stage here; empty if there is none."""
+        hold = self._holds.get(pipeline_id)
+        return hold.engine_node if hold is not None else ""
+
+    def epoch_of(self, pipeline_id: str) -> Epoch | None:
+        """The highest epoch of the pipeline that holds something here."""
+        hold = self._holds.get(pipeline_id)
+        return hold.epoch if hold is not None else None
+
+    async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
+        """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""
+        hold = self._holds.get(pipeline_id)
+        if hold is not None and (epoch is None or epoch >= hold.epoch):
+            await self._end(pipeline_id, hold)
+
+    async def release_all(self) -> None:
+        """End every stage, the spare too, and start no other."""
+        self._spare.close()
+        for pipeline_id, hold in list(self._holds.items()):
+            await self._end(pipeline_id, hold)
+        await self._children.stop_all("stage")
+
+    def pause(self) -> None:
+        """Let no stage start another step of its present epoch."""
+        for hold in self._holds.values():
+            if hold.child is not None:
+                hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=True)))
+
+    def resume(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
+        """Let stages go on whose engine still works at their epoch. A stage that was left behind stays paused until its
+        engine opens another epoch on it, or releases it.
+
+        ``engine_epoch(node_id, pipeline_id)`` asks an engine; None if it cannot be reached: then it is asked again.
+        """
+        for pipeline_id, hold in self._holds.items():
+            self._tasks.create_task(self._resume(pipeline_id, hold, engine_epoch), name=f"resume:{pipeline_id}")
+
+    async def _resume(
+        self, pipeline_id: str, hold: _Hold, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]
+    ) -> None:
+        pause_s = _ASK_AGAIN_MIN_S
+        while self._holds.get(pipeline_id) is hold and hold.child is not None and not hold.child.exited.is_set():
+            epoch = await engine_epoch(hold.engine_node, pipeline_id)
+            if epoch is not None:
+                told = pb.PauseStage(paused=False, epoch=epoch_to_wire(epoch))
+                hold.child.send(pb.ChildCommand(pause=told))
+                return
+            logger.info("stage waits pipeline=%s epoch=%s: its engine does not answer", pipeline_id, hold.epoch)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_MAX_S)
+
+    def orphaned_by(self, node_id: str) -> None:
+        """The node is gone, and so are its engines. Another may take their stages over as they are; what nobody claims
+        is given back."""
+        for pipeline_id, hold in list(self._holds.items()):
+            if hold.engine_node == node_id:
+                waiting = self._release_unclaimed(pipeline_id, hold, hold.epoch)
+                self._tasks.create_task(waiting, name=f"orphan:{pipeline_id}")
+
+    async def _release_unclaimed(self, pipeline_id: str, hold: _Hold, epoch: Epoch) -> None:
+        await asyncio.sleep(self._timeouts.orphan_s)
+        if self._holds.get(pipeline_id) is hold and hold.epoch == epoch and not self._has_engine(pipeline_id):
+            logger.info("released pipeline=%s: no engine claims it", pipeline_id)
+            await self._end(pipeline_id, hold)
+
+    def _holds_changed(self) -> None:
+        """Something is held, serves, or is held no more: tell, and see whether a spare is wanted."""
+        ready = all(hold.ready for hold in self._holds.values())
+        roomy = not self._holds or self._memory.has_room_for_spare
+        self._spare.holding(anything=bool(self._holds), spare_wanted=ready and roomy)
+        self._on_change()
+
+    async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
+        """From now on the stage obeys this engine and no other."""
+        if hold.child is not None and engine is not None:
+            hold.child.engine = engine
+            self._introduce(hold.child)
+            await hold.child.knows_peers()
+
+    async def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
+        """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""
+        hold = self._known(request)
+        if (
+            request.fresh
+            or hold is None
+            or hold.child is None
+            or epoch_from_wire(request.epoch) <= hold.epoch
+            or hold.loaded != _shard_key(load)
+            or not await hold.child.lives()
+        ):
+            return None
+        if self._known(request) is not hold:  # meanwhile another request came, or the stage was released
+            return None
+        hold.epoch, hold.engine_node = epoch_from_wire(request.epoch), request.hello.node_id
+        return hold.prepared
+
+    def _known(self, request: pb.PrepareRequest) -> _Hold | None:
+        """What the pipeline has here from an epoch before, or of an engine elsewhere that does not count any more,
+        whatever its epoch. Raises StaleEpoch."""
+        epoch, known = epoch_from_wire(request.epoch), self._holds.get(request.pipeline_id)
+        if known is not None and known.engine_node == request.hello.node_id and epoch <= known.epoch:
+            raise StaleEpoch(
+                fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
+                node=self._node_name,
+            )
+        if epoch.counter > (known.epoch.counter if known is not None else 0) + MAX_EPOCH_STEP:
+            raise RequestInvalid(
+                "an epoch is too far ahead: nobody could replace it any more",
+                fact=f"it is {epoch}",
+                node=self._node_name,
+            )
+        return known
+
+    async def _admit(self, request: pb.PrepareRequest) -> _Hold:
+        epoch, known = epoch_from_wire(request.epoch), self._known(request)
+        if known is not None:
+            await self._end(request.pipeline_id, known)
+        if not self._memory.is_known:
+            raise self._spare.error or BackendUnavailable(
+                f"node {self._node_name} cannot compute",
+                fact="its device is still starting" if self._backend != NONE else "it has no backend",
+                next_step="see 'edgepipe status', then try again",
+                node=self._node_name,
+            )
+        hold = self._holds[request.pipeline_id] = _Hold(epoch=epoch, engine_node=request.hello.node_id)
+        self._holds_changed()
+        return hold
+
+    async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
+        """What the loading stage tells. Raises its fault, what ended it, or SendTimeout if it is silent."""
+        while True:
+            try:
+                async with asyncio.timeout(self._timeouts.load_s):
+                    report = await hold.reports.get()
+            except TimeoutError as exc:
+                raise SendTimeout(
+                    "the stage does not get on with loading",
+                    fact=f"silent for {self._timeouts.load_s:.0f} s",
+                    node=self._node_name,
+                ) from exc
+            if report is None:
+                raise child.error().on_node(self._node_name)
+            if report.HasField("fault"):
+                raise error_from_wire(report.fault).on_node(self._node_name)
+            yield report
+
+    async def _mourn(self, pipeline_id: str, hold: _Hold, child: Child) -> None:
+        """Wait for the stage's end; if nobody asked for it, give its memory back and say so."""
+        await child.exited.wait()
+        hold.reports.put_nowait(None)
+        if child.crashed_in is not None:
+            self._crashed_in[pipeline_id] = child.crashed_in
+        if not child.stopping:
+            self._memory.note_death(child)
+            logger.error("stage lost pipeline=%s: %s", pipeline_id, child.error().on_node(self._node_name))
+        if self._holds.get(pipeline_id) is hold:
+            await self._end(pipeline_id, hold)
+
+    async def _end(self, pipeline_id: str, hold: _Hold) -> None:
+        if self._holds.get(pipeline_id) is hold:
+            del self._holds[pipeline_id]
+        if hold.child is not None and not hold.child.exited.is_set():
+            await self._children.stop(hold.child)
+        if pipeline_id not in self._holds:
+            self._memory.release(pipeline_id)
+        self._holds_changed()
+
+    def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
+        self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
+
+    def _prepared(self, child: Child, loaded: pb.ShardLoaded, request: pb.PrepareRequest, kv_bytes: int) -> pb.Prepared:
+        block_bytes = max(1, loaded.kv_block_bytes)
+        wanted = -(-request.kv_tokens // max(1, request.block_size))
+        return pb.Prepared(
+            address=f"{child.settings.host}:{child.port}",
+            max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
+            kv_block_bytes=loaded.kv_block_bytes,
+            weight_bytes=loaded.weight_bytes,
+            profile=self._spare.profile,
+            certificate=child.certificate,
+        )
+
+    def _with_crash(self, pipeline_id: str, prepared: pb.Prepared) -> pb.Prepared:
+        """Told once: in which step the stage before it crashed."""
+        crashed_in = self._crashed_in.pop(pipeline_id, None)
+        if crashed_in is None:
+            return prepared
+        told = pb.Prepared(crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
+        told.MergeFrom(prepared)
+        return told
+
+    def _word(self) -> str:
+        if any(hold.ready for hold in self._holds.values()):
+            return "serving"
+        if self._holds:
+            return "loading"
+        if self._spare.child is not None:
+            return "idle"
+        return "failed" if self._spare.error is not None else "starting"
+
+
+def _shard_key(load: pb.LoadShard) -> bytes:
+    """What is the same for two requests that one loaded stage can serve."""
+    key = pb.LoadShard()
+    key.CopyFrom(load)
+    key.ClearField("epoch")
+    return key.SerializeToString(deterministic=True)
+
+
+def _load_command(request: pb.PrepareRequest, path: str) -> pb.LoadShard:
+    return pb.LoadShard(
+        pipeline_id=request.pipeline_id,
+        epoch=request.epoch,
+        path=path,
+        slices=request.slices,
+        block_size=request.block_size,
+        dtype=request.dtype,
+        activation_type=request.activation_type,
+    )

@@ -1,0 +1,102 @@
+"""One device's memory: what stages reserve of it, and how much less is given once the system has taken some back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
+from edgepipe.daemon.processes.children import Child
+from edgepipe.model.facts import ModelConfig
+from edgepipe.wire.common import slices_from_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA context 0.5 GB of the device
+
+
+class DeviceMemory:
+    """Empty until the device has been measured."""
+
+    def __init__(self, *, node_name: str, limit_bytes: int, kills: Callable[[], int | None]) -> None:
+        """``kills``: processes that the system has ended so far for want of memory; None if it does not tell."""
+        self._node_name = node_name
+        self._limit_bytes = limit_bytes
+        self._kills = kills
+        self._kills_known = kills()
+        self._pressure = MemoryPressure()
+        self._ledger: MemoryLedger | None = None
+        self._compute_dtype = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has been measured."""
+        return self._ledger is not None
+
+    @property
+    def has_room_for_spare(self) -> bool:
+        """Whether another process fits beside what is reserved."""
+        return self._ledger is not None and self._ledger.free_bytes >= _SPARE_BYTES
+
+    def measured(self, profile: common_pb2.DeviceProfile) -> None:
+        """The device has told what is free; that counts unless stages hold a part of it."""
+        self._compute_dtype = profile.compute_dtype
+        if self._ledger is None or not self._ledger.reserved_bytes:
+            self._ledger = MemoryLedger(
+                node=self._node_name,
+                free_bytes=profile.memory_free_bytes,
+                total_bytes=profile.memory_total_bytes,
+                on_host=uses_host_memory(profile),
+                limit_bytes=self._limit_bytes,
+            )
+            self._ledger.cut(self._pressure.share)
+
+    def reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> None:
+        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement."""
+        assert self._ledger is not None
+        dtype = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
+        value_bytes = 4 if dtype == "float32" else 2
+        slices = slices_from_wire(request.slices)
+        num_layers = sum(len(part.layers) for part in slices)
+        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in slices)
+        self._ledger.reserve(
+            request.pipeline_id,
+            weight_bytes=max(request.weight_bytes, weight_bytes),
+            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=value_bytes),
+            kv_tokens=request.kv_tokens,
+        )
+
+    def loaded(self, pipeline_id: str, *, weight_bytes: int) -> Reservation:
+        """What a pipeline holds once its weights are there."""
+        assert self._ledger is not None
+        return self._ledger.loaded(pipeline_id, weight_bytes=weight_bytes)
+
+    def release(self, pipeline_id: str) -> None:
+        """Give a reservation back; unknown pipelines are fine."""
+        if self._ledger is not None:
+            self._ledger.release(pipeline_id)
+
+    def note_death(self, child: Child) -> None:
+        """A stage ended that should not have: if the system does that for want of memory again, less is taken."""
+        before, self._kills_known = self._kills_known, self._kills()
+        killed = child.process.returncode == -signal.SIGKILL and not child.hang
+        by_system = killed and (before is None or before != self._kills_known)
+        if by_system and self._pressure.killed(asyncio.get_running_loop().time()) and self._ledger is not None:
+            self._ledger.cut(PRESSURE_CUT)
+            logger.warning(
+                "the system ended stages for want of memory: %.0f %% of it are used from now on",
+                100 * self._pressure.share,
+            )
+
+    def tell(self, state: pb.DeviceState) -> None:
+        """Write into a device's state what is reserved and what is free."""
+        if self._ledger is None:
+            return
+        state.reserved_bytes = self._ledger.reserved_bytes
+        state.free_bytes = self._ledger.free_bytes
+        for pipeline_id, held in self._ledger.held.items():
+            state.reserved.add(pipeline_id=pipeline_id, num_bytes=held.num_bytes)

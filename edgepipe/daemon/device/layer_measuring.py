@@ -1,0 +1,118 @@
+"""What a layer of a shape takes on this node's device: as kept from an earlier time, else measured by the spare."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
+from edgepipe.daemon.device.spare import SpareStage
+from edgepipe.daemon.machine.machine_load import BUSY_SHARE, look, others_share
+from edgepipe.daemon.processes.children import Child
+from edgepipe.errors import BackendUnavailable, SendTimeout
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+_PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
+_SPARE_S = 15.0  # a stage that has just ended leaves its device to a new process: backend imported, device measured
+
+
+class LayerMeasuring:
+    """Measures one shape at a time."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        profiles: LayerProfiles,
+        spare: SpareStage,
+        new_settings: Callable[[], ChildSettings],
+        device_state: Callable[[], str],
+    ) -> None:
+        """``device_state``: the word for what the device does."""
+        self._node_name = node_name
+        self._profiles = profiles
+        self._spare = spare
+        self._new_settings = new_settings
+        self._device_state = device_state
+        self._turn = asyncio.Lock()
+
+    async def measure(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """A layer's times.
+
+        What was measured while the machine was busy is measured again, and everything when asked to; of two busy
+        measurements the shorter counts, since other programs make steps longer only. The device holds nothing
+        meanwhile: while it serves, what is known is told. Raises BackendUnavailable where nothing
+        is, and where the shape cannot be measured.
+        """
+        key = self._key(request)
+        known = self._profiles.get(key) if key else None
+        again = request.fresh or (known is not None and known.busy)
+        if known is not None and (request.known_only or not again):
+            return known
+        if request.known_only:
+            raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
+        async with self._turn:
+            spare = await self._spare.alone(_SPARE_S)
+            if spare is None and known is not None:
+                return known
+            key = self._key(request)  # a device is known once its first spare is there
+            before = look(spare.pid) if spare is not None else None
+            found = await self._ask(spare, request, key)
+            if spare is not None and before is not None:
+                found.busy = others_share(before, look(spare.pid)) > BUSY_SHARE
+        if not found.decode:
+            raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
+        found.measured_ms = round(time.time() * 1e3)
+        if found.busy and known is not None and known.busy and _step_s(known) < _step_s(found):
+            found.CopyFrom(known)
+        self._profiles.keep(key, found)
+        return found
+
+    async def _ask(self, spare: Child | None, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
+        if spare is None or not key:  # beside a stage's steps times would be false
+            raise BackendUnavailable(
+                f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
+            )
+        answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
+        spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
+        spare.send(pb.ChildCommand(profile=request))
+        return await self._answered(answer, spare)
+
+    async def _answered(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
+        """The spare's answer. Raises what ended the spare, SendTimeout if it is silent."""
+        gone = asyncio.ensure_future(spare.exited.wait())
+        try:
+            await asyncio.wait({answer, gone}, timeout=_PROFILE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            spare.on_profiled = lambda _told: None
+        if answer.done():
+            return answer.result()
+        if spare.exited.is_set():
+            raise spare.error().on_node(self._node_name)
+        raise SendTimeout(
+            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+        )
+
+    def _key(self, request: pb.ProfileLayerRequest) -> str:
+        """What a layer's times depend on; empty while the device is not known."""
+        told = self._spare.profile
+        if told is None or request.dtype not in ("", told.compute_dtype):
+            return ""
+        settings = self._new_settings()
+        return profile_key(
+            told.backend,
+            told.device,
+            told.name,
+            request.dtype or told.compute_dtype,
+            settings.threads,
+            settings.backend_options,
+            model_config=request.model_config,
+        )
+
+
+def _step_s(profile: pb.LayerProfile) -> float:
+    """Of one layer and one sequence."""
+    return profile.base_s + min(profile.decode, key=lambda point: point.size).seconds

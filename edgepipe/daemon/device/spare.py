@@ -1,0 +1,173 @@
+"""A stage process that has measured its device and imported its backend, ready to load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgepipe.daemon.machine.backends import NONE
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.errors import BackendUnavailable, EdgepipeError
+from edgepipe.wire.profiles import device_profile_from_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
+_SETTLED_S = 3.0  # a pipeline's first steps, or a recovery's, come before the start of another spare
+
+
+class SpareStage:
+    """Kept while the device holds nothing, and beside stages that serve where memory allows."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        backend: str,
+        children: Children,
+        new_settings: Callable[[], ChildSettings],
+        tasks: asyncio.TaskGroup,
+        on_measured: Callable[[common_pb2.DeviceProfile], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``on_measured``: a spare is there and has told the device's profile."""
+        self._node_name = node_name
+        self._backend = backend
+        self._children = children
+        self._new_settings = new_settings
+        self._tasks = tasks
+        self._on_measured = on_measured
+        self._on_change = on_change
+        self._child: Child | None = None
+        self._profile: common_pb2.DeviceProfile | None = None
+        self._error: EdgepipeError | None = None
+        self._taken = asyncio.Event()
+        self._alone = asyncio.Event()  # a spare is there that has measured the device while it held nothing
+        self._vacant = asyncio.Event()  # the device holds nothing
+        self._vacant.set()
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._closed = False
+
+    @property
+    def child(self) -> Child | None:
+        """The process, once it is ready."""
+        return self._child
+
+    @property
+    def profile(self) -> common_pb2.DeviceProfile | None:
+        """The device as measured last; None before the first time."""
+        return self._profile
+
+    @property
+    def error(self) -> EdgepipeError | None:
+        """Why the device cannot compute; None if it can, or has not been tried."""
+        return self._error
+
+    async def keep(self) -> None:
+        """Have a spare whenever one is wanted. Ends when the backend cannot run here, or by cancellation."""
+        wait_s = _RESTART_MIN_S
+        while self._backend != NONE and not self._closed:
+            await self._wanted.wait()
+            if not self._vacant.is_set():
+                await asyncio.sleep(_SETTLED_S)
+                if self._closed or not self._wanted.is_set():
+                    continue
+            try:
+                await self._life()
+                wait_s = _RESTART_MIN_S
+            except EdgepipeError as error:
+                if self._closed or not self._goes_on_after(error.on_node(self._node_name)):
+                    return
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RESTART_MAX_S)
+
+    def holding(self, *, anything: bool, spare_wanted: bool) -> None:
+        """What the device holds has changed."""
+        for event, holds in ((self._vacant, not anything), (self._wanted, spare_wanted)):
+            if holds:
+                event.set()
+            else:
+                event.clear()
+
+    async def alone(self, within_s: float) -> Child | None:
+        """The spare of a device that holds nothing, waited for while it starts; None while the device holds something,
+        where it cannot compute, and where no spare comes in time."""
+        if self._vacant.is_set() and self._error is None and not self._closed:
+            await _first_of(self._alone, timeout_s=within_s)
+        return self._child if self._alone.is_set() else None
+
+    async def take(self) -> Child:
+        """The spare, or a new process where there is none. Raises what ended it."""
+        spare = self._vacate()
+        self._taken.set()
+        return spare or await self._start()
+
+    def close(self) -> None:
+        """Start no other."""
+        self._closed = True
+
+    async def _life(self) -> None:
+        """From a spare's start until it is taken or replaced. Raises what ended its process before."""
+        beside = not self._vacant.is_set()
+        spare = await self._start()
+        self._error = None
+        self._taken.clear()
+        self._child = spare
+        if not beside:
+            self._alone.set()
+        assert self._profile is not None
+        self._on_measured(self._profile)
+        self._on_change()
+        while not spare.exited.is_set():
+            await _first_of(spare.exited, self._taken, *([self._vacant] if beside else ()))
+            if self._child is not spare:
+                return
+            await _first_of(spare.exited, self._taken, timeout_s=_SETTLED_S)
+            if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
+                self._vacate()  # what is free may have changed meanwhile: the next one measures it
+                self._on_change()
+                await self._children.stop(spare)
+                return
+        if self._child is spare:
+            self._vacate()
+            raise spare.error()
+
+    def _vacate(self) -> Child | None:
+        """There is no spare any more; what was it."""
+        spare, self._child = self._child, None
+        self._alone.clear()
+        return spare
+
+    async def _start(self) -> Child:
+        """A process that measures the device; beside another stage it believes what is known, so as not to disturb."""
+        settings = self._new_settings()
+        if not self._vacant.is_set() and self._profile is not None:
+            settings = replace(settings, device_profile=device_profile_from_wire(self._profile))
+        child = await self._children.start(settings, self._tasks)
+        self._profile = (await self._children.wait_started(child)).profile
+        return child
+
+    def _goes_on_after(self, error: EdgepipeError) -> bool:
+        """Whether another spare is worth a try."""
+        if not self._vacant.is_set():  # the device works, it is only short of something
+            logger.warning("no spare stage backend=%s: %s", self._backend, error)
+            return True
+        self._error = error
+        logger.error("device failed backend=%s: %s", self._backend, error)
+        self._on_change()
+        return not isinstance(error, BackendUnavailable)
+
+
+async def _first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until one of them is set, or so long."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()

@@ -1,0 +1,446 @@
+"""The models of this node as the daemon uses them: found, adopted from peers, filled with missing tensors, read out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from edgepipe.config import Timeouts
+from edgepipe.daemon.files.adoptions import MAX_FETCHES, Adopted, Adoptions, ModelKey, Wanted
+from edgepipe.daemon.files.model_parts import held_parts, part_tensors, parts_to_wire
+from edgepipe.daemon.files.pace import Pace, chunk_bytes
+from edgepipe.daemon.files.transfer import Transfers, WeightsClient
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.model.config_json import config_to_json
+from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.hub_tensors import hub_tensors
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore, StoredModel, tensor_names
+from edgepipe.model.tensor_folder import ShardWriter
+from edgepipe.wire.common import slices_from_wire
+from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 512 << 10  # as activations: larger ones delay what shares the machine's network
+_FREE_STEP_BYTES = 64 << 20  # others need not hear of every file that somebody writes
+_MAX_OPEN = 4  # models that peers read and that stay open; the one read last is the last to be closed
+_LEAST_BYTES_PER_S = 64 << 10  # that a peer may ask for: all copies share one line, where a slower one delays others
+_MOST_BYTES_PER_S = 1 << 40
+_UNASKED_S = 600.0  # for one model that a node announced, whichever sources are asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    """A model whose metadata is on this node's disk; its tensors may be missing."""
+
+    name: str
+    path: Path
+    manifest_hash: str
+    config: ModelConfig
+    stored: StoredModel
+
+    @property
+    def config_json(self) -> str:
+        """The shape for an engine."""
+        return json.dumps(config_to_json(self.config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A model that a scan of the disk found."""
+
+    told: pb.ModelOnDisk
+    path: Path
+    former_hash: str
+    adopted: Adopted | None
+
+
+class Models:
+    """One store, the peers that may have what it lacks, and the transfers under way."""
+
+    def __init__(
+        self,
+        *,
+        models_dir: Path,
+        peers: Peers,
+        timeouts: Timeouts,
+        on_change: Callable[[], None],
+        hub_endpoint: str | None = None,
+    ) -> None:
+        """``hub_endpoint``: None for that of ``huggingface_hub``."""
+        self._store = ModelStore(models_dir)
+        self._hub_endpoint = hub_endpoint
+        self._hub_idle_s = timeouts.transfer_idle_s
+        self._peers = peers
+        self._on_change = on_change
+        self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
+        self._transfers = Transfers(self._client, on_change)
+        self.free_bytes = 0  # for copies, as of the last look
+        self._on_disk: list[pb.ModelOnDisk] = []
+        self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash, once it was looked
+        self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
+        self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the one read last at the end
+        self._scanning = asyncio.Lock()
+        self._adoptions = Adoptions()
+        self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that nobody here asked for
+        self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is ended
+        self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
+        self._waited_for = 0  # fetches that stages wait for
+        self._calm = asyncio.Event()  # there are none, so copies may go on
+        self._calm.set()
+        self._pace = Pace()  # of what peers copy from here
+
+    def on_disk(self) -> list[pb.ModelOnDisk]:
+        """What ``rescan`` found last."""
+        return self._on_disk
+
+    def transfers(self) -> list[pb.Transfer]:
+        """What is being fetched."""
+        return self._transfers.running()
+
+    async def rescan(self) -> None:
+        """Look at the disk again, where the command line pulls and removes models too. Reads headers only."""
+        async with self._scanning:
+            found, room = await asyncio.to_thread(self._scan)
+            self._on_disk = [one.told for one in found]
+            self._paths.clear()
+            self._present = {(one.told.model, one.former_hash): one.told.manifest_hash for one in found}
+            for one in found:
+                for manifest_hash in (one.told.manifest_hash, one.former_hash):
+                    self._paths.setdefault(ModelKey(one.told.model, manifest_hash), one.path)
+            self._adoptions.note_held([one.adopted for one in found if one.adopted])
+            self.free_bytes = room
+        self._on_change()
+
+    def _scan(self) -> tuple[list[_Found], int]:
+        """What is on the disk, and the room for copies."""
+        found: list[_Found] = []
+        for stored in self._store.list():
+            try:
+                found.append(_look_at(stored))
+            except EdgepipeError as error:
+                logger.warning("model cannot be used model=%s: %s", stored.id, error)
+        room = free_bytes(self._store.root) - COPY_HEADROOM_BYTES
+        return found, max(0, room) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
+
+    def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
+        """The folder with config, tokenizer and template, if it is here."""
+        return self._paths.get(ModelKey(model, manifest_hash))
+
+    def present_hash(self, model: str, manifest_hash: str) -> str:
+        """Today's hash of a model that is named by one of an earlier kind, if it is here; empty until the disk was
+        looked at."""
+        return self._present.get((model, manifest_hash), manifest_hash) if self._present is not None else ""
+
+    async def resolve(self, name: str) -> LocalModel:
+        """The model that a person means, its metadata fetched if only a peer has it. Raises ModelUnknown."""
+        local = [told.model for told in self._on_disk]
+        remote = [told.model for node in self._peers.nodes() for told in node.models]
+        for known in (local, remote):
+            if match := next((model for model in known if model.lower() == name.lower()), None) or _by_last(
+                name, known
+            ):
+                return await self.adopt(match)
+        try:
+            return await self.adopt(name)  # a peer may have pulled it since it last told
+        except ModelUnknown as exc:
+            everywhere = sorted({*local, *remote})
+            raise ModelUnknown(
+                f"no model '{name[:120]}' is in the cluster",
+                fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
+                next_step=f"edgepipe models pull {name[:120] if '/' in name or name == 'demo' else 'ORG/NAME'}",
+            ) from exc
+
+    async def adopt(
+        self, name: str, *, manifest_hash: str = "", first_source: str = "", wanted_by: str = ""
+    ) -> LocalModel:
+        """The model of that name (and content, if told), its metadata fetched from a peer if it is not here.
+
+        ``wanted_by``: the node on whose word, whose share of the disk bounds it (``adoptions.py``); empty: this node's
+        user. Raises ModelUnknown if nobody has it, ModelDownloadFailed if there is no room for it.
+        """
+        key = ModelKey(name, manifest_hash)
+        lock = self._adopting.setdefault((key, first_source), asyncio.Lock())  # a slow source delays no other
+        async with lock:
+            model = await asyncio.to_thread(self._local, key, keep=not wanted_by)
+            if model is None:
+                model = await self._fetch_metadata(key, first_source, wanted_by)
+                await self.rescan()
+        return model
+
+    async def fetch(
+        self, model: LocalModel, slices: Sequence[common_pb2.Slice], *, first_source: str
+    ) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch the tensors that the slices need and that are not here; nothing to say when all are.
+
+        From peers, and what no reachable one gives from the hub, if the model was pulled from there. Raises
+        ModelUnknown when nobody gives one of them, ModelInvalid when what came was damaged, ModelDownloadFailed when
+        the disk is full or cannot be written.
+        """
+        parts = slices_from_wire(slices)
+        if not await asyncio.to_thread(model.stored.missing, parts):
+            return
+        self._waited_for += 1
+        self._calm.clear()
+        try:
+            async with self._writing:
+                writer = await asyncio.to_thread(_writer, model)
+                missing = writer.missing(tensor_names(model.config, parts))
+                check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+                peers = self._sources(model.name, model.manifest_hash, first_source)
+                async with hub_tensors(writer.manifest, endpoint=self._hub_endpoint, idle_s=self._hub_idle_s) as hub:
+                    with self._transfers.begin(model.name, missing, peers, hub=hub) as transfer:
+                        async with aclosing(transfer.run(writer)) as progress:
+                            async for done in progress:
+                                yield done
+                await self.rescan()
+        finally:
+            self._waited_for -= 1
+            if not self._waited_for:
+                self._calm.set()
+
+    async def keep_copy(
+        self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
+    ) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch parts so that they are here too; whatever a stage waits for goes first. Raises as ``fetch``.
+
+        Never from the hub: nobody asked for the download.
+        """
+        names = part_tensors(model.config)
+        wanted = [name for part in parts if part < len(names) for name in names[part]]
+        if model.stored.whole or model.stored.card.emulated:
+            await self.rescan()  # the others do not know it yet
+            return
+        writer = await asyncio.to_thread(_writer, model)
+        missing = writer.missing(wanted)
+        check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+        sources = self._sources(model.name, model.manifest_hash, first_source)
+        with self._transfers.begin(model.name, missing, sources, copy=True, bytes_per_s=bytes_per_s) as transfer:
+            while not transfer.complete:
+                await self._calm.wait()
+                async with self._writing, aclosing(transfer.run(writer)) as progress:
+                    async for done in progress:
+                        yield done
+                        if not self._calm.is_set():
+                            break
+        await self.rescan()
+
+    async def keep_served_metadata(self, changes: Callable[[], AsyncIterator[None]]) -> None:
+        """Fetch the metadata of every model that is served anywhere, so that this node's gateway can answer for it.
+
+        Bounded for each node that announces engines, and deleted when they are gone for long: see ``adoptions.py``.
+        """
+        await self.rescan()
+        async with asyncio.TaskGroup() as tasks:
+            async for _ in changes():
+                self._adoptions.note_announced(
+                    {node.node_id: _announced(node) for node in self._peers.nodes() if node.engines}
+                )
+                await self._delete(self._adoptions.forgotten(now_s=asyncio.get_running_loop().time()))
+                for wanted in self._adoptions.due(self._paths):
+                    tasks.create_task(self._adopt_announced(wanted), name=f"adopt:{wanted.node_id}")
+
+    async def _adopt_announced(self, wanted: Wanted) -> None:
+        """Returns when its node's next model may be fetched."""
+        key, node_id = wanted.key, wanted.node_id
+        try:
+            async with self._fetching, asyncio.timeout(_UNASKED_S):
+                await self.adopt(key.model, manifest_hash=key.manifest_hash, first_source=node_id, wanted_by=node_id)
+        except (EdgepipeError, TimeoutError) as error:
+            first = self._adoptions.tell(node_id, str(error))
+            level = logging.WARNING if first else logging.DEBUG
+            logger.log(level, "gateway cannot answer for model=%s of node=%s: %s", key.model, node_id, error)
+        await asyncio.sleep(self._adoptions.rest_s(wanted, self._paths))
+        self._adoptions.done(wanted)
+        self._on_change()
+
+    async def _delete(self, adopted: Sequence[Adopted]) -> None:
+        """Delete models that are here on other nodes' word only."""
+        gone = [await asyncio.to_thread(self._drop, one) for one in adopted]
+        if any(gone):
+            await self.rescan()
+
+    def _drop(self, one: Adopted) -> bool:
+        """Whether it is gone."""
+        stored = self._store.find(*one.key)
+        if stored is None or not stored.adopted_for:  # it was deleted or used meanwhile
+            return False
+        try:
+            self._store.drop(stored)
+        except OSError as exc:
+            logger.debug("metadata of model=%s was not deleted: %s", one.key.model, exc)
+            return False
+        logger.info("deleted the metadata of model=%s, adopted for node=%s", one.key.model, one.node_id)
+        return True
+
+    async def manifest_json(self, name: str) -> bytes:
+        """For a peer. Raises ModelUnknown."""
+        return await asyncio.to_thread(lambda: self._store.resolve(name).manifest.to_json())
+
+    async def read_tensor(
+        self, name: str, manifest_hash: str, tensor: str, *, offset: int, bytes_per_s: float = 0.0
+    ) -> AsyncGenerator[pb.DataChunk]:
+        """For a peer, which wants at most ``bytes_per_s`` (0: as fast as it goes).
+
+        Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor.
+        """
+        stored = await asyncio.to_thread(self._opened, name, manifest_hash)
+        entry = stored.manifest.by_name.get(tensor)
+        if entry is None:
+            raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
+        if not await asyncio.to_thread(stored.holds, tensor):
+            raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
+        rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
+        most = min(_CHUNK_BYTES, chunk_bytes(rate)) if rate else _CHUNK_BYTES
+        while offset < entry.info.num_bytes:
+            size = min(most, entry.info.num_bytes - offset)
+            if rate:
+                await self._pace.take(size, bytes_per_s=rate)
+            data = await asyncio.to_thread(stored.read_tensor, tensor, offset=offset, num_bytes=size)
+            yield pb.DataChunk(offset=offset, data=data.tobytes())
+            offset += size
+
+    async def read_file(self, name: str, manifest_hash: str, file: str, *, offset: int) -> AsyncGenerator[pb.DataChunk]:
+        """For a peer. Raises ModelUnknown, ModelInvalid if it is no file that nodes exchange."""
+        stored = await asyncio.to_thread(self._opened, name, manifest_hash)
+        end = stored.metadata_file(file).num_bytes
+        for start in range(offset, end, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, end - start)
+            data = await asyncio.to_thread(stored.read_file, file, offset=start, num_bytes=size)
+            yield pb.DataChunk(offset=start, data=data.tobytes())
+
+    def _local(self, key: ModelKey, *, keep: bool) -> LocalModel | None:
+        """The model, if its metadata is here; ``keep``: as one that this node's user wants."""
+        stored = self._store.find(*key)
+        if stored is None:
+            return None
+        if keep:
+            stored.keep()
+        return LocalModel(
+            name=stored.id,
+            path=stored.path,
+            manifest_hash=stored.manifest_hash,
+            config=stored.config,
+            stored=stored,
+        )
+
+    def _opened(self, name: str, manifest_hash: str) -> StoredModel:
+        """In a thread, of which several may be here."""
+        key = ModelKey(name, manifest_hash)
+        stored = self._reading.pop(key, None)
+        if stored is None or not stored.path.exists():
+            stored = self._store.resolve(name, manifest_hash=manifest_hash)
+        self._reading[key] = stored
+        while len(self._reading) > _MAX_OPEN:
+            self._reading.popitem(last=False)
+        return stored
+
+    async def _fetch_metadata(self, key: ModelKey, first_source: str, wanted_by: str) -> LocalModel:
+        problem: EdgepipeError | None = None
+        for source in self._sources(key.model, key.manifest_hash, first_source):
+            try:
+                return await self._fetch_from(source, key, wanted_by)
+            except ModelDownloadFailed:
+                raise  # it is this node's own disk
+            except EdgepipeError as error:
+                problem = error
+                logger.info("no metadata from node=%s model=%s: %s", source.name, key.model, error)
+        raise ModelUnknown(
+            f"no reachable node has the model '{key.model[:120]}'",
+            fact=str(problem) if problem else "no other node is in the cluster",
+            next_step=f"edgepipe models pull {key.model[:120]}",
+        )
+
+    async def _fetch_from(self, source: pb.NodeState, key: ModelKey, wanted_by: str) -> LocalModel:
+        """Raises ModelInvalid if what came is not what the hash covers, so that the next source is asked."""
+        manifest = await self._client.manifest(source, key.model)
+        await asyncio.to_thread(_check_offer, manifest, key)
+        check_room(key.model, self._store.root, manifest.metadata_bytes)
+        if not wanted_by:
+            return await self._receive(source, manifest, adopted_for="")
+        with self._adoptions.coming(wanted_by, manifest.metadata_bytes) as surplus:
+            await self._delete(surplus)
+            return await self._receive(source, manifest, adopted_for=wanted_by)
+
+    async def _receive(self, source: pb.NodeState, manifest: Manifest, *, adopted_for: str) -> LocalModel:
+        """Each file goes to the disk while it comes."""
+        with disk_errors(manifest.model_id), self._store.adoption(manifest, adopted_for=adopted_for) as adoption:
+            for entry in manifest.metadata_files:
+                with adoption.open(entry) as sink:
+                    async with aclosing(self._client.file(source, manifest, entry.name)) as chunks:
+                        async for data in chunks:
+                            await asyncio.to_thread(sink.write, data)
+                    sink.finish()
+            async with self._checking:
+                await asyncio.to_thread(adoption.finish)
+        model = await asyncio.to_thread(self._local, ModelKey(manifest.model_id, manifest.hash), keep=not adopted_for)
+        if model is None:
+            raise ModelUnknown(f"the model '{manifest.model_id}' was deleted while it came")
+        return model
+
+    def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:
+        """Other nodes to ask: ``first``, those that tell of the whole model, of parts, and then everybody else."""
+
+        def rank(node: pb.NodeState) -> tuple[bool, int]:
+            told = [one for one in node.models if one.model == name and manifest_hash in ("", one.manifest_hash)]
+            return node.node_id != first, 0 if any(one.complete for one in told) else 1 if told else 2
+
+        return sorted((node for node in self._peers.nodes() if not self._peers.is_self(node.node_id)), key=rank)
+
+
+def _look_at(stored: StoredModel) -> _Found:
+    """Raises ModelInvalid."""
+    told = pb.ModelOnDisk(
+        model=stored.id,
+        manifest_hash=stored.manifest_hash,
+        num_bytes=stored.size_bytes,
+        complete=stored.whole,
+        parts=parts_to_wire(held_parts(stored)),
+    )
+    node_id, key = stored.adopted_for, ModelKey(stored.id, stored.manifest_hash)
+    adopted = Adopted(key=key, node_id=node_id, num_bytes=told.num_bytes, since_s=stored.adopted_s) if node_id else None
+    return _Found(told=told, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
+
+
+def _announced(node: pb.NodeState) -> list[ModelKey]:
+    """The models of a node's engines."""
+    running = [engine for engine in node.engines if engine.manifest_hash and engine.state != "failed"]
+    return [ModelKey(engine.model, engine.manifest_hash) for engine in running]
+
+
+def _check_offer(manifest: Manifest, key: ModelKey) -> None:
+    """Whether a peer's manifest is that of the model. Raises ModelUnknown, ModelInvalid."""
+    if not manifest.described:
+        raise ModelInvalid(
+            "the peer's manifest does not cover the tokenizer",
+            fact="an earlier version of edgepipe made it",
+            next_step="update edgepipe on that machine",
+        )
+    if manifest.model_id != key.model:
+        raise ModelInvalid("the peer's manifest is of another model", fact=manifest.model_id[:120])
+    if key.manifest_hash not in ("", manifest.hash):
+        raise ModelUnknown("the peer has other content under this name", fact=f"its hash is {manifest.hash}")
+
+
+def _writer(model: LocalModel) -> ShardWriter:
+    """Raises ModelDownloadFailed."""
+    with disk_errors(model.name):
+        return model.stored.writer()
+
+
+def _by_last(name: str, known: Sequence[str]) -> str | None:
+    """The one model whose last part is ``name``: ``Qwen3-8B`` for ``Qwen/Qwen3-8B``."""
+    found = {model for model in known if model.rsplit("/", 1)[-1].lower() == name.lower()}
+    return found.pop() if len(found) == 1 else None

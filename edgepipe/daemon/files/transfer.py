@@ -1,0 +1,326 @@
+"""Tensors and files from peers, and tensors that no peer gives from the hub: resumed where it broke, checked by hash.
+
+Each tensor or file from a peer comes on a channel of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgepipe.config import Timeouts
+from edgepipe.errors import (
+    EdgepipeError,
+    LinkError,
+    ModelDownloadFailed,
+    ModelInvalid,
+    ModelUnknown,
+    RemoteProtocolError,
+    SendTimeout,
+)
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.model.disk import disk_errors
+from edgepipe.model.hub_tensors import HubTensors
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
+from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_STEP = 100  # progress is told about a hundred times a transfer
+_ATTEMPTS = 3  # with the same source: a broken connection is normal, a third one in a row is not
+_LATER_S = 60.0  # a source that does not answer is asked last for so long, or every tensor would wait for it
+_FILE_WAITS = 6  # a metadata file may take so many times as long as a peer may be silent
+_HUB = "hub"  # in place of a node id
+
+
+class WeightsClient:
+    """Calls of another node's ``Weights`` service."""
+
+    def __init__(self, *, hello: common_pb2.Hello, security: Security, timeouts: Timeouts) -> None:
+        self._hello = hello
+        self._security = security
+        self._timeouts = timeouts
+
+    async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
+        """What a model of ``source`` consists of. Raises ModelUnknown, ModelInvalid, LinkError."""
+        request = pb.ManifestRequest(hello=self._hello, model=model)
+        async with self._stub(source) as stub:
+            reply = await stub.GetManifest(request, timeout=self._timeouts.transfer_idle_s)
+        return await asyncio.to_thread(Manifest.from_json, reply.manifest)
+
+    async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
+        """A metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, what the source raises."""
+        request = pb.ReadFileRequest(hello=self._hello, model=manifest.model_id, name=name, manifest_hash=manifest.hash)
+        async with self._stub(source) as stub:
+            stream = stub.ReadFile(request, timeout=_FILE_WAITS * self._timeouts.transfer_idle_s)
+            async with aclosing(self._chunks(source, stream)) as chunks:
+                async for chunk in chunks:
+                    yield chunk.data
+
+    async def tensor(
+        self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncGenerator[pb.DataChunk]:
+        """A tensor's bytes from ``offset`` on. Raises LinkError, SendTimeout, and what the source raises."""
+        request = pb.ReadTensorRequest(
+            hello=self._hello,
+            model=manifest.model_id,
+            name=name,
+            offset=offset,
+            manifest_hash=manifest.hash,
+            bytes_per_s=bytes_per_s,
+        )
+        async with self._stub(source) as stub, aclosing(self._chunks(source, stub.ReadTensor(request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(self, source: pb.NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
+        """Raises SendTimeout when the source falls silent."""
+        chunks = aiter(stream)
+        while True:
+            try:
+                async with asyncio.timeout(self._timeouts.transfer_idle_s):
+                    chunk = await anext(chunks, None)
+            except TimeoutError as exc:
+                raise SendTimeout(
+                    f"node {source.name} stopped sending", fact=f"silent for {self._timeouts.transfer_idle_s:.0f} s"
+                ) from exc
+            if chunk is None:
+                return
+            yield chunk
+
+    @asynccontextmanager
+    async def _stub(self, source: pb.NodeState) -> AsyncGenerator[node_pb2_grpc.WeightsAsyncStub]:
+        async with make_channel(source.address, self._security.to_node(source.node_id)) as channel:
+            try:
+                with translated(f"node {source.name}"):
+                    yield node_pb2_grpc.WeightsStub(channel)
+            except ModelDownloadFailed as error:  # else a peer's word would be taken for this node's own disk
+                raise LinkError(error.what, fact=error.fact) from error
+
+
+class Source(Protocol):
+    """Somebody who may have a tensor."""
+
+    @property
+    def source_id(self) -> str:
+        """A node id, or ``hub``."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
+        """A tensor's bytes from ``offset`` on. Raises ModelUnknown and ModelInvalid for good, LinkError for now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerSource:
+    """Another node."""
+
+    client: WeightsClient
+    node: pb.NodeState
+
+    @property
+    def source_id(self) -> str:
+        """Its node id."""
+        return self.node.node_id
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"node {self.node.name}"
+
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
+        """See ``WeightsClient.tensor``."""
+        return self.client.tensor(self.node, manifest, name, offset=offset, bytes_per_s=bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromHub:
+    """The hub, for what somebody waits for: it is asked for all that it can give."""
+
+    tensors: HubTensors
+
+    @property
+    def source_id(self) -> str:
+        """As ``Transfer.source`` tells it."""
+        return _HUB
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "the hub"
+
+    async def tensor(
+        self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncGenerator[pb.DataChunk]:
+        """See ``HubTensors.read``; what was refused or cannot be reached is a LinkError, as with peers."""
+        try:
+            async with aclosing(self.tensors.read(name, offset=offset)) as chunks:
+                async for data in chunks:
+                    yield pb.DataChunk(offset=offset, data=data)
+                    offset += len(data)
+        except ModelDownloadFailed as error:  # else it would be taken for this node's own disk
+            raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
+
+
+class Transfer:
+    """Missing tensors on their way, one after the other; it may be left and taken up again."""
+
+    def __init__(
+        self,
+        told: pb.Transfer,
+        missing: Sequence[MissingTensor],
+        sources: Sequence[Source],
+        on_change: Callable[[], None],
+        *,
+        bytes_per_s: float,
+    ) -> None:
+        self._told = told
+        self._missing = list(missing)
+        self._sources = sources
+        self._later_s: dict[str, float] = {}  # sources that do not answer are asked last until then
+        self._on_change = on_change
+        self._bytes_per_s = bytes_per_s
+        self._done_bytes = 0  # of tensors that are complete
+        self._step = -1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor is here."""
+        return not self._missing
+
+    async def run(self, writer: ShardWriter) -> AsyncGenerator[pb.PrepareProgress]:
+        """Fetch each tensor from the first source that gives it whole.
+
+        Raises ModelUnknown, ModelInvalid, ModelDownloadFailed when the disk cannot take it.
+        """
+        while self._missing:
+            tensor = self._missing[0]
+            if writer.missing([tensor.name]):  # else it came for a stage while this was left
+                async with aclosing(self._tensor(writer, tensor)) as positions:
+                    async for position in positions:
+                        if self._moved(self._done_bytes + position):
+                            yield self._progress()
+            self._missing.pop(0)
+            self._done_bytes += tensor.num_bytes
+
+    def _progress(self) -> pb.PrepareProgress:
+        done, total = self._told.bytes_done, self._told.bytes_total
+        return pb.PrepareProgress(phase="fetching", bytes_done=done, bytes_total=total)
+
+    def _moved(self, bytes_done: int) -> bool:
+        """Whether that is worth telling."""
+        self._told.bytes_done = bytes_done
+        step = bytes_done * _PROGRESS_STEP // max(1, self._told.bytes_total)
+        if step == self._step:
+            return False
+        self._step = step
+        self._on_change()
+        return True
+
+    async def _tensor(self, writer: ShardWriter, tensor: MissingTensor) -> AsyncGenerator[int]:
+        """Positions reached; on return the tensor is complete and checked."""
+        problems: dict[str, EdgepipeError] = {}
+        now_s = asyncio.get_running_loop().time
+        for source in sorted(self._sources, key=lambda one: now_s() < self._later_s.get(one.source_id, 0.0)):
+            for _ in range(_ATTEMPTS):
+                began_bytes = sum(one.have_bytes for one in writer.missing([tensor.name]))
+                try:
+                    async with aclosing(self._from(source, writer, tensor.name)) as positions:
+                        async for position in positions:
+                            yield position
+                    return
+                except ModelDownloadFailed:
+                    raise  # it is this node's own disk
+                except EdgepipeError as error:
+                    problems[source.source_id] = error
+                    logger.warning("transfer broke tensor=%s source=%s: %s", tensor.name, source.name, error)
+                    if isinstance(error, ModelInvalid) and began_bytes:
+                        continue  # what was here before may have been the damaged part
+                    if isinstance(error, ModelUnknown | ModelInvalid):
+                        break  # asking the same source again gives the same
+            else:
+                self._later_s[source.source_id] = now_s() + _LATER_S
+        raise _nobody_gave(tensor.name, writer.manifest.model_id, problems)
+
+    async def _from(self, source: Source, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
+        with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
+            chunks = source.tensor(writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.offset != sink.position:
+                        raise RemoteProtocolError(f"{source.name} sent another part of '{name}' than asked")
+                    await asyncio.to_thread(sink.write, chunk.data)
+                    self._told.source = source.source_id
+                    yield sink.position
+            if not await asyncio.to_thread(sink.finish):
+                raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
+
+
+def _nobody_gave(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:
+    """``problems``: the last one with each source that was asked, in that order."""
+    hub = problems.get(_HUB)
+    peers = [problem for source_id, problem in problems.items() if source_id != _HUB]
+    facts = [str(peers[-1]) if peers else "no other node is in the cluster"]
+    if hub is not None:
+        facts.append(f"from the hub: {hub.what}, {hub.fact}" if hub.fact else f"from the hub: {hub.what}")
+    damaged = next((problem for problem in (hub, *peers[-1:]) if isinstance(problem, ModelInvalid)), None)
+    kind, what = (ModelInvalid, damaged.what) if damaged else (ModelUnknown, f"no reachable node has tensor '{tensor}'")
+    return kind(what, fact="; ".join(facts), next_step=f"edgepipe models pull {model_id}")
+
+
+class Transfers:
+    """The transfers of this node."""
+
+    def __init__(self, client: WeightsClient, on_change: Callable[[], None]) -> None:
+        self._client = client
+        self._on_change = on_change
+        self._running: list[pb.Transfer] = []
+
+    def running(self) -> list[pb.Transfer]:
+        """Transfers under way."""
+        return [_copy(transfer) for transfer in self._running]
+
+    @contextmanager
+    def begin(
+        self,
+        model: str,
+        missing: Sequence[MissingTensor],
+        peers: Sequence[pb.NodeState],
+        *,
+        hub: HubTensors | None = None,
+        copy: bool = False,
+        bytes_per_s: float = 0.0,
+    ) -> Generator[Transfer]:
+        """A transfer, listed while the block runs; ``hub`` is asked for what no peer gives.
+
+        ``copy``: nobody waits for it; ``bytes_per_s``: what peers send at most, 0 for no limit.
+        """
+        total = sum(tensor.num_bytes for tensor in missing)
+        sources: list[Source] = [PeerSource(self._client, node) for node in peers]
+        if hub is not None:
+            sources.append(FromHub(hub))
+        told = pb.Transfer(model=model, source=sources[0].source_id if sources else "", bytes_total=total, copy=copy)
+        self._running.append(told)
+        try:
+            yield Transfer(told, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
+        finally:
+            self._running = [one for one in self._running if one is not told]
+            self._on_change()
+
+
+def _copy(transfer: pb.Transfer) -> pb.Transfer:
+    copied = pb.Transfer()
+    copied.CopyFrom(transfer)
+    return copied

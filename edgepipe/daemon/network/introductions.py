@@ -1,0 +1,134 @@
+"""Who may talk to whom: the daemon's own view of it, and what it tells its children.
+
+The nodes of the cluster are known from the trust store. A node tells in its state which certificates its gateway and
+its engines have made for this life; that state came over a connection that proved whose it is. Stages are told their
+one engine here, and their neighbours by that engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.errors import CertificateInvalid
+from edgepipe.ids import NodeId
+from edgepipe.security.access import Kind
+from edgepipe.security.certificates import Certificate, read_certificate
+from edgepipe.security.mutual_tls import MutualTls, Peer
+from edgepipe.security.trust_view import TrustView
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_MOST_PROCESSES = 32  # gateways and engines of one node
+_MOST_CERTIFICATES = 1024  # read and remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Everybody, as of now."""
+
+    callers: list[Peer]  # nodes that may call here
+    nodes: list[Peer]  # nodes that may be called
+    gateways: list[Peer]
+    engines: list[Peer]
+
+
+class Introductions:
+    """Keeps the daemon's ``security`` and every child up to date. ``refresh`` after whatever may have changed."""
+
+    def __init__(
+        self,
+        *,
+        trust: TrustView,
+        security: MutualTls,
+        own: Callable[[], pb.NodeState],
+        others: Callable[[], Iterable[pb.NodeState]],
+        children: Children,
+    ) -> None:
+        """``others``: the newest state of every node that was ever heard and may come back."""
+        self._trust = trust
+        self._security = security
+        self._own = own
+        self._others = others
+        self._children = children
+        self._states: dict[str, pb.NodeState] = {}  # also of nodes that are silent now: a blip cuts nobody
+        self._certificates: dict[bytes, Certificate | None] = {}
+
+    async def follow_trust(self) -> None:
+        """Act on every change of trust at once, until cancelled."""
+        async for _ in self._trust.changes():
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Work out anew who is known, and tell. Calls of those who are not any more are cut."""
+        known = self._known()
+        self._security.introduce([*known.callers, *known.engines], nodes=known.nodes)
+        for child in self._children.running():
+            child.introduce(_told(child, known))
+
+    def greet(self, child: Child) -> None:
+        """Tell one child, as after its start or when a stage got its engine."""
+        child.introduce(_told(child, self._known()))
+
+    def _known(self) -> _Known:
+        own = Peer(node_id=NodeId(self._own().node_id), kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
+        callers = {own.node_id: own}
+        nodes = {own.node_id: own}
+        for found, members in ((callers, self._trust.inbound()), (nodes, self._trust.outbound())):
+            for member in members:
+                peer = Peer(node_id=member.node_id, kind=Kind.NODE, certificate=member.certificate)
+                found.setdefault(member.node_id, peer)
+        self._states.update((state.node_id, state) for state in self._others())
+        self._states[own.node_id] = self._own()
+        self._states = {key: state for key, state in self._states.items() if NodeId(key) in nodes}
+        states = [state for key, state in self._states.items() if NodeId(key) in callers]
+        return _Known(
+            callers=list(callers.values()),
+            nodes=list(nodes.values()),
+            gateways=[peer for state in states for peer in self._peers(state, Kind.GATEWAY, state.gateways)],
+            engines=[
+                peer
+                for state in states
+                for peer in self._peers(state, Kind.ENGINE, [engine.certificate for engine in state.engines])
+            ],
+        )
+
+    def _peers(self, state: pb.NodeState, kind: Kind, pems: Iterable[bytes]) -> list[Peer]:
+        certificates = [self._read(pem) for pem in list(pems)[:_MOST_PROCESSES] if pem]
+        return [
+            Peer(node_id=NodeId(state.node_id), kind=kind, certificate=certificate)
+            for certificate in certificates
+            if certificate is not None
+        ]
+
+    def _read(self, pem: bytes) -> Certificate | None:
+        if pem not in self._certificates:
+            if len(self._certificates) >= _MOST_CERTIFICATES:
+                self._certificates.clear()
+            try:
+                self._certificates[pem] = read_certificate(pem)
+            except CertificateInvalid as error:
+                logger.warning("a node tells of a certificate that is not accepted: %s", error)
+                self._certificates[pem] = None
+        return self._certificates[pem]
+
+
+def _told(child: Child, known: _Known) -> list[pb.IntroducedPeer]:
+    callers = {peer.node_id for peer in known.callers}
+    peers = list(known.nodes)
+    if child.kind == Kind.ENGINE:
+        peers += known.gateways
+    if child.kind == Kind.STAGE and child.engine is not None and child.engine.node_id in callers:
+        peers.append(child.engine)
+    return [
+        pb.IntroducedPeer(
+            node_id=peer.node_id,
+            kind=peer.kind,
+            certificate=peer.certificate.pem,
+            may_not_call=peer.node_id not in callers,
+        )
+        for peer in peers
+    ]

@@ -1,0 +1,132 @@
+"""What the way to another node is like, at the sizes of activations: measured on a channel of its own, kept a while."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from edgepipe.clock import Clock
+from edgepipe.config import Timeouts
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.errors import SendTimeout
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.shaped import Network, PlainLine, delayed_replies
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
+
+_SMALL_BYTES = 2 << 10  # one token's activations of a small model
+_LARGE_BYTES = 256 << 10  # a frame
+_PINGS = 9
+_CALLS = 15
+_ROUND_BYTES = (1 << 20, 1 << 20, 1 << 20, 4 << 20)
+_SLOW_S = 0.2  # of one round: the wire is so slow that nothing else counts
+_KEPT_S = 600.0
+_FRESH_S = 10.0  # no member can keep a wire busy by asking for it again and again
+_LONGEST_S = 10.0
+
+
+class LinkProbes:
+    """Measures the links that leave this node."""
+
+    def __init__(self, *, peers: Peers, clock: Clock, timeouts: Timeouts, network: Network | None) -> None:
+        """``network``: emulated, as the node's activations meet it; None: the real one."""
+        self._peers = peers
+        self._clock = clock
+        self._timeouts = timeouts
+        self._network = network
+        self._known: dict[str, tuple[float, pb.LinkProfile]] = {}  # by address: when, what
+        self._busy = asyncio.Lock()  # two at a time would share the wire
+
+    def known(self, node_ids: list[str]) -> list[pb.LinkProfile]:
+        """What was measured, however long ago; others are left out. This node's host is told with them."""
+        wanted = {*node_ids, self._peers.own_id}
+        return [found for _, found in self._known.values() if found.receiver in wanted]
+
+    async def measure(self, node_ids: list[str], *, fresh: bool = False) -> list[pb.LinkProfile]:
+        """One after the other, this node's host first; ``fresh``: also what is known for more than 10 s.
+
+        Raises NodeUnreachable, LinkError.
+        """
+        ids = [self._peers.own_id, *node_ids]
+        return [await self._one(self._peers.node(node_id), fresh=fresh) for node_id in ids]
+
+    async def _one(self, node: pb.NodeState, *, fresh: bool) -> pb.LinkProfile:
+        async with self._busy:
+            at_s, known = self._known.get(node.address, (float("-inf"), None))
+            if known is not None and self._clock.monotonic_s() - at_s < (_FRESH_S if fresh else _KEPT_S):
+                return known
+            try:
+                async with asyncio.timeout(_LONGEST_S):
+                    own = self._peers.is_self(node.node_id)
+                    found = await self._measure_host() if own else await self._measure(node)
+            except TimeoutError as exc:
+                raise SendTimeout(
+                    f"node {node.name} does not answer probes", fact=f"waited {_LONGEST_S:.0f} s"
+                ) from exc
+            self._known[node.address] = self._clock.monotonic_s(), found
+            return found
+
+    async def _measure_host(self) -> pb.LinkProfile:
+        """What one small message costs, by calls to this node itself: each is two, handled at both ends by one loop."""
+        own_id = self._peers.own_id
+        nothing = pb.ProfileLinksRequest(hello=self._peers.hello, known_only=True)
+        trips: list[float] = []
+        for _ in range(_CALLS):
+            started_s = self._clock.monotonic_s()
+            await self._peers.profile_links(own_id, nothing)
+            trips.append(self._clock.monotonic_s() - started_s)
+        return pb.LinkProfile(sender=own_id, receiver=own_id, one_way_s=statistics.median(trips) / 4)
+
+    async def _measure(self, node: pb.NodeState) -> pb.LinkProfile:
+        credentials = self._peers.security.to_node(node.node_id)
+        async with make_channel(node.address, credentials) as channel:
+            with translated(f"node {node.name}"):
+                call: Any = node_pb2_grpc.ProbesStub(channel).Echo()
+                line = PlainLine(call.write, self._clock)
+                carrier: asyncio.Future[None] | None = None
+                if self._network is not None:
+                    line = self._network.line(call.write, self._network.wire())
+                    carrier = asyncio.ensure_future(line.run())
+                try:
+                    trips = [await self._round(call, line, [_SMALL_BYTES]) for _ in range(_PINGS)]
+                    trip_s = statistics.median_low(trips)
+                    rate = 0.0
+                    for total in _ROUND_BYTES:
+                        taken_s = await self._round(call, line, [_LARGE_BYTES] * (total // _LARGE_BYTES)) - trip_s
+                        rate = max(rate, total / max(taken_s, 1e-6))  # what else the machines do only slows a round
+                        if taken_s > _SLOW_S:
+                            break
+                finally:
+                    if carrier is not None:
+                        carrier.cancel()
+                await call.done_writing()
+        return pb.LinkProfile(
+            sender=self._peers.hello.node_id, receiver=node.node_id, one_way_s=trip_s / 2, bytes_per_s=rate
+        )
+
+    async def _round(self, call: Any, line: Any, sizes: list[int]) -> float:
+        """Seconds from the first byte to the answer to the last frame."""
+        started_s = self._clock.monotonic_s()
+        for index, size in enumerate(sizes):
+            frame = pb.EchoFrame(data=bytes(size), reply=index == len(sizes) - 1)
+            await line.write(frame, size)
+        await call.read()
+        return self._clock.monotonic_s() - started_s
+
+
+class ProbesService(node_pb2_grpc.ProbesServicer):
+    """Answers probes."""
+
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+
+    async def Echo(self, request_iterator: AsyncIterator[pb.EchoFrame], context: Any) -> AsyncGenerator[pb.EchoFrame]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A small answer to each frame that wants one."""
+        async with delayed_replies(self._network, context) as replies:
+            async for frame in request_iterator:
+                if frame.reply:
+                    await replies.write(pb.EchoFrame())
+        for reply in ():
+            yield reply

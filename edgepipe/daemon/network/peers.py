@@ -1,0 +1,202 @@
+"""Calls from this daemon to others (and to itself): one control channel per node, a channel of its own per transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+import grpc.aio
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.membership import Membership
+from edgepipe.config import Timeouts
+from edgepipe.errors import EdgepipeError, NodeUnreachable
+from edgepipe.ids import Epoch, NodeId
+from edgepipe.link.channels import make_channel, translated
+from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1.engine_pb2 import DescribeEngine, EngineState
+from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
+
+logger = logging.getLogger(__name__)
+
+_PROFILE_S = 60.0  # several shapes may wait for one device
+_KNOWN_S = 0.5  # to tell what was measured before: who does not, while an answer waits, is estimated
+_STAND_BY_S = 10.0  # a busy machine starts Python slowly; longer, and whoever is drained rather ends
+_COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; what came stays for the next time
+
+
+class Peers:
+    """Addresses and channels of the cluster's nodes."""
+
+    def __init__(
+        self,
+        *,
+        own: Callable[[], pb.NodeState],
+        membership: Membership,
+        hello: common_pb2.Hello,
+        security: Security,
+        timeouts: Timeouts,
+        clock: Clock,
+        binds: Callable[[str, EngineState], bool],
+    ) -> None:
+        """``binds``: whether an engine that a node tells of was asked for there (``ServeBook.binds``)."""
+        self.hello = hello
+        self._binds = binds
+        self._clock = clock
+        self._since_s = clock.monotonic_s()
+        self.security = security
+        self._own = own
+        self._membership = membership
+        self._timeouts = timeouts
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def nodes(self) -> list[pb.NodeState]:
+        """This node and every reachable member, without engines that nobody asked for there."""
+        return [self._own(), *(self.bound(member.node) for member in self._membership.reachable())]
+
+    def bound(self, node: pb.NodeState) -> pb.NodeState:
+        """What a node tells of itself, without engines that nobody asked for there."""
+        engines = [engine for engine in node.engines if self._binds(node.node_id, engine)]
+        if len(engines) == len(node.engines):
+            return node
+        told = pb.NodeState()
+        told.CopyFrom(node)
+        del told.engines[:]
+        told.engines.extend(engines)
+        return told
+
+    def node(self, node_id: str) -> pb.NodeState:
+        """One of them. Raises NodeUnreachable."""
+        for node in self.nodes():
+            if node.node_id == node_id:
+                return node
+        known = self._membership.member(node_id)
+        name = known.node.name if known else node_id
+        raise NodeUnreachable(f"node {name} is not in the cluster now", next_step="see 'edgepipe status'", node=name)
+
+    @property
+    def own_id(self) -> str:
+        """This node's id."""
+        return self._own().node_id
+
+    @property
+    def own_drains(self) -> bool:
+        """Whether this node is being drained."""
+        return self._own().draining
+
+    def is_gone(self, node_id: str) -> bool:
+        """Whether the node is away for certain, by what this one knows itself, or gives its engines away."""
+        if self.is_self(node_id):
+            return self.own_drains
+        member = self._membership.member(node_id)
+        if member is None:  # it was never met: after a power cut it may be a little late
+            return self._clock.monotonic_s() - self._since_s >= self._timeouts.dead_max_s
+        return not member.reachable or member.node.draining
+
+    def reaches(self, node_id: str) -> bool:
+        """Whether the node is this one or a member that is heard."""
+        return any(node.node_id == node_id and not node.draining for node in self.nodes())
+
+    def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
+        """Both ways of every pair of nodes that are heard here and do not hear each other."""
+        pairs = self._membership.broken_links()
+        return frozenset([*pairs, *((other, one) for one, other in pairs)])
+
+    def is_self(self, node_id: str) -> bool:
+        """Whether it is this node's id."""
+        return node_id == self._own().node_id
+
+    async def start_engine(self, node_id: str, request: pb.StartEngineRequest) -> None:
+        """``Node.StartEngine`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StartEngine(request, timeout=self._timeouts.child_start_s)
+
+    async def stand_by(self, node_id: str) -> None:
+        """``Node.StandBy`` there. Raises its errors and LinkError."""
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StandBy(pb.StandByRequest(hello=self.hello), timeout=_STAND_BY_S)
+
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
+        """What a node tells of its engine for the pipeline; empty if it has none."""
+        engines = (engine for node in self.nodes() if node.node_id == node_id for engine in node.engines)
+        return next((engine.state for engine in engines if engine.pipeline_id == pipeline_id), "")
+
+    async def stop_engine(self, node_id: str, pipeline_id: str, record: pb.ServeRecord | None) -> None:
+        """``Node.StopEngine`` there, with the record that says so. Raises its errors and LinkError."""
+        request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id, record=record)
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
+        """``Node.Rebalance`` there: whether stages move. Raises its errors and LinkError."""
+        request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
+        with translated(self.node(node_id).name):
+            return (await self._stub(node_id).Rebalance(request, timeout=self._timeouts.child_start_s)).changed
+
+    async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, pb.VouchReply]:
+        """What each other reachable member says of the pipeline and the node; who does not answer is left out."""
+        others = [node for node in self.nodes() if not self.is_self(node.node_id)]
+        replies = await asyncio.gather(*(self._vouch(other.node_id, pipeline_id, node_id) for other in others))
+        return {other.node_id: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
+
+    async def _vouch(self, asked: str, pipeline_id: str, node_id: str) -> pb.VouchReply | None:
+        request = pb.VouchRequest(hello=self.hello, pipeline_id=pipeline_id, node_id=node_id)
+        try:
+            with translated(self.node(asked).name):
+                return await self._stub(asked).Vouch(request, timeout=self._timeouts.connect_s)
+        except EdgepipeError as error:
+            logger.info("no answer about pipeline=%s from node=%s: %s", pipeline_id, asked, error)
+            return None
+
+    async def release(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
+        """``Node.Release`` of that epoch and those before it there. Raises its errors and LinkError."""
+        request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
+        with translated(self.node(node_id).name):
+            await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
+
+    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        """``Node.ProfileLayer`` there. Raises its errors and LinkError."""
+        timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
+        with translated(self.node(node_id).name):
+            return await self._stub(node_id).ProfileLayer(request, timeout=timeout_s)
+
+    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
+        """``Node.ProfileLinks`` there. Raises its errors and LinkError."""
+        timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
+        with translated(self.node(node_id).name):
+            return list((await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)).links)
+
+    async def keep_copy(self, node_id: str, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
+        """``Node.KeepCopy`` there. Raises its errors and LinkError; a node that goes away ends it by its channel."""
+        with translated(self.node(node_id).name):
+            async for progress in self._stub(node_id).KeepCopy(request, timeout=_COPY_S):
+                yield progress
+
+    async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
+        """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""
+        try:
+            engine = next(one for one in self.node(node_id).engines if one.pipeline_id == pipeline_id)
+            async with make_channel(engine.address, self.security.to_process(engine.certificate)) as channel:
+                with translated("the engine"):
+                    state = await EngineStub(channel).Describe(
+                        DescribeEngine(), wait_for_ready=True, timeout=self._timeouts.connect_s
+                    )
+        except (StopIteration, EdgepipeError):
+            return None
+        return epoch_from_wire(state.epoch)
+
+    async def close(self) -> None:
+        """Close the control channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _stub(self, node_id: str) -> node_pb2_grpc.NodeAsyncStub:
+        address = self.node(node_id).address
+        if address not in self._channels:
+            self._channels[address] = make_channel(address, self.security.to_node(node_id))
+        return node_pb2_grpc.NodeStub(self._channels[address])

@@ -1,0 +1,388 @@
+"""Child processes: started with their settings on standard input, attached over the Unix socket, ended for sure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import replace
+
+from edgepipe.clock import Clock
+from edgepipe.config import Timeouts, child_environment
+from edgepipe.daemon.processes.hang_watch import HangWatch
+from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
+from edgepipe.ids import StepId
+from edgepipe.security.mutual_tls import Peer
+from edgepipe.stage.step_mark import StepMark
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_MAIN = ("-m", "edgepipe.workers.main")
+_LAST_LINES = 20  # of a child's output, kept to explain its end
+_MAX_LINE_BYTES = 1 << 16
+_LOOK_S = 0.25  # at children that may hang
+_KNOWS_S = 1.0
+_MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
+
+
+class Child:
+    """One running child process. Its reports arrive by ``on_report``; ``exited`` is set when the process is gone."""
+
+    def __init__(
+        self, settings: ChildSettings, process: asyncio.subprocess.Process, *, mark: StepMark | None = None
+    ) -> None:
+        self._mark = mark
+        self.crashed_in: tuple[int, StepId] | None = None  # a stage: epoch's counter and step in which it crashed
+        self.settings = settings
+        self.process = process
+        self.started: asyncio.Future[pb.ChildStarted] = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Event()
+        self.stopping = False
+        self.fault: EdgepipeError | None = None
+        self.hang = ""  # what showed that it hangs
+        self.progress = pb.ChildProgress()  # the newest
+        self.on_progress: Callable[[pb.ChildProgress], None] = lambda _progress: None
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
+        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _told: None
+        self.engine: Peer | None = None  # stages: the one that may send plans
+        self.on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None
+        self._introduced: list[pb.IntroducedPeer] | None = None
+        self._version = 0  # of what was introduced
+        self._current = asyncio.Event()  # it has taken the newest
+        self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
+
+    @property
+    def kind(self) -> str:
+        """stage | engine | gateway"""
+        return self.settings.kind
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0 until it has told."""
+        well = self.started.done() and self.started.exception() is None
+        return self.started.result().port if well else 0
+
+    @property
+    def certificate(self) -> bytes:
+        """PEM, made by the process at its start; empty until it has told."""
+        well = self.started.done() and self.started.exception() is None
+        return self.started.result().certificate if well else b""
+
+    @property
+    def state(self) -> str:
+        """starting | running | stopping | exited"""
+        if self.exited.is_set():
+            return "exited"
+        if self.stopping:
+            return "stopping"
+        return "running" if self.started.done() else "starting"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, also in the moment before its end has been noticed here."""
+        if self.exited.is_set() or self.stopping:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    async def lives(self) -> bool:
+        """Whether it answers. One that is silent for a second is believed to live as long as its process stands.
+
+        A process that is being killed hangs up on its peers some time before the system tells of its end.
+        """
+        if self.alive and self._introduced is not None:
+            self._tell_peers(self._introduced)
+            await self.knows_peers()
+        return self.alive
+
+    def introduce(self, peers: list[pb.IntroducedPeer]) -> None:
+        """Tell whom it may talk to, unless it knows."""
+        if self._introduced is None or peers != self._introduced:
+            self._tell_peers(peers)
+
+    def _tell_peers(self, peers: list[pb.IntroducedPeer]) -> None:
+        self._introduced = peers
+        self._version += 1
+        self._current.clear()
+        told = pb.IntroducedPeers(version=self._version, peers=peers)
+        self.send(pb.ChildCommand(introduce=told))
+
+    async def knows_peers(self) -> None:
+        """Wait until what ``introduce`` told holds there, or until the process ends, or a second."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self._current, self.exited)]
+        try:
+            await asyncio.wait(waiting, timeout=_KNOWS_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    def send(self, command: pb.ChildCommand) -> None:
+        """Queue a command. A child that takes none for so long is killed: it hangs."""
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            logger.error("child=%s pid=%d takes no commands: killed", self.kind, self.pid)
+            self.kill()
+
+    async def commands(self) -> AsyncIterator[pb.ChildCommand]:
+        """The commands in order, until the child is gone."""
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def take_report(self, report: pb.ChildReport) -> None:
+        """One report came from the child."""
+        if report.HasField("started") and not self.started.done():
+            self.started.set_result(report.started)
+        if report.HasField("fault"):
+            self.fault = error_from_wire(report.fault)
+        if report.HasField("introduced"):
+            if report.introduced == self._version:
+                self._current.set()
+            return
+        if report.HasField("denied"):
+            self.on_denied(report.denied)
+            return
+        if report.HasField("progress"):
+            self.progress = report.progress
+            self.on_progress(report.progress)
+            return
+        if report.HasField("profiled"):
+            self.on_profiled(report.profiled)
+        self.on_report(report)
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self) -> None:
+        """The process is gone: whoever waits for it or for its start wakes."""
+        if self._mark is not None:
+            self.crashed_in = self._mark.read() if self.hang or _crashed(self.process.returncode) else None
+            self._mark.close()
+            self._mark = None
+        self.exited.set()
+        with contextlib.suppress(asyncio.QueueFull):
+            self._commands.put_nowait(None)
+        if not self.started.done():
+            self.started.set_exception(self.error())
+            self.started.exception()  # nobody may be waiting
+
+    def error(self) -> EdgepipeError:
+        """Why it ended, as far as is known."""
+        if self.fault is not None:
+            return self.fault
+        if self.hang:
+            return StageLost(f"the {self.kind} process hung and was ended", fact=self.hang, stage=self.kind)
+        return StageLost(
+            f"the {self.kind} process ended",
+            fact=_how_it_ended(self.process.returncode, self.last_lines),
+            next_step="see 'edgepipe logs'",
+            stage=self.kind,
+        )
+
+
+class Children:
+    """All child processes of a node."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        clock: Clock,
+        *,
+        on_new: Callable[[Child], None] = lambda _child: None,
+        on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None,
+    ) -> None:
+        """``on_new``: a child was started and is to be told whom it may talk to. ``on_denied``: one refused a call."""
+        self._on_new = on_new
+        self._on_denied = on_denied
+        self._timeouts = timeouts
+        self._clock = clock
+        self._hang_watches: dict[str, HangWatch] = {}  # by child id, from a child's first progress report on
+        self._children: dict[str, Child] = {}
+
+    def running(self, kind: str = "") -> list[Child]:
+        """Children whose process lives."""
+        return [child for child in self._children.values() if not kind or child.kind == kind]
+
+    async def start(self, settings: ChildSettings, tasks: asyncio.TaskGroup) -> Child:
+        """Spawn the process and watch it from ``tasks``; returns before it has attached."""
+        with contextlib.ExitStack() as passed:
+            mark, descriptor = _new_mark(passed) if settings.kind == "stage" else (None, -1)
+            settings = replace(settings, mark=descriptor)
+            process = await self._spawn(settings)
+        child = Child(settings, process, mark=mark)
+        self._children[settings.child_id] = child
+        child.on_denied = self._on_denied
+        self._on_new(child)
+        logger.info("child started kind=%s pid=%d", child.kind, child.pid)
+        tasks.create_task(self._watch(child), name=f"watch:{child.kind}:{child.pid}")
+        assert process.stdin is not None
+        with contextlib.suppress(OSError, RuntimeError):  # it died already; the watcher tells
+            process.stdin.write(settings.to_line())
+            await process.stdin.drain()
+        return child
+
+    async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # what lies in the current folder is no module of ours
+            *_MAIN,
+            settings.kind,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(threads=settings.threads),
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # ^C in the terminal is the daemon's to handle
+            pass_fds=(settings.mark,) if settings.mark >= 0 else (),
+        )
+
+    async def wait_started(self, child: Child) -> pb.ChildStarted:
+        """The child's first report. Raises what ended it, or BackendUnavailable (after a kill) if it hangs."""
+        try:
+            async with asyncio.timeout(self._timeouts.child_start_s):
+                return await asyncio.shield(child.started)
+        except TimeoutError as exc:
+            child.kill()
+            raise BackendUnavailable(
+                f"the {child.kind} process did not start", fact=f"no report in {self._timeouts.child_start_s:.0f} s"
+            ) from exc
+
+    async def watch_hangs(self) -> None:
+        """Kill children that hang, until cancelled. Whoever waits for them hears of their end."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self._clock.monotonic_s()
+            for child_id, watch in list(self._hang_watches.items()):
+                child = self._children.get(child_id)
+                if child is None or child.exited.is_set():
+                    del self._hang_watches[child_id]
+                elif why := watch.why_hung(now=now, every_s=_LOOK_S):
+                    del self._hang_watches[child_id]
+                    logger.error("child=%s pid=%d hangs and is killed: %s", child.kind, child.pid, why)
+                    child.hang = why
+                    child.kill()
+
+    async def stop(self, child: Child) -> None:
+        """Ask it to stop, then kill it; returns when the process is gone."""
+        child.stopping = True
+        child.send(pb.ChildCommand(stop=pb.StopChild()))
+        if child.process.stdin is not None:
+            child.process.stdin.close()  # tells also a child that has not attached yet
+        try:
+            async with asyncio.timeout(self._timeouts.child_stop_s):
+                await child.exited.wait()
+        except TimeoutError:
+            logger.warning("child=%s pid=%d did not stop: killed", child.kind, child.pid)
+            child.kill()
+            await child.exited.wait()
+
+    async def stop_all(self, kind: str) -> None:
+        """Stop all children of a kind, side by side."""
+        await asyncio.gather(*(self.stop(child) for child in self.running(kind)))
+
+    def kill_all(self) -> None:
+        """End every child at once."""
+        for child in list(self._children.values()):
+            child.kill()
+
+    async def attach(self, reports: AsyncIterator[pb.ChildReport]) -> AsyncGenerator[pb.ChildCommand]:
+        """Handler of ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
+        first = await anext(aiter(reports), None)
+        child = self._children.get(first.child_id) if first is not None else None
+        if first is None or child is None:
+            raise PairingRejected("this process is no child of the node", fact="its child id is unknown")
+        self._take(child, first)
+        reader = asyncio.create_task(self._read(child, reports), name=f"reports:{child.kind}:{child.pid}")
+        try:
+            async for command in child.commands():
+                yield command
+        finally:
+            reader.cancel()
+
+    async def _read(self, child: Child, reports: AsyncIterator[pb.ChildReport]) -> None:
+        async for report in reports:
+            self._take(child, report)
+
+    def _take(self, child: Child, report: pb.ChildReport) -> None:
+        now = self._clock.monotonic_s()
+        watch = self._hang_watches.get(child.settings.child_id)
+        if report.HasField("progress"):
+            if watch is None and not child.exited.is_set() and not child.hang:
+                watch = HangWatch(hang_s=self._timeouts.hang_s, now=now)
+                self._hang_watches[child.settings.child_id] = watch
+            if watch is not None:
+                watch.report(report.progress, now=now)
+        child.take_report(report)
+
+    async def _watch(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        try:
+            while line := await _next_line(child.process.stdout):
+                text = line.decode(errors="replace").rstrip()
+                child.last_lines.append(text)
+                logger.info("%s[%d] %s", child.kind, child.pid, text)
+            await child.process.wait()
+        finally:
+            child.kill()  # whatever of its group is left
+            if child.process.returncode is None:
+                await asyncio.shield(child.process.wait())
+            self._children.pop(child.settings.child_id, None)
+            child.ended()
+            asked = ", as it was asked to" if child.stopping else ""
+            logger.info(
+                "child ended kind=%s pid=%d status=%s%s", child.kind, child.pid, child.process.returncode, asked
+            )
+
+
+async def _next_line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, cut where a child writes one without end."""
+    try:
+        return await stream.readline()
+    except ValueError:
+        return b"(a line too long to show)\n"
+
+
+def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark | None, int]:
+    """A mark for a new stage, and the descriptor to pass on; that is closed here once the stage has it.
+
+    None, and no descriptor, where the disk takes no file: then nobody knows which step a stage died in.
+    """
+    try:
+        file = passed.enter_context(tempfile.TemporaryFile())
+        return StepMark(file.fileno()), file.fileno()
+    except OSError as exc:
+        logger.warning("crashes inside steps cannot be told from others: %s", exc)
+        return None, -1
+
+
+def _crashed(status: int | None) -> bool:
+    """Whether a process broke by itself: whoever is killed or told to end, by people or for want of memory, did not."""
+    return status is not None and status != 0 and -status not in (signal.SIGKILL, signal.SIGTERM)
+
+
+def _how_it_ended(status: int | None, last_lines: Iterable[str]) -> str:
+    """A signal's name, else the exit status and the last thing it wrote."""
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL, as the system does when memory runs out"
+    how = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exit status {status}"
+    last = next((line for line in reversed(list(last_lines)) if line.strip()), "it wrote nothing")
+    return f"{how}: {last}"

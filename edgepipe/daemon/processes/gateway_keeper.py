@@ -1,0 +1,132 @@
+"""The node's gateway process: started, fed with views of the cluster, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.errors import EdgepipeError
+from edgepipe.wire.common import error_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
+_MOST_LOADING = 4  # models at once
+_VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
+
+
+class GatewayKeeper:
+    """Keeps exactly one gateway running."""
+
+    def __init__(
+        self,
+        *,
+        children: Children,
+        new_settings: Callable[[int], ChildSettings],
+        http_port: int,
+        view: Callable[[], pb.ClusterView],
+        load: Callable[[str], AsyncGenerator[pb.ServeEvent]],
+        unload: Callable[[str], Awaitable[None]],
+        changes: Callable[[], AsyncIterator[None]],
+        tasks: asyncio.TaskGroup,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``load`` serves a model as is best; ends when it answers, or raises why it does not. ``unload`` stops one
+        that was loaded so."""
+        self._load = load
+        self._unload = unload
+        self._unloading: set[str] = set()
+        self._loading: set[str] = set()  # models that requests wait for
+        self.http_port = 0  # where it answers now
+        self.certificate = b""  # of the process that answers now
+        self._told = pb.ClusterView()
+        self._told_more = Changes()
+        self._children = children
+        self._new_settings = new_settings
+        self._wanted_port = http_port
+        self._view = view
+        self._changes = changes
+        self._tasks = tasks
+        self._on_change = on_change
+
+    async def start(self) -> Child:
+        """Start the first one. Raises PortInUse and whatever else hinders it."""
+        child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
+        started = await self._children.wait_started(child)
+        child.on_report = lambda report: self._take(child, report)
+        self.certificate = started.certificate
+        self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
+        self._on_change()
+        return child
+
+    async def knows(self, pipeline_id: str) -> None:
+        """Wait until the gateway was told of a ready engine, so that who asks it next finds the model."""
+        async for _ in self._told_more.watch():
+            if any(one.engine.pipeline_id == pipeline_id and one.engine.state == "ready" for one in self._told.served):
+                return
+
+    async def keep(self, child: Child) -> None:
+        """Feed it, and start another whenever it ends. Ends by cancellation only."""
+        wait_s = _RESTART_MIN_S
+        while True:
+            feeder = self._tasks.create_task(self._feed(child), name="gateway:views")
+            try:
+                await child.exited.wait()
+            finally:
+                feeder.cancel()
+            if child.stopping:
+                return
+            logger.error("gateway ended, started again in %.1f s: %s", wait_s, child.error())
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _RESTART_MAX_S)
+            try:
+                child = await self.start()
+            except EdgepipeError as error:
+                logger.error("gateway does not start: %s", error)
+
+    def _take(self, child: Child, report: pb.ChildReport) -> None:
+        model = report.load_wanted.model
+        if report.HasField("load_wanted") and model not in self._loading and len(self._loading) < _MOST_LOADING:
+            self._loading.add(model)
+            self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
+        idle = report.unload_wanted.model
+        if report.HasField("unload_wanted") and not self._unloading:
+            self._unloading.add(idle)
+            self._tasks.create_task(self._stop(idle), name=f"unload:{idle}")
+
+    async def _stop(self, model: str) -> None:
+        logger.info("model=%s is stopped: no request wanted it any longer", model)
+        try:
+            await self._unload(model)
+        except EdgepipeError as error:
+            logger.warning("not stopped model=%s: %s", model, error)
+        finally:
+            self._unloading.discard(model)
+
+    async def _serve(self, child: Child, model: str) -> None:
+        logger.info("model=%s is loaded, since a request asked for it", model)
+        try:
+            async with aclosing(self._load(model)) as events:
+                async for _ in events:
+                    pass
+        except EdgepipeError as error:
+            logger.warning("not loaded model=%s: %s", model, error)
+            child.send(pb.ChildCommand(load_failed=pb.LoadFailed(model=model, error=error_to_wire(error))))
+        finally:
+            self._loading.discard(model)
+
+    async def _feed(self, child: Child) -> None:
+        self._told = pb.ClusterView()
+        async for _ in self._changes():
+            view = self._view()
+            if view != self._told:
+                self._told = view
+                child.send(pb.ChildCommand(cluster=view))
+                self._told_more.notify()
+                await asyncio.sleep(_VIEW_INTERVAL_S)

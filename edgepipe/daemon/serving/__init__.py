@@ -1,0 +1,1 @@
+"""Which models are served, where their stages are, and who says so. The top wing of ``daemon``."""

@@ -1,0 +1,137 @@
+"""Moving everything away from this node, so that it can be switched off without anybody waiting.
+
+Stages go first: their engines, here or elsewhere, prepare others before they let go. Then engines are handed over: the
+node that will start them has a process ready before those here end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from edgepipe.daemon.device.device import DeviceHost
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.engines import EngineHost
+from edgepipe.daemon.serving.replanning import Replanner
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Drain:
+    """Whether the node is being drained, and how far it is."""
+
+    def __init__(
+        self,
+        *,
+        device: DeviceHost,
+        engines: EngineHost,
+        peers: Peers,
+        replanner: Replanner,
+        book: ServeBook,
+        has_engine: Callable[[str], bool],
+        changes: Callable[[], AsyncIterator[None]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``has_engine``: whether a pipeline's engine runs on a node that can be reached."""
+        self.active = False
+        self._device = device
+        self._engines = engines
+        self._peers = peers
+        self._replanner = replanner
+        self._book = book
+        self._has_engine = has_engine
+        self._changes = changes
+        self._on_change = on_change
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether something is here that others could take."""
+        left = self._left()
+        return bool(self._others() and (left.stages or left.engines))
+
+    async def run(self) -> AsyncGenerator[pb.DrainEvent]:
+        """What is still here, whenever that changes, until nothing is; the node then takes nothing until ``undo``.
+
+        Raises NoFeasiblePlacement when no other node stays, or a model fits nowhere else; then all stays as it is.
+        """
+        try:
+            async for event in self._run():
+                yield event
+        except NoFeasiblePlacement:
+            self.undo()
+            raise
+
+    async def run_within(self, seconds: float) -> None:
+        """Drain as far as that goes in so long, because the machine will not wait. It takes nothing afterwards."""
+        try:
+            async with asyncio.timeout(seconds):
+                async for event in self._run():
+                    logger.info("moving away: stages of %s, engines of %s", event.stages, event.engines)
+        except TimeoutError:
+            logger.warning("not everything was moved away within %.0f s", seconds)
+        except EdgepipeError as error:
+            if self._others():
+                logger.warning("nothing is moved away: %s", error)
+            else:
+                logger.info("nothing is moved away: %s", error.what)  # all were told to stop
+
+    def undo(self) -> None:
+        """Take work again."""
+        self.active = False
+        self._on_change()
+
+    async def _run(self) -> AsyncGenerator[pb.DrainEvent]:
+        self.active = True
+        self._on_change()
+        await self._check_room()
+        async for event in self._progress():
+            yield event
+
+    async def _progress(self) -> AsyncGenerator[pb.DrainEvent]:
+        told: pb.DrainEvent | None = None
+        async for _ in self._changes():
+            event = self._left()
+            if event != told:
+                told = event
+                yield event
+            if not event.stages and not event.engines:
+                return
+            if not self._others():
+                raise NoFeasiblePlacement("the other nodes go away, too", next_step="start another node")
+            if not event.stages:
+                await self._hand_over()
+
+    async def _check_room(self) -> None:
+        """Raises NoFeasiblePlacement, naming what is missing, if a model cannot go on without this node."""
+        if not self._others():
+            raise NoFeasiblePlacement(
+                "there is no other node to move to", next_step="stop the model, or start another node"
+            )
+        here = self._device.pipelines()
+        for record in self._book.served():
+            if record.pipeline_id in here:
+                await self._replanner.plan(record.pipeline_id, pb.PlanWanted(spec=record.spec))
+
+    async def _hand_over(self) -> None:
+        """End the engines here when the node that starts them again is ready to."""
+        heir = min(self._others())
+        try:
+            await self._peers.stand_by(heir)
+        except EdgepipeError as error:
+            logger.info("node=%s has no engine process ready: %s", heir, error)  # it starts one later
+        self._engines.hand_over()
+
+    def _left(self) -> pb.DrainEvent:
+        """What is here; a stage whose engine nobody runs waits for none."""
+        stages = [pipeline_id for pipeline_id in self._device.pipelines() if self._has_engine(pipeline_id)]
+        return pb.DrainEvent(stages=stages, engines=[state.model for state in self._engines.states()])
+
+    def _others(self) -> list[str]:
+        """Ids of nodes that stay."""
+        return [
+            node.node_id for node in self._peers.nodes() if not node.draining and not self._peers.is_self(node.node_id)
+        ]

@@ -1,0 +1,179 @@
+"""Sees to it that every model that is wanted has an engine: on the node that had it, else on another.
+
+Whose engine's node is gone: after its dead limit every member that can be reached is asked. One that still hears the
+node vetoes; else the smallest node id among them takes over: it signs a record, which others believe because they know
+that the other node is gone. Two sides of a partition may each have an engine; when they meet, an owner's node says
+which counts (``ServeBook.merge``), and where there is none the newer claim yields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from edgepipe.clock import Clock
+from edgepipe.config import Timeouts
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.engines import EngineHost
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.errors import AccessDenied, EdgepipeError
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_YIELD_S = 5.0  # an owner's node that can be reached has decided long before
+_LOOK_AGAIN_S = 1.0  # until somebody has the engine: it may have given way to one whose node was lost just then
+
+
+class EngineKeeper:
+    """Compares what shall be served with what is, whenever something changes."""
+
+    def __init__(
+        self,
+        *,
+        book: ServeBook,
+        engines: EngineHost,
+        models: Models,
+        peers: Peers,
+        clock: Clock,
+        timeouts: Timeouts,
+        changes: Callable[[], AsyncIterator[None]],
+        ends: Callable[[], bool],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """``ends``: whether this node is about to stop."""
+        self._book = book
+        self._engines = engines
+        self._models = models
+        self._peers = peers
+        self._clock = clock
+        self._timeouts = timeouts
+        self._changes = changes
+        self._ends = ends
+        self._tasks = tasks
+        self._starting: dict[str, asyncio.Task[None]] = {}  # by pipeline
+        self._yielding: set[str] = set()  # pipelines
+        self._since_s = clock.monotonic_s()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async for _ in self._changes():
+            for node in self._peers.nodes():
+                if not self._peers.is_self(node.node_id):
+                    for rival in self._book.merge(node.node_id, node.serves):
+                        self._consider(rival, node.node_id)
+            self._book.renew(self._models.present_hash)
+            for pipeline_id, spec in self._engines.ready():
+                self._book.note_served(pipeline_id, spec)
+            for record in self._book.served():
+                self._look_at(record)
+            self._let_go()
+
+    def _look_at(self, record: pb.ServeBody) -> None:
+        pipeline_id = record.pipeline_id
+        if pipeline_id not in self._starting and not self._engines_of(pipeline_id):
+            task = self._tasks.create_task(self._see_to(pipeline_id), name=f"engine-for:{pipeline_id}")
+            self._starting[pipeline_id] = task
+            task.add_done_callback(lambda _: self._starting.pop(pipeline_id, None))
+
+    def _engines_of(self, pipeline_id: str) -> list[tuple[str, engine_pb2.EngineState]]:
+        return [
+            (node.node_id, engine)
+            for node in self._peers.nodes()
+            for engine in node.engines
+            if engine.pipeline_id == pipeline_id
+        ]
+
+    def _wanted(self, pipeline_id: str) -> pb.ServeBody | None:
+        """The record, while nobody that can be reached has its engine."""
+        record = next((one for one in self._book.served() if one.pipeline_id == pipeline_id), None)
+        return record if record is not None and not self._engines_of(pipeline_id) else None
+
+    async def _see_to(self, pipeline_id: str) -> None:
+        """Until somebody has the engine: start it once it is this node's turn."""
+        while (record := self._wanted(pipeline_id)) is not None:
+            if await self._is_ours(record):
+                await self._gather(record)
+                if self._wanted(pipeline_id) is not None:
+                    await self._start(record)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _is_ours(self, record: pb.ServeBody) -> bool:
+        """Whether this node starts it: as the one that had it, or by the rule for another's."""
+        head = record.engine_node
+        if self._peers.own_drains or self._ends():
+            return False
+        if self._peers.is_self(head):
+            return True
+        if not self._peers.is_gone(head):
+            return False
+        vouchers = await self._peers.vouch_all(record.pipeline_id, head)
+        return not any(reply.hears for reply in vouchers.values()) and self._peers.own_id == min(
+            (self._peers.own_id, *(node_id for node_id, reply in vouchers.items() if not reply.draining))
+        )
+
+    async def _gather(self, record: pb.ServeBody) -> None:
+        """After a power cut the other machines start, too: wait a little for those that the model was on."""
+        wanted = {stage.node_id for stage in record.spec.stages}
+        left_s = self._since_s + self._timeouts.gather_s - self._clock.monotonic_s()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                async for _ in self._changes():
+                    usable = {
+                        node.node_id
+                        for node in self._peers.nodes()
+                        if any(device.state != "starting" for device in node.devices)
+                    }
+                    if wanted <= usable:
+                        return
+        except TimeoutError:
+            return
+
+    async def _start(self, record: pb.ServeBody) -> None:
+        logger.warning("starting the engine of model=%s pipeline=%s", record.spec.model, record.pipeline_id)
+        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=record.pipeline_id, spec=record.spec)
+        for node in self._peers.nodes():
+            request.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
+        try:
+            self._book.take_over(record.pipeline_id)
+            model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
+            await self._engines.start(request, model_config=model.config_json, resuming=True)
+        except EdgepipeError as error:
+            logger.error("engine not started model=%s: %s", record.spec.model, error)
+
+    def _let_go(self) -> None:
+        """End engines here that do not count any more: their model was stopped, or another node has the engine."""
+        for state in self._engines.states():
+            held = self._book.held(state.pipeline_id)
+            if held is not None and held.stopped:
+                if state.state != "stopping":
+                    name = f"stop:{state.pipeline_id}"
+                    self._tasks.create_task(self._engines.stop(state.pipeline_id), name=name)
+            elif held is None or not self._peers.is_self(held.engine_node):
+                self._engines.give_way(state.pipeline_id)
+
+    def _consider(self, rival: pb.ServeBody, node_id: str) -> None:
+        """Another node has, by its own record, the engine that this one took over while it could not hear that node."""
+        held = self._book.held(rival.pipeline_id)
+        if held is None or rival.engine_node != node_id or not self._yields(held, rival):
+            return
+        if rival.pipeline_id not in self._yielding:
+            self._yielding.add(rival.pipeline_id)
+            self._tasks.create_task(self._yield_to(rival), name=f"yield:{rival.pipeline_id}")
+
+    def _yields(self, held: pb.ServeBody, rival: pb.ServeBody) -> bool:
+        newer = (held.version, held.engine_node) > (rival.version, rival.engine_node)
+        return newer and not held.stopped and self._book.is_unconfirmed(held)
+
+    async def _yield_to(self, rival: pb.ServeBody) -> None:
+        await asyncio.sleep(_YIELD_S)
+        self._yielding.discard(rival.pipeline_id)
+        held = self._book.held(rival.pipeline_id)
+        if held is not None and self._yields(held, rival) and self._peers.reaches(rival.engine_node):
+            logger.warning("two engines claim pipeline=%s: the one here yields", rival.pipeline_id)
+            with contextlib.suppress(AccessDenied):
+                self._book.hand_back(rival)

@@ -1,0 +1,367 @@
+"""Engine processes of this node, and what each tells of its model. A model that failed stays listed until it is stopped
+or served again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.serving.replanning import Avoided, Replanner
+from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
+from edgepipe.ids import MAX_EPOCH_STEP, Epoch
+from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # of one engine; then it stays down
+_STAND_BY_S = 30.0  # that a process waits for the engine of a node that is being drained
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One engine from its request to its stop, over all its processes."""
+
+    request: pb.StartEngineRequest
+    model_config: str
+    spec: pb.ServeSpec
+    state: engine_pb2.EngineState
+    advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
+    avoided: tuple[tuple[float, engine_pb2.LeftOut], ...] = ()  # by the engine, until a time on the loop's clock
+    child: Child | None = None
+    restartable: bool = False  # it served, or goes on with what another one served
+    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
+
+
+class EngineHost:
+    """Starts and ends the engines that run beside this node's daemon."""
+
+    def __init__(
+        self,
+        *,
+        children: Children,
+        new_settings: Callable[[], ChildSettings],
+        peers: Peers,
+        replanner: Replanner,
+        changes: Callable[[], AsyncIterator[None]],
+        spread: Callable[[], Awaitable[None]],
+        tasks: asyncio.TaskGroup,
+        own_highest: Callable[[str], int],
+        ends: Callable[[], bool],
+        counts: Callable[[str], bool],
+        on_change: Callable[[bool], None],
+    ) -> None:
+        """``spread`` returns when the other nodes know this one's newest state, or after a moment.
+
+        ``on_change(urgent)``: a state is another; urgent when others should hear at once.
+        ``ends``: whether this node is about to stop.
+        ``counts``: whether a pipeline's recorded engine is the one here.
+        ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
+        """
+        self._own_highest = own_highest
+        self._ends = ends
+        self._counts = counts
+        self._replanner = replanner
+        self._spread = spread
+        self._changes = changes
+        self._children = children
+        self._new_settings = new_settings
+        self._peers = peers
+        self._tasks = tasks
+        self._on_change = on_change
+        self._runs: dict[str, _Run] = {}
+        self._standing_by: Child | None = None
+
+    def states(self) -> list[engine_pb2.EngineState]:
+        """What the engines tell of themselves."""
+        return [run.state for run in self._runs.values()]
+
+    def ready(self) -> list[tuple[str, pb.ServeSpec]]:
+        """Pipelines that answer, with where their stages are now."""
+        return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
+
+    def state_of(self, pipeline_id: str) -> engine_pb2.EngineState | None:
+        """What one engine tells of itself; None if it does not run here."""
+        run = self._runs.get(pipeline_id)
+        return run.state if run is not None else None
+
+    def avoided(self, pipeline_id: str) -> Avoided:
+        """What an engine avoids now."""
+        run = self._runs.get(pipeline_id)
+        now_s = asyncio.get_running_loop().time()
+        return Avoided.of(one for until_s, one in (run.avoided if run is not None else ()) if now_s < until_s)
+
+    def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
+        """Tell everybody of a better placement, or that there is none."""
+        run = self._runs.get(pipeline_id)
+        if run is not None and run.advice != advice:
+            run.advice = advice
+            self._show_advice(run)
+            self._on_change(False)
+
+    async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
+        """Start an engine process and give it its task; returns once it has that, or is not wanted any more.
+
+        ``resuming``: another engine served the model; this one takes its requests at once and looks for its stages.
+        Raises what hinders its start.
+        """
+        for pipeline_id, run in list(self._runs.items()):
+            if run.state.model == request.spec.model and run.state.state == "failed":
+                del self._runs[pipeline_id]
+        state = engine_pb2.EngineState(
+            model=request.spec.model,
+            pipeline_id=request.pipeline_id,
+            manifest_hash=request.spec.manifest_hash,
+            state="recovering" if resuming else "starting",
+            message="starting the engine",
+        )
+        run = _Run(request=request, model_config=model_config, spec=request.spec, state=state, restartable=resuming)
+        self._runs[request.pipeline_id] = run
+        self._on_change(True)
+        await self._launch(run, resuming=resuming)
+
+    async def stop(self, pipeline_id: str) -> None:
+        """End an engine and its stages everywhere, and forget it; fine if there is none."""
+        run = self._runs.get(pipeline_id)
+        if run is None:
+            return
+        run.state.state = "stopping"
+        self._on_change(True)
+        if run.child is not None and not run.child.exited.is_set():
+            await self._children.stop(run.child)
+        await self._release(run)
+        self._runs.pop(pipeline_id, None)
+        self._on_change(True)
+
+    def give_way(self, pipeline_id: str) -> None:
+        """End an engine whose pipeline another one drives. Its stages are that one's."""
+        if pipeline_id in self._runs:
+            logger.warning("another engine drives pipeline=%s: the one here ends", pipeline_id)
+            self._abandon(pipeline_id)
+
+    async def stand_by(self) -> None:
+        """Have a process ready for an engine that another node is about to hand over. Raises what hinders its start."""
+        if self._standing_by is None:
+            child = self._standing_by = await self._children.start(self._new_settings(), self._tasks)
+            self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
+            await self._children.wait_started(child)
+
+    async def _end_unused(self, child: Child) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STAND_BY_S):
+                await child.exited.wait()
+        if self._standing_by is child:
+            self._standing_by = None
+            await self._children.stop(child)
+
+    async def _new_process(self) -> Child:
+        """The one that stands by, or another."""
+        child, self._standing_by = self._standing_by, None
+        if child is None or not child.alive:
+            child = await self._children.start(self._new_settings(), self._tasks)
+        return child
+
+    def hand_over(self) -> None:
+        """End every engine so that other nodes start them again."""
+        for pipeline_id, run in list(self._runs.items()):
+            logger.info("engine ends here, for another node to go on model=%s pipeline=%s", run.spec.model, pipeline_id)
+            self._abandon(pipeline_id)
+
+    def _abandon(self, pipeline_id: str) -> None:
+        """At once, telling no gateway that requests end."""
+        run = self._runs.pop(pipeline_id)
+        run.state.state = "stopping"
+        if run.child is not None:
+            run.child.stopping = True
+            run.child.kill()
+        self._on_change(True)
+
+    async def _launch(self, run: _Run, *, resuming: bool) -> None:
+        pipeline_id = run.request.pipeline_id
+        try:
+            replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
+            child = await self._new_process()
+            if self._runs.get(pipeline_id) is not run:  # stopped, or gave way, before there was a process to end
+                child.stopping = True
+                child.kill()
+                return
+            run.child = child
+            child.on_report = lambda report: self._take(run, child, report)
+            self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
+            await self._children.wait_started(child)
+            run.state.certificate = child.certificate
+            self._on_change(True)
+            await self._spread()  # nodes let the engine in only when they know its certificate
+        except EdgepipeError as error:
+            self._fail(run, error)
+            raise
+        known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
+        known += [one.highest.counter for one in replies.values() if one.highest.counter < max(known) + MAX_EPOCH_STEP]
+        command = pb.RunEngine(
+            pipeline_id=pipeline_id,
+            spec=run.spec,
+            model_config=run.model_config,
+            epoch_counter=1 + max(known),
+            resuming=resuming,
+        )
+        command.nodes.extend(run.request.nodes)
+        child.send(pb.ChildCommand(run=command))
+        telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
+        self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
+
+    def _take(self, run: _Run, child: Child, report: pb.ChildReport) -> None:
+        if report.HasField("plan_wanted"):
+            self._tasks.create_task(self._plan(run, child, report.plan_wanted), name=f"plan:{run.state.pipeline_id}")
+        if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
+            return
+        if report.engine.state == "failed" and isinstance(error_from_wire(report.engine.error), StaleEpoch):
+            return  # its requests go on, with another engine or with its own next process
+        before = (run.state.state, run.state.message)
+        fresh = engine_pb2.EngineState()  # a message that is filled again and again keeps all that it ever held
+        fresh.CopyFrom(report.engine)
+        fresh.pipeline_id = fresh.pipeline_id or run.state.pipeline_id
+        run.state = fresh
+        run.state.manifest_hash = run.state.manifest_hash or run.spec.manifest_hash
+        run.restartable = run.restartable or run.state.state == "ready"
+        if not run.state.address and child.port:
+            run.state.address = f"{child.settings.host}:{child.port}"
+        run.state.certificate = child.certificate
+        self._note_placement(run)
+        self._show_advice(run)
+        self._on_change(before != (run.state.state, run.state.message))
+
+    @staticmethod
+    def _note_placement(run: _Run) -> None:
+        """Keep where stages are, and what is avoided, as the engine tells it: it alone knows."""
+        now_s = asyncio.get_running_loop().time()
+        run.avoided = tuple((now_s + one.seconds, one) for one in run.state.left_out)
+        stages = [pb.StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages]
+        if run.state.state == "ready" and stages != list(run.spec.stages):
+            spec = pb.ServeSpec()
+            spec.CopyFrom(run.spec)
+            del spec.stages[:]
+            spec.stages.extend(stages)
+            run.spec = spec  # a new message: others may hold the old one
+
+    @staticmethod
+    def _show_advice(run: _Run) -> None:
+        run.state.ClearField("advice")
+        if run.advice is not None:
+            run.state.advice.CopyFrom(run.advice)
+
+    async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
+        """Move a pipeline's stages to where they would be placed now; whether that is elsewhere.
+
+        ``moves``: whether they go on moving by themselves. Raises NoFeasiblePlacement, and ModelUnknown if its engine
+        does not serve here.
+        """
+        run = self._runs.get(pipeline_id)
+        if run is None or run.child is None or run.state.state != "ready":
+            raise ModelUnknown("the model is not served by this node now", next_step="see 'edgepipe ps'")
+        if moves != pb.MOVES_UNCHANGED:
+            run.spec.moves = moves == pb.MOVES_AUTO
+        if moves == pb.MOVES_OFF:
+            return False
+        avoided = self.avoided(pipeline_id)
+        return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, avoided, num_nodes=num_nodes))
+
+    def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
+        """Let a pipeline's stages go to a placement; whether that is elsewhere."""
+        run = self._runs.get(pipeline_id)
+        if run is None or run.child is None:
+            return False
+        elsewhere = list(made.spec.stages) != list(run.spec.stages)
+        run.spec.num_nodes, run.advice = made.spec.num_nodes, None
+        if elsewhere:
+            run.child.send(pb.ChildCommand(plan=made))
+        self._show_advice(run)
+        self._on_change(False)
+        return elsewhere
+
+    async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
+        """Answer an engine that asks where its stages go."""
+        wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # it is not told of new wishes
+        try:
+            made = await self._replanner.plan(run.state.pipeline_id, wanted)
+        except EdgepipeError as error:
+            made = pb.PlanMade(error=error_to_wire(error))
+        made.question = wanted.question
+        child.send(pb.ChildCommand(plan=made))
+
+    async def _tell_reachable(self, child: Child) -> None:
+        """Tell the engine of the cluster, whenever what it can use of it changes, until it ends."""
+        told: tuple[object, ...] | None = None
+        async for _ in self._changes():
+            if child.exited.is_set():
+                return
+            if (news := self._replanner.room_changes()) != told:
+                told = news
+                child.send(pb.ChildCommand(reachable=self._replanner.reachable()))
+
+    async def _mourn(self, run: _Run, child: Child) -> None:
+        """Wait for the engine's end. One that crashed is started again; one that gave up has said why."""
+        await child.exited.wait()
+        if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
+            return
+        if isinstance(child.fault, StaleEpoch):
+            if self._counts(run.request.pipeline_id) and self._may_restart(run):
+                await self._restart(run, child)  # an engine that does not count had stages meanwhile
+            else:
+                self.give_way(run.request.pipeline_id)
+        elif child.fault is None and self._ends():
+            self._abandon(run.request.pipeline_id)  # whoever told it to end told this node, too
+        elif child.fault is None and run.restartable and self._may_restart(run):
+            await self._restart(run, child)
+        else:
+            self._fail(run, child.error())
+            await self._release(run)
+
+    def _may_restart(self, run: _Run) -> bool:
+        """Not for ever: an engine that crashes as soon as it runs would keep everybody waiting."""
+        now_s = asyncio.get_running_loop().time()
+        run.crashes.append(now_s)
+        return len(run.crashes) < _MOST_CRASHES or now_s - run.crashes[0] > _CRASHES_WITHIN_S
+
+    async def _restart(self, run: _Run, child: Child) -> None:
+        logger.warning("engine ended unasked model=%s, it is started again: %s", run.spec.model, child.error())
+        run.state.state, run.state.message, run.state.address = "recovering", "starting the engine again", ""
+        self._on_change(True)
+        try:
+            await self._launch(run, resuming=True)
+        except EdgepipeError as error:
+            logger.error("engine not started again model=%s: %s", run.spec.model, error)
+            await self._release(run)
+
+    def _fail(self, run: _Run, error: EdgepipeError) -> None:
+        logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
+        if run.state.state != "failed":  # what the engine itself said is closer to the cause
+            run.state.state = "failed"
+            run.state.error.CopyFrom(error_to_wire(error))
+        run.state.message = ""
+        self._on_change(True)
+
+    async def _release(self, run: _Run) -> None:
+        """Of this engine's epochs: a newer engine's stages are not its to give back."""
+        nodes = {stage.node_id for stage in run.spec.stages}
+        pipeline_id, epoch = run.request.pipeline_id, epoch_from_wire(run.state.epoch)
+        await asyncio.gather(*(self._release_on(node_id, pipeline_id, epoch) for node_id in sorted(nodes)))
+
+    async def _release_on(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
+        try:
+            await self._peers.release(node_id, pipeline_id, epoch)
+        except EdgepipeError as error:  # a node that is gone has released by itself
+            logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
+
+
+async def _end_with(child: Child, task: asyncio.Task[None]) -> None:
+    """Cancel the task once the child is gone."""
+    await child.exited.wait()
+    task.cancel()

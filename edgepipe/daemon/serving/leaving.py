@@ -1,0 +1,70 @@
+"""Before the node stops and before its machine sleeps: what runs here moves to others, as far as the time allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from edgepipe.daemon.serving.drain import Drain
+
+logger = logging.getLogger(__name__)
+
+_STOP_S = 30.0  # service managers kill after 90 s (systemd), and people wait
+_SLEEP_S = 4.0  # systems hold sleep up for 5 s at the most, if at all
+
+
+class Leaving:
+    """Drains ahead of what takes the node away."""
+
+    def __init__(
+        self,
+        *,
+        drain: Drain,
+        stopping: asyncio.Event,
+        tasks: asyncio.TaskGroup,
+        announce_sleep: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``stopping`` is set when the node may stop; ``announce_sleep`` tells the others that the machine sleeps."""
+        self.sleeps_soon = False  # told with the node's state: a machine may sleep before it has announced that
+        self._drain = drain
+        self._stopping = stopping
+        self._tasks = tasks
+        self._announce_sleep = announce_sleep
+        self._on_change = on_change
+        self.winding_down = False  # it was told to stop
+
+    def stop(self) -> None:
+        """Stop the node once what others can take has moved there; asked a second time, at once."""
+        if self.winding_down or not self._drain.is_needed:
+            self._stopping.set()
+            return
+        self.winding_down = True
+        logger.info("what runs here moves to other nodes first, for at most %.0f s", _STOP_S)
+        self._tasks.create_task(self._wind_down(), name="wind-down")
+
+    def sleep(self) -> None:
+        """The machine is about to sleep."""
+        if not self.sleeps_soon:
+            self.sleeps_soon = True
+            self._on_change()
+            self._tasks.create_task(self._fall_asleep(), name="fall-asleep")
+
+    def stays(self) -> None:
+        """The machine has woken, or does not sleep after all."""
+        if self.sleeps_soon:
+            self.sleeps_soon = False
+            self._drain.undo()
+
+    async def _wind_down(self) -> None:
+        try:
+            await self._drain.run_within(_STOP_S)
+        finally:
+            self._stopping.set()
+
+    async def _fall_asleep(self) -> None:
+        if self._drain.is_needed:
+            await self._drain.run_within(_SLEEP_S)
+        if self.sleeps_soon:
+            self._announce_sleep()

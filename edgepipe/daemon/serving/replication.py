@@ -1,0 +1,208 @@
+"""Copies of models' parts on several nodes' disks: made when somebody asks, and in the background for what is served.
+
+The node of a model's engine sees to its copies, so one node decides for each. Who has room fetches from who has the
+part, at most at a share of what the link between them carries while models are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from edgepipe.daemon.files.model_parts import model_parts, parts_on
+from edgepipe.daemon.files.models import LocalModel, Models
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.engines import EngineHost
+from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, RemoteProtocolError
+from edgepipe.ids import NodeId
+from edgepipe.planner.copies import CopyPlan, Disk, ModelParts, plan_copies
+from edgepipe.units import format_bytes
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LINK_SHARE = 0.3
+_SETTLED_S = 5.0  # what a cluster has just begun to serve is being fetched by its stages first
+_AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # after a copy broke off
+_TELL_S = 0.25
+
+
+class Replication:
+    """Plans copies, lets nodes make them, and makes this node's."""
+
+    def __init__(
+        self,
+        *,
+        peers: Peers,
+        models: Models,
+        engines: EngineHost,
+        copies: int,
+        changes: Callable[[], AsyncIterator[None]],
+    ) -> None:
+        """``copies``: wanted of every part of what this node's engines serve."""
+        self._peers = peers
+        self._models = models
+        self._engines = engines
+        self._copies = copies
+        self._changes = changes
+        self._served: dict[str, LocalModel] = {}  # by manifest hash
+        self._told_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
+
+    async def run(self) -> None:
+        """See to the copies of what is served here, until cancelled."""
+        again_s = _AGAIN_MIN_S
+        while self._copies > 1:
+            async for _ in self._changes():
+                if await self._wanted():
+                    break
+            await asyncio.sleep(_SETTLED_S)
+            try:
+                for model in await self._wanted():
+                    async for _ in self._copy(model, self._plan(model, self._copies)):
+                        pass
+                again_s = _AGAIN_MIN_S
+            except EdgepipeError as error:
+                logger.warning("copies are not complete, tried again in %.0f s: %s", again_s, error)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, _AGAIN_MAX_S)
+
+    async def replicate(self, name: str, *, copies: int) -> AsyncGenerator[pb.ReplicateEvent]:
+        """Let every part be on ``copies`` disks; how far each node is, at the end all of them.
+
+        Raises ModelUnknown, PlanInvalid if there are fewer nodes, NoFeasiblePlacement with the numbers if disks lack
+        room (then nothing is copied), and what ended a node's copying, when the others are done.
+        """
+        model = await self._models.resolve(name)
+        num_nodes = len(self._peers.nodes())
+        if copies > num_nodes:
+            raise PlanInvalid(
+                f"{copies} copies need {copies} nodes",
+                fact=f"{num_nodes} {'is' if num_nodes == 1 else 'are'} in the cluster now",
+                next_step="start another node, or ask for fewer copies with --copies",
+            )
+        plan = self._plan(model, copies)
+        if plan.lost:
+            raise ModelUnknown(
+                f"parts of {model.name} are on no reachable node",
+                fact=f"{len(plan.lost)} of its embedding, layers and head are missing",
+                next_step=f"edgepipe models pull {model.name}",
+            )
+        if plan.lacking_bytes:
+            raise self._no_room(model, plan)
+        async for event in self._copy(model, plan):
+            yield event
+
+    async def keep(self, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
+        """Make this node's copies. Raises as ``Models.keep_copy``, and LinkError if the link cannot be measured."""
+        asking = request.hello.node_id
+        model = await self._models.adopt(
+            request.model,
+            manifest_hash=request.manifest_hash,
+            first_source=request.source,
+            wanted_by="" if self._peers.is_self(asking) else asking,
+        )
+        bytes_per_s = 0.0
+        if request.paced and not self._peers.is_self(request.source):
+            asked = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=[self._peers.own_id])
+            links = await self._peers.profile_links(request.source, asked)
+            told = [one.bytes_per_s for one in links if one.receiver == self._peers.own_id]
+            if not told:
+                raise RemoteProtocolError("the copy's source does not say how fast the link is")
+            bytes_per_s = _LINK_SHARE * min(told)
+        async for progress in self._models.keep_copy(
+            model, list(request.parts), first_source=request.source, bytes_per_s=bytes_per_s
+        ):
+            yield progress
+
+    async def _wanted(self) -> list[LocalModel]:
+        """Models served from here of which a part could have another copy."""
+        found: list[LocalModel] = []
+        for _, spec in self._engines.ready():
+            try:
+                model = await self._model(spec)
+            except EdgepipeError as error:
+                logger.debug("no copies of model=%s: %s", spec.model, error)
+                continue
+            plan = self._plan(model, self._copies)
+            if plan.fetch:
+                found.append(model)
+            if plan.lacking_bytes and model.manifest_hash not in self._told_lacking:
+                self._told_lacking.add(model.manifest_hash)
+                logger.warning("%s", self._no_room(model, plan))
+        return found
+
+    async def _model(self, spec: pb.ServeSpec) -> LocalModel:
+        """What is served, looked up on the disk once."""
+        if spec.manifest_hash not in self._served:
+            self._served[spec.manifest_hash] = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        return self._served[spec.manifest_hash]
+
+    def _plan(self, model: LocalModel, copies: int) -> CopyPlan:
+        return plan_copies(self._parts(model), self._disks(model), copies=copies)
+
+    def _parts(self, model: LocalModel) -> ModelParts:
+        return model_parts(model.config, model.stored.manifest)
+
+    def _disks(self, model: LocalModel) -> list[Disk]:
+        num_parts = model.config.num_layers + 2
+        return [
+            Disk(
+                node_id=NodeId(node.node_id),
+                holds=parts_on(node, model.name, model.manifest_hash, num_parts=num_parts),
+                free_bytes=0 if node.draining else node.disk_free_bytes,
+                computes=bool(node.devices),
+            )
+            for node in self._peers.nodes()
+        ]
+
+    async def _copy(self, model: LocalModel, plan: CopyPlan) -> AsyncGenerator[pb.ReplicateEvent]:
+        """All nodes side by side; an event now and then, and one at the end. Raises the first error, at the end."""
+        if not plan.fetch:
+            return
+        parts, paced = self._parts(model), any(node.engines for node in self._peers.nodes())
+        told = pb.ReplicateEvent()
+        copying: list[asyncio.Task[None]] = []
+        for node_id, chosen in plan.fetch.items():
+            progress = told.copies.add(
+                node_id=node_id, node_name=self._peers.node(node_id).name, bytes_total=parts.num_bytes(chosen)
+            )
+            request = pb.KeepCopyRequest(
+                hello=self._peers.hello,
+                model=model.name,
+                manifest_hash=model.manifest_hash,
+                parts=chosen,
+                source=self._source(model, chosen, node_id),
+                paced=paced,
+            )
+            copying.append(asyncio.ensure_future(self._copy_to(node_id, request, progress)))
+        try:
+            yield told
+            while any(not one.done() for one in copying):
+                await asyncio.wait(copying, timeout=_TELL_S)
+                yield told
+            for one in copying:
+                one.result()
+        finally:
+            for one in copying:
+                one.cancel()
+            await asyncio.wait(copying)
+
+    async def _copy_to(self, node_id: str, request: pb.KeepCopyRequest, progress: pb.CopyProgress) -> None:
+        logger.info("copying model=%s parts=%d to node=%s", request.model, len(request.parts), progress.node_name)
+        async for one in self._peers.keep_copy(node_id, request):
+            progress.bytes_done = one.bytes_done
+        progress.bytes_done = progress.bytes_total
+
+    def _source(self, model: LocalModel, chosen: tuple[int, ...], target: str) -> str:
+        """The node with most of these parts."""
+        disks = [disk for disk in self._disks(model) if disk.node_id != target]
+        return max(disks, key=lambda disk: (len(disk.holds.intersection(chosen)), disk.node_id)).node_id
+
+    def _no_room(self, model: LocalModel, plan: CopyPlan) -> NoFeasiblePlacement:
+        rooms = ", ".join(f"{node.name} {format_bytes(node.disk_free_bytes)}" for node in self._peers.nodes())
+        return NoFeasiblePlacement(
+            f"copies of {model.name} need {format_bytes(plan.lacking_bytes)} more on other disks",
+            fact=f"free for copies: {rooms}",
+            next_step="make room with 'edgepipe models rm', start another node, or ask for fewer --copies",
+        )

@@ -1,0 +1,406 @@
+"""What the cluster serves, as every node keeps it on its disk: what is served goes on after any machine, or all, were
+off; what was stopped stays stopped. Every record is signed by who says it; ``serve_rules`` has who may say what."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from edgepipe.clock import Clock
+from edgepipe.cluster.private_files import read_private, write_private
+from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
+from edgepipe.errors import AccessDenied, ConfigInvalid
+from edgepipe.security.certificates import KeyPair
+from edgepipe.security.trust_view import Role, TrustedPeer
+from edgepipe.telemetry.log import Once
+from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+_once = Once(logger)
+
+_MOST_BYTES = 8 << 20
+_MOST_RECORDS = 64  # models, the stopped ones among them
+_MOST_CHECKED = 512  # signatures that are remembered as checked
+_MOST_WAITING = 64  # new records of one node that are checked at once; then some more every second:
+_CHECKS_PER_S = 4.0
+_SETTLE_S = 5.0  # between two times that an owner's node says again which engine of a model it holds
+_CONTEXT = b"edgepipe-serve-1"  # keeps a signature made for records from meaning anything elsewhere
+
+
+class ServeTrust(Protocol):
+    """What a book needs to know of trust; ``TrustKeeper`` is one."""
+
+    @property
+    def key_pair(self) -> KeyPair:
+        """This node's."""
+        ...
+
+    @property
+    def cluster_id(self) -> str:
+        """Of this node's cluster."""
+        ...
+
+    def known(self, node_id: str) -> TrustedPeer | None:
+        """A node that belongs to the cluster."""
+        ...
+
+
+@dataclass(slots=True)
+class _Checks:
+    """How many more signatures of one node's telling are checked."""
+
+    left: float
+    as_of_s: float
+
+
+class ServeBook:
+    """One record per model. Methods are called on the event loop; ``run`` writes."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        trust: ServeTrust,
+        gone: Callable[[str], bool],
+        engine_state: Callable[[str, str], str],
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``gone(node_id)``: whether a node is away for certain, or gives its engines away.
+        ``engine_state(node_id, pipeline_id)``: what the node tells of its engine for it; empty if it has none."""
+        self._path = path
+        self._trust = trust
+        self._gone = gone
+        self._engine_state = engine_state
+        self._clock = clock
+        self._on_change = on_change
+        self._records: dict[str, tuple[pb.ServeBody, pb.ServeRecord]] = {}  # by model
+        self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
+        self._checks: dict[str, _Checks] = {}  # by the node that tells
+        self._settled_at_s: dict[str, float] = {}  # by model
+        self._changed = asyncio.Event()
+        self._changes = Changes()
+        self._load()
+
+    def records(self) -> list[pb.ServeRecord]:
+        """All of them, to be told to others."""
+        return [record for _, record in self._records.values()]
+
+    def served(self) -> list[pb.ServeBody]:
+        """Models that somebody wants served and that have answered."""
+        return [body for body, _ in self._records.values() if not body.stopped and body.begun]
+
+    def stopped(self) -> list[str]:
+        """Pipelines that somebody stopped."""
+        return [body.pipeline_id for body, _ in self._records.values() if body.stopped]
+
+    def held(self, pipeline_id: str) -> pb.ServeBody | None:
+        """What counts of a pipeline, running or stopped."""
+        return next((body for body, _ in self._records.values() if body.pipeline_id == pipeline_id), None)
+
+    def is_on_request(self, pipeline_id: str) -> bool:
+        """Whether a request had it loaded, and no person wants it served."""
+        held = self.held(pipeline_id)
+        return held is not None and held.spec.on_request
+
+    def record(self, pipeline_id: str) -> pb.ServeRecord | None:
+        """The same as it travels."""
+        return next((one for body, one in self._records.values() if body.pipeline_id == pipeline_id), None)
+
+    def binds(self, node_id: str, engine: engine_pb2.EngineState) -> bool:
+        """Whether the engine that a node tells of is the recorded one, with the recorded content."""
+        body = self.held(engine.pipeline_id)
+        return (
+            body is not None
+            and (body.engine_node, body.spec.model) == (node_id, engine.model)
+            and engine.manifest_hash in ("", body.spec.manifest_hash)
+        )
+
+    def is_here(self, pipeline_id: str) -> bool:
+        """Whether the pipeline's recorded engine is on this node."""
+        body = self.held(pipeline_id)
+        return body is not None and not body.stopped and body.engine_node == self._own
+
+    async def until_engine(self, pipeline_id: str, node_id: str, manifest_hash: str, *, timeout_s: float) -> None:
+        """Until the pipeline's recorded engine is on that node, with that content. Raises AccessDenied if it is not in
+        time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for _ in self._changes.watch():
+                    body = self.held(pipeline_id)
+                    known = (body.engine_node, body.spec.manifest_hash) if body is not None else None
+                    if known == (node_id, manifest_hash) and body is not None and not body.stopped:
+                        return
+        except TimeoutError as exc:
+            raise AccessDenied(
+                "the pipeline's engine is another one",
+                fact=f"node {node_id} asked for {pipeline_id}",
+                next_step="serve the model again",
+            ) from exc
+
+    def require_director(self, node_id: str, pipeline_id: str) -> None:
+        """Raise AccessDenied unless the node may say where a pipeline's stages are: it asked for it, has its engine, or
+        owns the cluster."""
+        body = self.held(pipeline_id)
+        if not self._is_owner(node_id) and (body is None or node_id not in (body.asker, body.engine_node)):
+            raise AccessDenied("only who had a model served, or an owner, places it anew", fact=f"node {node_id} asked")
+
+    def require_content(self, node_id: str, manifest_hash: str) -> None:
+        """Raise AccessDenied unless somebody's model with that content is served, or the node owns the cluster."""
+        if not self._is_owner(node_id) and all(one.spec.manifest_hash != manifest_hash for one in self.served()):
+            raise AccessDenied("only an owner has copies made of what is not served", fact=f"node {node_id} asked")
+
+    def ask(self, pipeline_id: str, spec: pb.ServeSpec, *, engine_node: str) -> pb.ServeRecord:
+        """This node's user wants a model served. Raises AccessDenied if it is served already, by others' wish."""
+        body = pb.ServeBody(pipeline_id=pipeline_id, spec=spec, engine_node=engine_node, asker=self._own)
+        return self._say(body)
+
+    def note_served(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
+        """This node's engine answers, with its stages as in ``spec``."""
+        held = self.held(pipeline_id)
+        if held is None or held.stopped or held.engine_node != self._own:
+            return
+        body = self._next(spec.model)
+        body.begun = True
+        body.spec.CopyFrom(spec)
+        body.spec.on_request = held.spec.on_request  # not for an engine to say
+        if body != held:
+            self._say_if_believed(body)
+
+    def note_kept(self, model: str) -> None:
+        """A person wants it served: what a request loaded stays until a person stops it."""
+        held = self._records.get(model)
+        if held is None or held[0].stopped or not held[0].spec.on_request:
+            return
+        body = self._next(model)
+        body.spec.on_request = False
+        self._say_if_believed(body)
+
+    def note_stopped(self, model: str) -> pb.ServeRecord | None:
+        """Nobody wants it served any more. Raises AccessDenied if that is not for this node to say."""
+        held = self._records.get(model)
+        if held is None or held[0].stopped:
+            return held[1] if held is not None else None
+        body = self._next(model)
+        body.stopped = True
+        return self._say(body)
+
+    def take_over(self, pipeline_id: str) -> None:
+        """From now on the pipeline's engine is here. Raises AccessDenied while the recorded one's node is not gone."""
+        held = self.held(pipeline_id)
+        if held is not None and held.engine_node != self._own:
+            body = self._next(held.spec.model)
+            body.engine_node = self._own
+            self._say(body)
+
+    def is_unconfirmed(self, body: pb.ServeBody) -> bool:
+        """Whether it says, on this node's word alone, that a pipeline's engine is here."""
+        return (body.engine_node, body.signer) == (self._own, self._own) and not self._is_owner(self._own)
+
+    def hand_back(self, other: pb.ServeBody) -> None:
+        """This node's engine yields to the one that another node told of. Raises AccessDenied."""
+        body = self._next(other.spec.model)
+        body.engine_node = other.engine_node
+        self._say(body)
+
+    def merge(self, source: str, records: Iterable[pb.ServeRecord]) -> list[pb.ServeBody]:
+        """What another node keeps: taken if who signed it may say so.
+
+        Returns what names another engine for a model that is held here, and was refused."""
+        rivals: list[pb.ServeBody] = []
+        known = {record.body for _, record in self._records.values()}
+        for record in list(records)[:_MOST_RECORDS]:
+            body = self._read(source, record) if record.body not in known else None
+            if body is None:
+                continue
+            held = self._records.get(body.spec.model)
+            why = self._refusal(body)
+            if not why:
+                self._take(body, record)
+            elif held is not None and order(body) > order(held[0]) and not same_engine(body, held[0]):
+                _once.log(logging.WARNING, f"{source} {why}", "record of model=%s refused: %s", body.spec.model, why)
+                rivals.append(body)
+                self._settle(held[0], body)
+            elif held is not None and not same_engine(body, held[0]) and body.pipeline_id == held[0].pipeline_id:
+                rivals.append(body)
+        return rivals
+
+    def renew(self, present_hash: Callable[[str, str], str]) -> None:
+        """An owner's node says again what was said by machines that do not belong to the cluster any more, what nobody
+        has signed, and what plain members said with a version that no newcomer takes from them: who joins later would
+        not believe it. What nobody signed the engine's node says, too.
+
+        ``present_hash(model, manifest_hash)``: what a hash of an earlier kind is now; empty if that is not known yet.
+        """
+        for body, record in list(self._records.values()):
+            mine = self._is_owner(self._own) or (not record.body and body.engine_node == self._own)
+            lasts = self._is_owner(body.signer) or not is_far_ahead(None, body)
+            if not mine or (record.body and self._trust.known(body.signer) is not None and lasts):
+                continue
+            if manifest_hash := present_hash(body.spec.model, body.spec.manifest_hash):
+                renewed = self._next(body.spec.model)
+                renewed.spec.manifest_hash = manifest_hash
+                self._say_if_believed(renewed)
+
+    async def run(self) -> None:
+        """Write every change down, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            data = pb.ServeRecords(records=self.records()).SerializeToString()
+            try:
+                await asyncio.to_thread(write_private, self._path, data)
+            except OSError as exc:
+                logger.error("what is served was not written down: %s", exc)
+
+    @property
+    def _own(self) -> str:
+        return self._trust.key_pair.fingerprint
+
+    def _is_owner(self, node_id: str) -> bool:
+        peer = self._trust.known(node_id)
+        return peer is not None and peer.role is Role.OWNER
+
+    def _next(self, model: str) -> pb.ServeBody:
+        """A copy of what is held, to be changed and said."""
+        body = pb.ServeBody()
+        if (held := self._records.get(model)) is not None:
+            body.CopyFrom(held[0])
+        return body
+
+    def _say(self, body: pb.ServeBody, *, above: int = 0) -> pb.ServeRecord:
+        """Sign it and keep it, newer than what is held. Raises AccessDenied if others would not believe it."""
+        held = self._records.get(body.spec.model)
+        body.cluster_id, body.signer = self._trust.cluster_id, self._own
+        body.version = 1 + max(above, held[0].version if held is not None else 0)
+        if why := self._refusal(body):
+            raise AccessDenied(
+                f"'{body.spec.model}' is served by others' wish",
+                fact=why,
+                next_step="run the command where it was served, or on an owner's machine: see 'edgepipe peers'",
+            )
+        data = body.SerializeToString(deterministic=True)
+        record = pb.ServeRecord(body=data, signature=self._trust.key_pair.sign(_CONTEXT + data))
+        self._take(body, record)
+        return record
+
+    def _say_if_believed(self, body: pb.ServeBody) -> None:
+        """What nobody here asked for is not worth an error: this node may have been removed."""
+        try:
+            self._say(body)
+        except AccessDenied as error:
+            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not said: %s", error)
+
+    def _refusal(self, body: pb.ServeBody) -> str:
+        held = self._records.get(body.spec.model)
+        signer = self._trust.known(body.signer)
+        running = sum(
+            one.asker == body.signer
+            for model, (one, _) in self._records.items()
+            if not one.stopped and model != body.spec.model
+        )
+        facts = Facts(
+            role=signer.role if signer is not None else None,
+            gone=self._gone,
+            running=running,
+            runs=self._seems_to_run,
+        )
+        return refusal(held[0] if held is not None else None, body, facts)
+
+    def _seems_to_run(self, body: pb.ServeBody) -> bool:
+        state = self._engine_state(body.engine_node, body.pipeline_id)
+        return state != "failed" and (body.begun or bool(state))
+
+    def _settle(self, held: pb.ServeBody, rival: pb.ServeBody) -> None:
+        """An owner's node says which engine counts, so that nobody has to guess."""
+        now_s, model = self._clock.monotonic_s(), held.spec.model
+        if not self._is_owner(self._own) or self._gone(held.engine_node) or self._trust.known(rival.signer) is None:
+            return
+        if is_far_ahead(held, rival):  # nobody believes it; an answer would only raise the version
+            return
+        if now_s - self._settled_at_s.get(model, -_SETTLE_S) < _SETTLE_S:
+            return
+        self._settled_at_s[model] = now_s
+        self._say(self._next(model), above=rival.version)
+
+    def _read(self, source: str, record: pb.ServeRecord) -> pb.ServeBody | None:
+        """A record that its signer signed; None for all others."""
+        if not record.body or len(record.body) > MAX_BODY_BYTES:
+            return None
+        try:
+            body = pb.ServeBody.FromString(record.body)
+        except DecodeError:
+            return None
+        signer = self._trust.known(body.signer)
+        if signer is None or body.cluster_id != self._trust.cluster_id or not body.spec.model:
+            return None
+        digest = hashlib.sha256(record.body + record.signature).digest()
+        if digest not in self._checked:
+            if not self._may_check(source):
+                return None
+            self._checked[digest] = signer.certificate.verifies(record.signature, _CONTEXT + record.body)
+            if len(self._checked) > _MOST_CHECKED:
+                self._checked.popitem(last=False)
+        return body if self._checked[digest] else None
+
+    def _may_check(self, source: str) -> bool:
+        now_s = self._clock.monotonic_s()
+        if source not in self._checks:
+            known = self._trust.known
+            self._checks = {key: one for key, one in self._checks.items() if known(key) is not None}
+        checks = self._checks.setdefault(source, _Checks(float(_MOST_WAITING), now_s))
+        checks.left = min(_MOST_WAITING, checks.left + _CHECKS_PER_S * (now_s - checks.as_of_s)) - 1
+        checks.as_of_s = now_s
+        checks.left = max(checks.left, -1.0)
+        return checks.left >= 0
+
+    def _take(self, body: pb.ServeBody, record: pb.ServeRecord) -> None:
+        before = self._records.pop(body.spec.model, None)
+        self._records[body.spec.model] = (body, record)
+        while len(self._records) > _MOST_RECORDS and (model := self._forgettable()):
+            del self._records[model]
+        self._changes.notify()
+        self._changed.set()
+        self._on_change()
+        moved = before is not None and before[0].engine_node != body.engine_node
+        if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
+            self._say(self._next(body.spec.model))  # who cannot know by itself that the other node is gone believes it
+
+    def _forgettable(self) -> str:
+        """The oldest stopped model of the node that said most of them: nobody's masses push out what others said."""
+        stopped = {model: one.signer for model, (one, _) in self._records.items() if one.stopped}
+        most = [signer for signer, _ in Counter(stopped.values()).most_common(1)]
+        return next((model for model, signer in stopped.items() if signer in most), "")
+
+    def _load(self) -> None:
+        """What this node wrote was checked when it came in; records of the earlier form wait for ``renew``."""
+        try:
+            records = pb.ServeRecords.FromString(read_private(self._path, most_bytes=_MOST_BYTES)).records
+            for record in records:
+                body = pb.ServeBody.FromString(record.body)
+                if not record.body:
+                    body = pb.ServeBody(
+                        pipeline_id=record.pipeline_id,
+                        spec=record.spec,
+                        stopped=record.stopped,
+                        version=record.version,
+                        engine_node=record.engine_node,
+                        asker=record.engine_node,
+                        begun=True,
+                    )
+                self._records[body.spec.model] = (body, record)
+        except FileNotFoundError:
+            return
+        except (ConfigInvalid, DecodeError) as exc:
+            self._records.clear()
+            logger.warning("what was served is not known any more: %s", exc)

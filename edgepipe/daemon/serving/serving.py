@@ -1,0 +1,458 @@
+"""From ``serve MODEL`` to a ready engine: resolve, place, start, follow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing
+
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
+from edgepipe.daemon.device.memory import modest_kv_bytes
+from edgepipe.daemon.files.models import LocalModel, Models
+from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.capacity import placement_need, rooms_of, stages_of
+from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.survey import Surveyor
+from edgepipe.errors import (
+    AccessDenied,
+    ConnectTimeout,
+    EdgepipeError,
+    ModelUnknown,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    PlanInvalid,
+    VersionMismatch,
+)
+from edgepipe.ids import Epoch, IdSource
+from edgepipe.link.shut_ports import shut_port
+from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
+from edgepipe.planner.plan import Plan, Wishes, plan
+from edgepipe.wire.common import activation_type_to_wire, epoch_from_wire, error_from_wire
+from edgepipe.wire.profiles import cluster_from_wire
+from edgepipe.wire.v1 import common_pb2, engine_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
+_CONNECT_S = 3.0  # to an engine that is ready
+_GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
+
+
+class Serving:
+    """Serves and stops models anywhere in the cluster, on behalf of a command line at this node."""
+
+    def __init__(
+        self,
+        *,
+        peers: Peers,
+        models: Models,
+        ids: IdSource,
+        changes: Callable[[], AsyncIterator[None]],
+        gateway_knows: Callable[[str], Awaitable[None]],
+        refused: Callable[[], Iterable[EdgepipeError]],  # why nodes that were found do not join
+        book: ServeBook,
+        surveyor: Surveyor,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._book = book
+        self._peers = peers
+        self._models = models
+        self._ids = ids
+        self._changes = changes
+        self._gateway_knows = gateway_knows
+        self._refused = refused
+        self._surveyor = surveyor
+        self._tasks = tasks
+
+    def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
+        """Every engine of the cluster with its node."""
+        return [(node, engine) for node in self._peers.nodes() for engine in node.engines]
+
+    async def serve(self, request: pb.ServeRequest) -> AsyncGenerator[pb.ServeEvent]:
+        """Progress, then the ready engine in the last event. A model that is served already is only followed.
+
+        Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the
+        engine. A caller that goes away before the end stops what it began.
+        """
+        self._check_names([*request.exclude, *filter(None, [request.first])])
+        yield pb.ServeEvent(message=f"looking for {request.model}")
+        model = await self._models.resolve(request.model)
+        context = model.config.context_for(request.options.context_length)
+        if running := self._running(model.name):
+            node, engine = running
+            if request.rebalance:
+                async for event in self._rebalance(node.node_id, engine, request):
+                    yield event
+                return
+            _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
+            if not request.options.on_request:
+                self._book.note_kept(model.name)
+            async for event in self._follow(node.node_id, engine.pipeline_id):
+                yield event
+            return
+        if waited_for := self._starting():
+            yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
+            await self._devices_started()
+        shut: dict[str, ConnectTimeout] = {}  # nodes that cannot be used, by id, and why
+        while True:
+            try:
+                async with aclosing(self._serve_anew(request, model, context, shut)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except ConnectTimeout as error:
+                node = self._named(error.node)
+                if request.plan or node is None or node.node_id in shut:
+                    raise
+                shut[node.node_id] = error
+                yield pb.ServeEvent(message=f"{error.what}: looking for another way")
+
+    async def _serve_anew(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
+    ) -> AsyncGenerator[pb.ServeEvent]:
+        """As ``serve``, on nodes that are not ``shut``. Raises the first of those errors if that leaves no way."""
+        pipeline_id, engine_node = self._ids.new("pipeline"), ""
+        ready = False
+        try:
+            if not request.plan:
+                yield pb.ServeEvent(message="measuring devices and links")
+            try:
+                spec, engine_node = await self._spec(request, model, context, exclude=tuple(shut))
+            except (NoFeasiblePlacement, PlanInvalid) as error:
+                raise next(iter(shut.values()), error) from None
+            newest = [_left_out(error) for error in shut.values()][-1:]
+            yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="".join(newest))
+            record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
+            await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
+            async for event in self._follow(engine_node, pipeline_id):
+                if event.HasField("engine") and (error := await self._no_way_to(event.engine, engine_node)):
+                    if not request.plan:
+                        raise error
+                    event.note = f"{error.what}: {error.next_step}"
+                ready = event.HasField("engine")
+                yield event
+        finally:
+            if engine_node and not ready and not self._has_failed(pipeline_id):
+                self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+
+    async def _no_way_to(self, engine: engine_pb2.EngineState, node_id: str) -> ConnectTimeout | None:
+        """Why this node's gateway cannot send requests to a ready engine; None if it can."""
+        host, _, port = engine.address.rpartition(":")
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except TimeoutError:
+            own, node = self._peers.node(self._peers.own_id), self._peers.node(node_id)
+            return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
+        except (OSError, ValueError):  # refused, or an address that is none: its node may tell anything
+            return None  # whoever sends it requests is told why
+        writer.close()
+        return None
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise PlanInvalid for what no node is called."""
+        nodes = self._peers.nodes()
+        known = {name for node in nodes for name in (node.name, node.node_id)}
+        if unknown := [name for name in names if name not in known]:
+            raise PlanInvalid(
+                f"'{unknown[0]}' is no node of this cluster",
+                fact=f"nodes: {', '.join(sorted(node.name for node in nodes))}",
+                next_step="see 'edgepipe status'",
+            )
+
+    def _named(self, name: str) -> pb.NodeState | None:
+        return next((node for node in self._peers.nodes() if name and node.name == name), None)
+
+    async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
+        """What a plan for a model is made of. Raises ModelUnknown, LinkNotMeasured."""
+        model = await self._models.resolve(name)
+        if self._starting():
+            await self._devices_started()
+        return await self._surveyor.survey(model, dtype, fresh=fresh)
+
+    async def measure_links(self) -> list[pb.LinkProfile]:
+        """Every directed link between nodes. Raises LinkNotMeasured."""
+        return await self._surveyor.links()
+
+    async def _rebalance(
+        self, node_id: str, engine: engine_pb2.EngineState, request: pb.ServeRequest
+    ) -> AsyncGenerator[pb.ServeEvent]:
+        """Events until the model's stages are where they would be placed now."""
+        yield pb.ServeEvent(message=f"placing {engine.model} anew")
+        before = epoch_from_wire(engine.epoch)
+        if not await self._peers.rebalance(
+            node_id, engine.pipeline_id, num_nodes=request.num_nodes, moves=request.moves
+        ):
+            yield pb.ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
+            return
+        async for event in self._follow(node_id, engine.pipeline_id, after=before):
+            yield event
+
+    async def stop(self, model: str) -> list[str]:
+        """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
+        known = {engine.model for _, engine in self.engines()}
+        chosen = {name for name in known | self._wanted() if not model or model_matches(model, name)}
+        if model and not chosen:
+            raise ModelUnknown(
+                f"the model '{model}' is not served",
+                fact=f"served: {', '.join(sorted(known)) or 'none'}",
+                next_step="see 'edgepipe ps'",
+            )
+        await self._stop(chosen)
+        return sorted(chosen)
+
+    async def unload(self, model: str) -> None:
+        """Stop a model that a request had loaded; one that a person had served stays. Raises AccessDenied."""
+        if any(one.spec.model == model and one.spec.on_request for one in self._book.served()):
+            await self._stop({model})
+
+    def _wanted(self) -> set[str]:
+        return {one.spec.model for one in self._book.served()}
+
+    async def _stop(self, models: AbstractSet[str]) -> None:
+        engines = [(node, engine) for node, engine in self.engines() if engine.model in models]
+        denied: dict[str, AccessDenied] = {}
+        for name in sorted(models):  # first, so that nobody starts it again
+            try:
+                self._book.note_stopped(name)
+            except AccessDenied as error:
+                denied[name] = error
+        for node, engine in engines:
+            if engine.model not in denied:
+                record = self._book.record(engine.pipeline_id)
+                await self._peers.stop_engine(node.node_id, engine.pipeline_id, record)
+        if denied:
+            raise next(iter(denied.values()))
+
+    def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
+        for node, engine in self.engines():
+            if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering", "waiting"):
+                return node, engine
+        return None
+
+    def _has_failed(self, pipeline_id: str) -> bool:
+        return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
+
+    def _starting(self) -> list[str]:
+        """Names of nodes whose device is still being measured, at their start or after a model was stopped."""
+        return [node.name for node in self._peers.nodes() if any(one.state == "starting" for one in node.devices)]
+
+    def _failed_devices(self) -> list[str]:
+        """Nodes whose device cannot be used, and why."""
+        return [
+            f"{node.name} cannot: {device.error.what}"
+            for node in self._peers.nodes()
+            for device in node.devices
+            if device.state == "failed"
+        ]
+
+    async def _devices_started(self) -> None:
+        """Wait until every device is known, so that a placement leaves none out; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DEVICES_S):
+                async for _ in self._changes():
+                    if not self._starting():
+                        return
+
+    async def _spec(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
+    ) -> tuple[pb.ServeSpec, str]:
+        """What is to be served, and the node of its engine; on no node (id) of ``exclude``, for this once."""
+        options = request.options
+        nodes = self._peers.nodes()
+        rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
+        try:
+            if request.plan:
+                placed = place_by_plan(placement_need(model.config, context), rooms, request.plan)
+                engine_node = placed[0].node_id
+            else:
+                found = await self._planned(request, model, context, exclude)
+                placed, engine_node = found.placed, found.engine
+        except NoFeasiblePlacement as error:
+            mismatch = next((one for one in self._refused() if isinstance(one, VersionMismatch)), None)
+            if mismatch is not None and request.num_nodes > len(rooms):
+                raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
+            error.fact = "; ".join([error.fact, *self._failed_devices()])
+            raise
+        spec = pb.ServeSpec()
+        spec.CopyFrom(options)
+        spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
+        _check_kv_room(model.config, options.kv_tokens, placed, rooms)
+        spec.kv_tokens = options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms)
+        if not spec.activation_type:
+            spec.activation_type = activation_type_to_wire(ActivationType.BF16)
+        del spec.stages[:]
+        spec.stages.extend(stages_of(placed))
+        spec.throughput, spec.concurrency = request.throughput, request.concurrency
+        spec.num_nodes, spec.first = request.num_nodes, request.first
+        spec.exclude.extend(request.exclude)
+        spec.block_size = common_block_size(device.profile for node in nodes for device in node.devices)
+        spec.moves, spec.fixed = request.moves == pb.MOVES_AUTO, bool(request.plan)
+        return spec, engine_node
+
+    async def _planned(
+        self, request: pb.ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]
+    ) -> Plan:
+        """The best placement that the request allows. Raises as ``plan``."""
+        cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
+        asked = pb.ServeSpec(context_length=context, throughput=request.throughput, concurrency=request.concurrency)
+        must_keep_tokens = context if request.must_keep_context else 0
+        demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
+        wishes = Wishes(num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first)
+        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
+
+    def _describe(self, spec: pb.ServeSpec) -> str:
+        """``layers 0-14 on gamer, 15-29 on mac``."""
+        parts = [
+            f"{one.layers.start}-{one.layers.end - 1} on {self._peers.node(stage.node_id).name}"
+            for stage in spec.stages
+            for one in stage.slices
+        ]
+        return f"layers {', '.join(parts)}"
+
+    def _start_request(self, pipeline_id: str, spec: pb.ServeSpec, record: pb.ServeRecord) -> pb.StartEngineRequest:
+        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec, record=record)
+        for node_id in {stage.node_id for stage in spec.stages}:
+            node = self._peers.node(node_id)
+            request.nodes.add(node_id=node_id, address=node.address, name=node.name)
+        return request
+
+    async def _follow(
+        self, node_id: str, pipeline_id: str, *, after: Epoch | None = None
+    ) -> AsyncIterator[pb.ServeEvent]:
+        """Events until the engine is ready, in an epoch ``after`` another if one is given.
+
+        Raises its error, or NodeUnreachable when its node goes.
+        """
+        told: tuple[str, float] | None = None
+        seen = False
+        async for _ in self._changes():
+            engine = next((one for one in self._peers.node(node_id).engines if one.pipeline_id == pipeline_id), None)
+            if engine is None:
+                if seen:
+                    raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
+                continue  # its node has not told of it yet
+            seen = True
+            if engine.state == "failed":
+                raise error_from_wire(engine.error)
+            if engine.state == "ready" and (after is None or epoch_from_wire(engine.epoch) > after):
+                with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
+                    async with asyncio.timeout(_GATEWAY_S):
+                        await self._gateway_knows(pipeline_id)
+                yield pb.ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
+                return
+            if told != (engine.message, engine.progress):
+                told = (engine.message, engine.progress)
+                yield pb.ServeEvent(message=engine.message or engine.state, progress=engine.progress)
+
+    async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
+        try:
+            if (held := self._book.held(pipeline_id)) is not None:
+                self._book.note_stopped(held.spec.model)
+            await self._peers.stop_engine(node_id, pipeline_id, self._book.record(pipeline_id))
+        except EdgepipeError as error:
+            logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
+
+
+def _left_out(error: ConnectTimeout) -> str:
+    return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
+
+
+def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:
+    """Tokens of KV when nobody says how many: some long chats' worth, less where stages take the host's memory."""
+    tokens = DEFAULT_SEQUENCES * min(context, DEFAULT_SEQUENCE_TOKENS)
+    by_id = {room.node_id: room for room in rooms}
+    for one in placed:
+        room = by_id[one.node_id]
+        if room.shares_host_memory:
+            token_bytes = config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
+            most = modest_kv_bytes(weight_bytes=config.slice_parameters(one.part) * room.bytes_per_weight)
+            tokens = min(tokens, most // token_bytes)
+    return max(tokens, context)
+
+
+def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> None:
+    """Raise NoFeasiblePlacement if so many tokens of KV do not fit beside the weights."""
+    by_id = {room.node_id: room for room in rooms}
+    most = min(
+        (room.free_bytes - config.slice_parameters(one.part) * room.bytes_per_weight)
+        // config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
+        for one in placed
+        for room in (by_id[one.node_id],)
+    )
+    if kv_tokens > most:
+        raise NoFeasiblePlacement(
+            f"--kv-tokens {kv_tokens} do not fit",
+            fact=f"beside the weights there is room for {most} tokens",
+            next_step=f"give --kv-tokens {most} or less, or leave it out",
+        )
+
+
+def common_block_size(profiles: Iterable[common_pb2.DeviceProfile]) -> int:
+    """Tokens per KV block: the fewest that every device of the cluster serves well, as any of them may hold a stage."""
+    told = [one.block_sizes for one in profiles if one.block_sizes]
+    common = (size for size in told[0] if all(size in sizes for sizes in told)) if told else ()
+    return min(common, default=DEFAULT_BLOCK_SIZE)
+
+
+def model_matches(wanted: str, name: str) -> bool:
+    """Whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
+    return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
+
+
+def _check_served_as_asked(
+    request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str, held: pb.ServeBody | None
+) -> None:
+    """Raise PlanInvalid if the model is served over other nodes or layers, or with other settings, than this caller
+    wants, or another model by its name."""
+    if engine.manifest_hash and engine.manifest_hash != manifest_hash:
+        raise PlanInvalid(
+            f"another model is served by the name {engine.model}",
+            fact=f"its content is {engine.manifest_hash[:12]}, that of the one here {manifest_hash[:12]}",
+            next_step=f"edgepipe stop {engine.model}, then serve it again",
+        )
+    parts = sorted(
+        (part.layers.start, f"{part.layers.start}-{part.layers.end - 1}", stage.node_name, stage.node_id)
+        for stage in engine.stages
+        for part in stage.slices
+    )
+    if request.plan:
+        wanted = [text.strip() for text in request.plan.split(",")]
+        allowed = [(f"{name}:{layers}", f"{node_id}:{layers}") for _, layers, name, node_id in parts]
+        same = len(wanted) == len(allowed) and all(one in both for one, both in zip(wanted, allowed, strict=True))
+    else:
+        names = [{name, node_id} for _, _, name, node_id in parts]
+        same = request.num_nodes in (0, len(engine.stages))
+        same = same and (not names or request.first in ("", *names[0]))
+        same = same and not any(both & set(request.exclude) for both in names)
+    fact = (
+        "" if same or not parts else f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}"
+    )
+    fact = fact or (_other_setting(request, held.spec) if held is not None else "")
+    if fact:
+        raise PlanInvalid(
+            f"{engine.model} is served already, but not as asked",
+            fact=fact,
+            next_step=f"edgepipe stop {engine.model}, then serve it again",
+        )
+
+
+def _other_setting(request: pb.ServeRequest, spec: pb.ServeSpec) -> str:
+    """What was asked for by a flag and is otherwise; empty: nothing."""
+    asked = request.options
+    flags = {
+        "--context": (asked.context_length, spec.context_length),
+        "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
+        "--micro-batches": (asked.micro_batches, spec.micro_batches),
+        "--policy": (asked.policy, spec.policy or "throttled"),
+        "--dtype": (asked.dtype, spec.dtype or "auto"),
+        "--concurrency": (request.concurrency, spec.concurrency),
+    }
+    other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted and wanted != now), None)
+    return f"it is served with {other[0]} {other[1] or 'auto'}" if other is not None else ""

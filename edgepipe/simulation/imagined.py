@@ -1,0 +1,150 @@
+"""An imagined cluster: named devices, a named model and one kind of link become a ring and its limits. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from edgepipe.backend.cost import CostModel, StepWork
+from edgepipe.backend.devices import DeviceModel, adjusted, named_device
+from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.hosts import HOST_S
+from edgepipe.planner.placement import Placed
+from edgepipe.planner.plan import Wishes, plan
+from edgepipe.scheduler import SchedulerLimits
+from edgepipe.simulation.ring import RingModel, RingStage
+from edgepipe.units import LinkShape, format_bytes
+
+_BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
+_KV_SHARE = 0.9  # of what is free beside the weights
+_CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImaginedCluster:
+    """What somebody would like to know about."""
+
+    devices: Sequence[str]  # keys of the device table
+    config: ModelConfig
+    link: LinkShape  # between any two devices
+    adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
+    plan: str = ""  # "a:0-15,b:16-31": layers by hand; devices are named a, b, c, ...
+    slices: int = 1  # V: of each device; more than one are interleaved
+    context_length: int = 0  # tokens; 0: the model's
+    kv_tokens: int = 0  # 0: what fits
+    block_size: int = 16
+    max_running: int = 256
+    host_s: float = HOST_S  # of one small message, on each machine
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imagined:
+    """Ready to be simulated."""
+
+    ring: RingModel
+    limits: SchedulerLimits
+    row_bytes: int  # of one token's activations on a link
+    tile_edges: tuple[int, ...]  # tokens above which a step takes clearly longer somewhere
+    link_cap_tokens: int | None = None  # what the slowest link uploads while the slowest device computes a decode step
+    plan: str = ""  # where the layers went: "a:0-15,b:16-31"
+
+
+def imagine(cluster: ImaginedCluster) -> Imagined:
+    """Place the model as nodes would. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
+    known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
+    known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
+    keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
+    devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
+    wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
+    demand = _demand(cluster)
+    placed = plan(demand, known.machines, known.links, wishes, explain=False).placed
+    if cluster.slices > 1:
+        by_hand = Wishes(layers=_interleaved(placed, cluster.slices))
+        placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
+    parts = [(str(one.node_id), one.part, CostModel(cluster.config, devices[str(one.node_id)])) for one in placed]
+    row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
+    stages = [
+        RingStage(
+            name=f"{name} {keys[name]} {part.layers}",
+            step_s=cost.slice_cost(part).step_s,
+            link=cluster.link if not part.head else LinkShape(one_way_s=cluster.link.one_way_s if part.index else 0.0),
+            token_bytes=0 if part.head else row_bytes,
+            jitter=devices[name].jitter,
+            first_layer=part.layers.start,
+            device=name,
+            host_s=cluster.host_s,
+        )
+        for name, part, cost in parts
+    ]
+    return Imagined(
+        ring=RingModel(stages=stages, seed=cluster.seed),
+        limits=_limits(cluster, devices, parts),
+        row_bytes=row_bytes,
+        plan=",".join(f"{one.node_id}:{one.part.layers}" for one in placed),
+        tile_edges=tuple(sorted({first - 1 for one in devices.values() for first, _ in one.tile_steps})),
+        link_cap_tokens=_link_cap_tokens(stages),
+    )
+
+
+def _interleaved(placed: Sequence[Placed], slices: int) -> str:
+    """The same layers per device in V turns through all of them. Raises PlanInvalid for devices with fewer layers."""
+    parts: list[str] = []
+    start = 0
+    for turn in range(slices):
+        for one in placed:
+            whole = len(one.part.layers)
+            count = whole * (turn + 1) // slices - whole * turn // slices
+            if not count:
+                raise PlanInvalid(
+                    f"{whole} layers cannot be {slices} slices",
+                    fact=f"device {one.node_id} has no more of this model",
+                    next_step="ask for fewer slices",
+                )
+            parts.append(f"{one.node_id}:{start}-{start + count - 1}")
+            start += count
+    return ",".join(parts)
+
+
+def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
+    step_s = max(stage.step_s(StepWork.of_rows([0], [1], logit_rows=1)) for stage in stages)
+    token_s = max((stage.link.upload_s(stage.token_bytes) for stage in stages[:-1]), default=0.0)
+    return int(step_s / token_s) if token_s else None
+
+
+def _demand(cluster: ImaginedCluster) -> Demand:
+    """Many conversations: what is simulated is load."""
+    return Demand(
+        config=cluster.config,
+        objective=Objective.THROUGHPUT,
+        context_tokens=min(_CONVERSATION_TOKENS, cluster.config.context_for(cluster.context_length)),
+    )
+
+
+def _limits(
+    cluster: ImaginedCluster, devices: Mapping[str, DeviceModel], parts: Sequence[tuple[str, Slice, CostModel]]
+) -> SchedulerLimits:
+    """One number of blocks for all stages: what the smallest can hold."""
+    held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
+    room = min(
+        (devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
+        for name, (cost, slices) in held.items()
+    )
+    tokens = min(room, cluster.kv_tokens) if cluster.kv_tokens else room
+    num_blocks = int(tokens) // cluster.block_size
+    if num_blocks < 1:
+        raise NoFeasiblePlacement(
+            "no room is left for a KV cache",
+            fact=f"the smallest device has {format_bytes(min(one.usable_bytes for one in devices.values()))}",
+            next_step="name more devices, larger ones, or a smaller model",
+        )
+    return SchedulerLimits(
+        num_blocks=num_blocks,
+        block_size=cluster.block_size,
+        context_length=cluster.config.context_for(cluster.context_length),
+        micro_batches=len(held),
+        max_running=cluster.max_running,
+    )

@@ -1,0 +1,254 @@
+"""Runs a workload through an imagined ring with the very scheduler that engines use. PURE, seeded, no real time.
+
+Time jumps from one event to the next: a request arrives, or a step comes back. Nothing else happens in a ring whose
+steps never overtake each other. Where the scheduler has nothing to decide for a while (``Scheduler.steady_steps``), the
+same steps go round until it has, and it is told once; what comes out is the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from math import inf
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import SequenceId, StepId
+from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
+from edgepipe.scheduler.step_time import PrefillCap
+from edgepipe.simulation.imagined import Imagined
+from edgepipe.simulation.interleaved import InterleavedTraffic
+from edgepipe.simulation.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
+from edgepipe.simulation.ring import Course, Repeated, RingTraffic
+from edgepipe.simulation.sizing_feed import SizingFeed
+from edgepipe.simulation.workload import Workload, WorkloadRequest
+
+_WORTHWHILE = 2  # turns that can be repeated: fewer are as soon gone through step by step
+_MOST_REPEATED = 4096  # steps at once: their records are made together
+_TOKEN = 0  # every sampled id: nothing depends on which, and no stop id is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a comparison."""
+
+    cluster: Imagined
+    workload: Workload
+    policy: Policy
+    micro_batches: int = 0  # 0: sized while it runs, from what is measured
+    label: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # for the report
+
+
+def simulate(run: Run) -> RunReport:
+    """Serve the whole workload. Requests that cannot be served are counted with their error."""
+    return _Simulation(run).result()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Underway:
+    """A request that was made."""
+
+    request: WorkloadRequest
+    arrival_s: float
+    token_times_s: list[float] = field(default_factory=list[float])
+    cached_tokens: int | None = None  # None: not scheduled yet
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step in flight."""
+
+    step: StepId
+    work: StepWork
+    course: Course
+    samplers: list[_Underway]  # who gets a token when it is back
+    looked_at: bool = False  # its times have been measured
+
+
+class _Simulation:
+    """One run; used once."""
+
+    def __init__(self, run: Run) -> None:
+        cluster = run.cluster
+        limits = replace(
+            cluster.limits,
+            micro_batches=run.micro_batches or cluster.limits.micro_batches,
+            max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients that try again
+        )
+        self._run = run
+        self._scheduler = Scheduler(limits, run.policy)
+        self._scheduler.set_tiles(cluster.tile_edges)
+        self._scheduler.set_link_cap(cluster.link_cap_tokens)
+        self._scheduler.set_prefill_cap(PrefillCap([stage.step_s for stage in cluster.ring.stages]))
+        self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
+        self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
+        self._requests: dict[SequenceId, _Underway] = {}
+        self._waiting = deque(run.workload.requests)  # not made yet
+        self._in_flight: deque[_Flight] = deque()
+        self._wanted = 0  # M, once it is to change
+        self._steps: list[StepRecord] = []
+
+    def result(self) -> RunReport:
+        """Run to the end and report."""
+        for _ in range(self._run.workload.concurrency or 0):
+            self._next_request(0.0)
+        self._fill(0.0)
+        while self._waiting or self._in_flight:
+            self._fill(self._next_event())
+        return make_report(self._facts(), [self._request_record(one) for one in self._requests.values()], self._steps)
+
+    def _next_event(self) -> float:
+        """Let the next thing happen: a step comes back, or everybody arrives who arrives at that moment. When it is."""
+        arrival_s = self._next_arrival_s()
+        back_s = self._in_flight[0].course.back_s if self._in_flight else inf
+        if back_s <= arrival_s and self._in_flight:
+            self._retire(back_s)
+            return back_s
+        if arrival_s == inf:
+            raise RuntimeError("the scheduler holds requests and schedules none of them")
+        while self._next_arrival_s() == arrival_s:
+            self._next_request(arrival_s)
+        return arrival_s
+
+    def _next_arrival_s(self) -> float:
+        """Of a request with a time; those of a closed loop come when others end."""
+        if not self._waiting or (arrival_s := self._waiting[0].arrival_s) is None:
+            return inf
+        return arrival_s
+
+    def _next_request(self, now_s: float) -> None:
+        """Make the next request; a user of a closed loop who is refused makes the one after it."""
+        while self._waiting:
+            request = self._waiting.popleft()
+            sequence = SequenceId(request.index + 1)
+            self._requests[sequence] = underway = _Underway(request=request, arrival_s=now_s)
+            prompt = self._run.workload.prompt_ids(request)
+            try:
+                spec = SequenceSpec(sequence=sequence, prompt=prompt, max_tokens=request.output_tokens)
+                self._scheduler.submit([spec])
+                return
+            except EdgepipeError as error:
+                underway.error = str(error)
+                if request.arrival_s is not None:
+                    return
+
+    def _retire(self, now_s: float) -> None:
+        flight = self._in_flight.popleft()
+        events = self._scheduler.retire(flight.step, [_TOKEN] * flight.work.logit_rows)
+        self._note(events, now_s)
+        if not flight.looked_at and self._look(flight.work, flight.course):
+            self._scheduler.set_micro_batches(self._wanted)
+
+    def _look(self, work: StepWork, course: Course) -> bool:
+        """Measure a step that is back; whether M is to change."""
+        running = self._scheduler.num_running
+        if self._feed is None or not self._feed.retired(work, course, running=running):
+            return False
+        self._wanted = self._feed.micro_batches(running=running)
+        return self._wanted != self._scheduler.micro_batches
+
+    def _note(self, events: Sequence[Event], now_s: float) -> None:
+        for event in events:
+            if isinstance(event, TokenSampled):
+                self._requests[event.sequence].token_times_s.append(now_s)
+            elif self._run.workload.concurrency:
+                self._next_request(now_s)
+
+    def _fill(self, now_s: float) -> None:
+        while (step := self._scheduler.next_step()) is not None:
+            self._note_cached(step)
+            work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
+            course = self._traffic.send(work, now_s)
+            samplers = [self._requests[one] for one in compress(step.sequences, step.samples)]
+            self._in_flight.append(_Flight(step.step, work, course, samplers))
+            decode_rows = work.rows
+            if work.tokens != decode_rows:
+                rows = zip(step.samples, step.num_tokens, strict=True)
+                decode_rows = sum([1 for samples, count in rows if samples and count == 1])
+            self._record(step.step, work.tokens, decode_rows, now_s, course, self._scheduler.used_blocks)
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """While nothing is to be decided, work out when things happen, and tell the scheduler once."""
+        if not isinstance(self._traffic, RingTraffic):
+            return
+        flights = list(self._in_flight)
+        most = 0 if not flights or flights[0].looked_at else self._scheduler.steady_steps()
+        if most < _WORTHWHILE * len(flights):
+            return
+        again = self._traffic.repeat(
+            [flight.work for flight in flights],
+            [flight.course for flight in flights],
+            most=min(most, _MOST_REPEATED),
+            until_s=self._next_arrival_s(),
+            stop=None if self._feed is None else self._look,
+        )
+        if again.planned_s:
+            self._take(flights, again, self._scheduler.repeat(len(again.planned_s), _TOKEN))
+        if again.stopped:
+            self._in_flight[0].looked_at = True
+            self._scheduler.set_micro_batches(self._wanted)
+
+    def _take(self, flights: Sequence[_Flight], again: Repeated, used_blocks: Sequence[int]) -> None:
+        """Book repeated steps as if each had been scheduled on its own."""
+        count, first = len(flights), flights[-1].step + 1
+        for number, (now_s, course) in enumerate(zip(again.planned_s, again.courses, strict=True)):
+            rows = flights[number % count].work.rows
+            self._record(first + number, rows, rows, now_s, course, used_blocks[number])
+        for index, flight in enumerate(flights):
+            came_s = again.planned_s[index::count]
+            for underway in flight.samplers:
+                underway.token_times_s.extend(came_s)
+            if came_s:
+                newest = index + (len(came_s) - 1) * count
+                flight.work = flight.work.later(len(came_s))
+                flight.course, flight.step = again.courses[newest], StepId(first + newest)
+        self._in_flight.rotate(-(len(again.planned_s) % count))
+
+    def _record(
+        self, step: int, num_tokens: int, decode_rows: int, now_s: float, course: Course, used_blocks: int
+    ) -> None:
+        self._steps.append(
+            StepRecord(
+                step,
+                decode_rows,
+                num_tokens - decode_rows,
+                self._scheduler.micro_batches,
+                now_s,
+                course.stages,
+                used_blocks,
+            )
+        )
+
+    def _note_cached(self, step: ScheduledStep) -> None:
+        """A prompt that is scheduled for the first time begins behind what the prefix cache knew."""
+        if not step.registers:
+            return
+        first = dict(zip(reversed(step.sequences), reversed(step.positions), strict=True))
+        for sequence in step.registers:
+            underway = self._requests[sequence]
+            if underway.cached_tokens is None:
+                underway.cached_tokens = first[sequence]
+
+    def _facts(self) -> RunFacts:
+        return RunFacts(
+            label=self._run.label,
+            settings=self._run.settings,
+            stage_names=tuple(stage.name for stage in self._run.cluster.ring.stages),
+            num_blocks=self._run.cluster.limits.num_blocks,
+            preemptions=self._scheduler.stats().preemptions,
+        )
+
+    def _request_record(self, underway: _Underway) -> RequestRecord:
+        return RequestRecord(
+            index=underway.request.index,
+            arrival_s=underway.arrival_s,
+            prompt_tokens=underway.request.prompt_tokens,
+            token_times_s=tuple(underway.token_times_s),
+            cached_tokens=underway.cached_tokens or 0,
+            error=underway.error,
+        )

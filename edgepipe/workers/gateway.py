@@ -1,0 +1,63 @@
+"""A gateway process: HTTP in front, the daemon's views behind."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+
+from edgepipe.cluster.interfaces import LOOPBACK
+from edgepipe.gateway.access import AccessRules
+from edgepipe.gateway.service import Gateway, listen
+from edgepipe.system import RandomIds, SystemClock
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.daemon_link import DaemonLink
+from edgepipe.workers.settings import ChildSettings
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+async def run(settings: ChildSettings, link: DaemonLink) -> None:
+    """Serve HTTP until cancelled. Raises PortInUse."""
+    sockets = _listen(settings)
+    gateway = Gateway(
+        node_id=settings.node_id,
+        node_name=settings.node_name,
+        security=link.security,
+        clock=SystemClock(),
+        load_model=lambda model: link.report(pb.ChildReport(load_wanted=pb.LoadWanted(model=model))),
+        unload_model=lambda model: link.report(pb.ChildReport(unload_wanted=pb.UnloadWanted(model=model))),
+        ids=RandomIds(),
+        new_seed=lambda: secrets.randbits(64),
+        rules=AccessRules.of(
+            keys=settings.api_keys, key_on_loopback=settings.key_on_loopback, host_names=_names(settings)
+        ),
+    )
+    async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as tasks:  # answers end before the links they come by
+        links.create_task(gateway.run(), name="engine-links")
+        serving = tasks.create_task(gateway.serve(*sockets), name="http")
+        link.started(port=sockets[0].getsockname()[1])
+        async for command in link.commands():
+            if command.HasField("cluster"):
+                gateway.update(command.cluster)
+            elif command.HasField("load_failed"):
+                gateway.not_loaded(command.load_failed.model, error_from_wire(command.load_failed.error))
+        await serving
+
+
+def _listen(settings: ChildSettings) -> list[socket.socket]:
+    """Where it was asked to, and on this machine in any case: its own command line asks there."""
+    if settings.http_host in _EVERYWHERE:
+        return [listen(host=settings.http_host, port=settings.http_port)]
+    first = listen(host=LOOPBACK, port=settings.http_port)
+    if settings.http_host == LOOPBACK:
+        return [first]
+    return [first, listen(host=settings.http_host, port=first.getsockname()[1])]
+
+
+def _names(settings: ChildSettings) -> list[str]:
+    """Names under which the machine may be asked; addresses need none."""
+    host = socket.gethostname().lower()
+    short = host.split(".")[0]
+    return [host, short, f"{short}.local", *settings.http_names]

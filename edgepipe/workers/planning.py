@@ -1,0 +1,67 @@
+"""The engine's planner: its daemon, over the stream between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from edgepipe.engine import Nodes, Plan
+from edgepipe.errors import SendTimeout
+from edgepipe.ids import NodeId
+from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.engines import ServeSpec, serve_spec_from_wire, serve_spec_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.daemon_link import DaemonLink
+
+_PLAN_S = 20.0  # the daemon may have to fetch a model's shape from a peer first
+
+
+class DaemonPlanner:
+    """Numbers its questions, so that a move that the daemon proposes is not taken for an answer.
+
+    See ``edgepipe.engine.Planner``.
+    """
+
+    def __init__(self, link: DaemonLink) -> None:
+        self._link = link
+        self._question = 0  # the newest
+        self._answer: asyncio.Future[pb.PlanMade] | None = None  # to it, while it is awaited
+
+    async def plan(
+        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
+    ) -> Plan:
+        """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        self._question += 1
+        wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec), question=self._question)
+        for node_id, seconds in barred.items():
+            wanted.left_out.add(node_id=node_id, seconds=seconds)
+        for (one, other), seconds in barred_links.items():
+            wanted.left_out.add(node_id=one, other_id=other, seconds=seconds)
+        self._link.report(pb.ChildReport(plan_wanted=wanted))
+        try:
+            async with asyncio.timeout(_PLAN_S):
+                made = await answer
+        except TimeoutError as exc:
+            raise SendTimeout("the node did not answer where stages go", fact=f"waited {_PLAN_S:.0f} s") from exc
+        if made.HasField("error"):
+            raise error_from_wire(made.error)
+        return _plan(made)
+
+    def take(self, made: pb.PlanMade) -> Plan | None:
+        """Take in what the daemon sent: an answer, or a move that it proposes, which is returned."""
+        if made.question == 0:
+            return None if made.HasField("error") else _plan(made)
+        if made.question == self._question and self._answer is not None and not self._answer.done():
+            self._answer.set_result(made)
+        return None
+
+
+def _plan(made: pb.PlanMade) -> Plan:
+    return Plan(
+        spec=serve_spec_from_wire(made.spec),
+        nodes=Nodes(
+            addresses={NodeId(node.node_id): node.address for node in made.nodes},
+            names={NodeId(node.node_id): node.name for node in made.nodes},
+        ),
+    )

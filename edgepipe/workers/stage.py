@@ -1,0 +1,179 @@
+"""A stage process: imports its backend, measures the device, then waits as a spare until it is told what to load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+from edgepipe.backend.loader import create_backend
+from edgepipe.backend.protocol import Backend
+from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
+from edgepipe.clock import Clock
+from edgepipe.errors import EdgepipeError
+from edgepipe.link.channels import make_server
+from edgepipe.link.shaped import make_network
+from edgepipe.model.config_json import config_from_json
+from edgepipe.model.store import StoredModel
+from edgepipe.model.strict_json import parse_json_object
+from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.weights import open_weights
+from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.probe import probe_layer
+from edgepipe.stage.stage import Stage
+from edgepipe.stage.step_mark import StepMark
+from edgepipe.system import SystemClock
+from edgepipe.wire.common import (
+    activation_type_from_wire,
+    epoch_from_wire,
+    make_hello,
+    profile_to_wire,
+    slices_from_wire,
+)
+from edgepipe.wire.profiles import layer_profile_to_wire
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.workers.daemon_link import DaemonLink
+from edgepipe.workers.grpc_server import bind_one_of
+from edgepipe.workers.progress import report_progress
+from edgepipe.workers.settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+_IMPORT_S = 60.0  # a spare that makes its backend anew may hold the interpreter for long
+_LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
+
+
+async def run(settings: ChildSettings, link: DaemonLink) -> None:
+    """Serve one stage until cancelled. Raises BackendUnavailable and what loading raises."""
+    clock = SystemClock()
+    network = make_network(settings.link, clock)
+    mark = StepMark(settings.mark) if settings.mark >= 0 else None
+    compute = ComputeThread(clock=clock, mark=mark)
+    server = make_server(link.security)
+    options = _options(settings)
+    backend = await compute.call(lambda: create_backend(settings.backend, options))
+    profile = settings.device_profile or await compute.call(backend.profile)
+    port = bind_one_of(server, link.security, settings)
+    link.started(port=port, profile=profile_to_wire(profile))
+    stage: Stage | None = None
+    reporter = asyncio.create_task(report_progress(link, lambda: _progress(stage)), name="progress")
+    try:
+        async for command in link.commands():
+            if command.HasField("pause") and stage is not None:
+                if command.pause.paused:
+                    stage.pause()
+                else:
+                    stage.go_on(epoch_from_wire(command.pause.epoch))
+            if command.HasField("profile") and stage is None:
+                await _profile(compute, backend, link, command.profile, profile, clock)
+            if not command.HasField("load") or stage is not None:
+                continue
+            if (wanted := _options(settings, command.load)) != options:
+                await compute.call(backend.close)
+                backend = await compute.call(partial(create_backend, settings.backend, wanted))
+            hello = make_hello(
+                role="stage",
+                node_id=settings.node_id,
+                node_name=settings.node_name,
+                cluster_id=settings.cluster_id,
+            )
+            stage = Stage(
+                backend=backend,
+                clock=clock,
+                hello=hello,
+                security=link.security,
+                compute=compute,
+                network=network,
+                open_tokenizer=partial(_read_tokenizer, Path(command.load.path)),
+                name=f"stage on {profile.name}",
+            )
+            stage.add_to(server)
+            await server.start()
+            await _load(stage, link, command.load, profile, clock)
+    finally:
+        reporter.cancel()
+        await server.stop(grace=0.2)
+        if stage is not None:
+            await stage.close()
+        if network is not None:
+            network.close()
+
+
+async def _profile(
+    compute: ComputeThread,
+    backend: Backend,
+    link: DaemonLink,
+    wanted: pb.ProfileLayerRequest,
+    device: DeviceProfile,
+    clock: Clock,
+) -> None:
+    """Time a layer of a shape; a shape that this device cannot hold is told as having no times."""
+    size = 4 if device.compute_dtype == "float32" else 2
+    try:
+        config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
+        found = await compute.call(partial(probe_layer, backend, config, clock, value_bytes=size))
+    except EdgepipeError as error:
+        logger.warning("a probe layer cannot run: %s", error)
+        link.report(pb.ChildReport(profiled=pb.LayerProfile()))
+    else:
+        link.report(pb.ChildReport(profiled=layer_profile_to_wire(found)))
+
+
+async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: DeviceProfile, clock: Clock) -> None:
+    told_at_s = float("-inf")
+
+    def tell(done: LoadProgress) -> None:
+        nonlocal told_at_s
+        if clock.monotonic_s() - told_at_s >= _LOADING_INTERVAL_S:
+            told_at_s = clock.monotonic_s()
+            progress = pb.PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total)
+            link.report(pb.ChildReport(loading=progress))
+
+    shard = await stage.load(
+        slices=slices_from_wire(load.slices),
+        open_weights=partial(open_weights, Path(load.path)),
+        progress=tell,
+        block_size=load.block_size,
+    )
+    loaded = pb.ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes)
+    link.report(pb.ChildReport(loaded=loaded))
+
+
+def _progress(stage: Stage | None) -> pb.ChildProgress:
+    if stage is None:
+        return pb.ChildProgress(limit_ms=round(_IMPORT_S * 1e3))
+    told = stage.progress()
+    return pb.ChildProgress(
+        received=told.received,
+        started=told.started,
+        finished=told.finished,
+        sent=told.sent,
+        limit_ms=round(told.limit_s * 1e3),
+        fenced=told.strays,
+    )
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    return StoredModel(path.name, path).tokenizer()
+
+
+def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:
+    """As the node is set, with what the pipeline wants otherwise."""
+    options = BackendOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads or None,
+        settings=settings.backend_options,
+    )
+    if load is None:
+        return options
+    return BackendOptions(
+        device=settings.device,
+        dtype=load.dtype if load.dtype not in ("", "auto") else settings.dtype,
+        activation_type=activation_type_from_wire(load.activation_type)
+        if load.activation_type
+        else options.activation_type,
+        threads=options.threads,
+        settings=options.settings,
+    )
