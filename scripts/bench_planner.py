@@ -35,7 +35,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.partition import ExactSearch, Instance, brute_force
+from edgepipe.planner.partition import ExactSearch, PartitionProblem, brute_force
 from edgepipe.planner.placement import Need, Placed, stage_bytes
 from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
@@ -85,8 +85,8 @@ def search_rows(full: bool) -> list[Row]:
     agree = 0
     for _ in range(500):
         devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
-        instance = _random_instance(generator, devices, layers)
-        best, found = brute_force(instance), ExactSearch(devices).best(instance)
+        problem = _random_problem(generator, devices, layers)
+        best, found = brute_force(problem), ExactSearch(devices).best(problem)
         agree += (best is None) == (found is None) and (
             best is None or found is None or math.isclose(best.cycle_s, found.cycle_s, rel_tol=1e-9)
         )
@@ -98,11 +98,11 @@ def search_rows(full: bool) -> list[Row]:
     return rows
 
 
-def _random_instance(generator: np.random.Generator, devices: int, layers: int) -> Instance:
+def _random_problem(generator: np.random.Generator, devices: int, layers: int) -> PartitionProblem:
     most = generator.integers(0, layers + 1, (devices, 1)) + np.array([2, 1, 1, 0])
     if generator.random() < 0.3:
         most[:] = layers
-    return Instance(
+    return PartitionProblem(
         num_layers=layers,
         micro_batches=int(generator.integers(1, 7)),
         base_s=generator.uniform(0, 1, devices),

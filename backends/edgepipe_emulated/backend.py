@@ -31,7 +31,7 @@ from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.faults import DeviceFaults
-from edgepipe_emulated.kv import KVPool
+from edgepipe_emulated.kv import KVStorage
 from edgepipe_emulated.prepared import PreparedStep, prepare_step
 from edgepipe_emulated.settings import read_settings
 
@@ -73,7 +73,7 @@ class EmulatedBackend:
         self._kind = options.activation_type
         self._queue = self._make_queue(0)
         self._loaded: Loaded | None = None
-        self._pool: KVPool | None = None
+        self._pool: KVStorage | None = None
         self._kv_bytes = 0
         self._num_submitted = 0
 
@@ -132,7 +132,7 @@ class EmulatedBackend:
         num_bytes = self.kv_block_bytes(loaded.config, slices, block_size) * num_blocks
         self._reserve(num_bytes, f"{num_blocks} KV blocks")
         num_layers = sum(len(part.layers) for part in slices)
-        self._pool = KVPool(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
+        self._pool = KVStorage(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
         self._kv_bytes = num_bytes
 
     def prepare(self, step: Step) -> PreparedStep:
@@ -220,7 +220,7 @@ class EmulatedBackend:
             raise RuntimeError("load comes first")
         return self._loaded
 
-    def _need_pool(self) -> KVPool:
+    def _need_pool(self) -> KVStorage:
         if self._pool is None:
             raise RuntimeError("allocate_kv comes first")
         return self._pool
@@ -249,7 +249,7 @@ def _score_row(
     return total, float(logits[target]), top, logits[top]
 
 
-def _run_layers(state: Words, part: Slice, first: int, pool: KVPool, prepared: PreparedStep) -> Words:
+def _run_layers(state: Words, part: Slice, first: int, pool: KVStorage, prepared: PreparedStep) -> Words:
     """``[T]`` states behind the slice's layers; writes their KV.
 
     What earlier steps wrote is read for all layers at once, a token's own step is summed as the layers go.

@@ -14,7 +14,7 @@ Slots = slice | npt.NDArray[np.int64]
 """Places in the pool: a view where the block table is one run, else picked by index."""
 
 
-class KVPool:
+class KVStorage:
     """``[L, num_blocks * block_size]``; fresh memory is zero, and the system hands it out page by page when written."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, block_size: int) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgepipe.backend.types import Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe_emulated.arithmetic import Words
-from edgepipe_emulated.kv import KVPool, Slots, past_slots, slot_at, table_slots
+from edgepipe_emulated.kv import KVStorage, Slots, past_slots, slot_at, table_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class PreparedStep:
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
 
 
-def prepare_step(step: Step, *, pool: KVPool, weights: Words) -> PreparedStep:
+def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep:
     """Build the arrays. ``weights`` holds every position of the context.
 
     Raises StepFailed for a block table that is too short or names blocks that are not there, for a position behind the
@@ -63,7 +63,7 @@ def _own_slots(row: StepRow, block_size: int) -> Sequence[int]:
     return table_slots(row.runs, row.position, row.position + row.num_tokens, block_size).tolist()
 
 
-def _check(row: StepRow, pool: KVPool, context_length: int) -> None:
+def _check(row: StepRow, pool: KVStorage, context_length: int) -> None:
     end = row.position + row.num_tokens
     room = sum(run.count for run in row.runs) * pool.block_size
     if row.num_tokens < 1 or row.position < 0 or end > context_length:
@@ -74,7 +74,7 @@ def _check(row: StepRow, pool: KVPool, context_length: int) -> None:
         raise StepFailed("a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}")
 
 
-def _shared_slot(slots: npt.NDArray[np.int64], pool: KVPool) -> str:
+def _shared_slot(slots: npt.NDArray[np.int64], pool: KVStorage) -> str:
     values, counts = np.unique(slots, return_counts=True)
     block, slot = divmod(int(values[counts > 1][0]), pool.block_size)
     return f"block {block}, slot {slot}"

@@ -9,14 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgepipe_mlx.kv import KvPool
-from edgepipe_mlx.plan import RowPlan, StepPlan, tile_rows
+from edgepipe_mlx.kv import KVStorage
+from edgepipe_mlx.plan import RowLayout, StepLayout, tile_rows
 
 
 class StepArrays:
     """What all layers of a step share on the device. Made by ``submit``, dropped with the step."""
 
-    def __init__(self, plan: StepPlan, *, max_scores: int) -> None:
+    def __init__(self, plan: StepLayout, *, max_scores: int) -> None:
         """``max_scores``: most queries times keys of one head that are attended to at once."""
         self.rows = tile_rows(plan.rows, max_scores)
         self.positions = mx.array(plan.positions)
@@ -24,7 +24,7 @@ class StepArrays:
         self._blocks: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[tuple[int, int], mx.array] = {}
 
-    def blocks(self, row: RowPlan, first_block: int) -> mx.array | None:
+    def blocks(self, row: RowLayout, first_block: int) -> mx.array | None:
         """A row's block ids from ``first_block`` on; None where it lies in one run."""
         if row.blocks is None:
             return None
@@ -33,7 +33,7 @@ class StepArrays:
             self._blocks[key] = mx.array(row.blocks[first_block:])
         return self._blocks[key]
 
-    def window_mask(self, row: RowPlan, window: int, first: int) -> mx.array:
+    def window_mask(self, row: RowLayout, window: int, first: int) -> mx.array:
         """[n, L] True where a row sees a key: not after itself, and among the last ``window`` tokens."""
         key = (row.first_row, window)
         if key not in self._masks:
@@ -46,7 +46,7 @@ class StepArrays:
 class LayerCache:
     """What an mlx-lm layer takes for its cache: one layer's pool in one step."""
 
-    def __init__(self, step: StepArrays, pool: KvPool, *, window: int | None, block_size: int) -> None:
+    def __init__(self, step: StepArrays, pool: KVStorage, *, window: int | None, block_size: int) -> None:
         self._step = step
         self._pool = pool
         self._window = window
@@ -67,20 +67,20 @@ class LayerCache:
         parts = [self._attend_row(row, queries, scale) for row in self._step.rows]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _attend_row(self, row: RowPlan, queries: mx.array, scale: float) -> mx.array:
+    def _attend_row(self, row: RowLayout, queries: mx.array, scale: float) -> mx.array:
         first = self._first_visible(row)
         keys, values = self._pool.read(row, first, self._step.blocks(row, first // self._block_size))
         own = queries[row.first_row : row.first_row + row.num_tokens].transpose(2, 1, 0, 3)  # [1, heads, n, D]
         out = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=self._mask(row, first))
         return out.transpose(2, 1, 0, 3)
 
-    def _first_visible(self, row: RowPlan) -> int:
+    def _first_visible(self, row: RowLayout) -> int:
         """The first token that any of the sequence's rows in this step may see."""
         if self._window is None:
             return 0
         return max(0, row.length - row.num_tokens - self._window + 1)
 
-    def _mask(self, row: RowPlan, first: int) -> mx.array | str | None:
+    def _mask(self, row: RowLayout, first: int) -> mx.array | str | None:
         if row.num_tokens == 1:
             return None  # a single row sees all keys that were read
         if self._window is None or row.length <= self._window:

@@ -41,9 +41,9 @@ from edgepipe_mlx.device import (
     measure,
     score_bytes,
 )
-from edgepipe_mlx.kv import KvPool
+from edgepipe_mlx.kv import KVStorage
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
-from edgepipe_mlx.plan import StepPlan, plan_step
+from edgepipe_mlx.plan import StepLayout, lay_out_step
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -83,7 +83,7 @@ class MlxBackend:
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._shard: Shard | None = None
-        self._pools: dict[int, list[KvPool]] = {}  # by slice index, one per layer
+        self._pools: dict[int, list[KVStorage]] = {}  # by slice index, one per layer
         self._num_blocks = 0
         self._block_size = 0
 
@@ -129,11 +129,13 @@ class MlxBackend:
             }
         self._num_blocks, self._block_size = num_blocks, block_size
 
-    def prepare(self, step: Step) -> StepPlan:
+    def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
-        return plan_step(step, block_size=self._block_size, num_blocks=self._num_blocks)
+        return lay_out_step(step, block_size=self._block_size, num_blocks=self._num_blocks)
 
-    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> StepTicket:
+    def submit(
+        self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
+    ) -> StepTicket:
         """Apply the step's copies, build its graph and let MLX start on it. Raises ShardMismatch."""
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
@@ -165,11 +167,11 @@ class MlxBackend:
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
-    def _arrays(self, plan: StepPlan) -> StepArrays:
+    def _arrays(self, plan: StepLayout) -> StepArrays:
         """Attention that is not fused keeps the scores of all heads in memory, in float32 at worst."""
         return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
 
-    def _run_layers(self, part: LoadedSlice, pools: list[KvPool], step: StepArrays, hidden: mx.array) -> mx.array:
+    def _run_layers(self, part: LoadedSlice, pools: list[KVStorage], step: StepArrays, hidden: mx.array) -> mx.array:
         """hidden [T, H] -> [T, H]. The layers see T sequences of one token: a rectangle without padding."""
         config = self._loaded().config
         rows = hidden[:, None]
@@ -179,7 +181,7 @@ class MlxBackend:
             rows = run(rows, None, cache=cache)
         return rows[:, 0]
 
-    def _hidden(self, part: LoadedSlice, plan: StepPlan, inputs: TokenIds | Activations) -> mx.array:
+    def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
         """The first layer's input [T, H] in compute dtype."""
         config = self._loaded().config
         if part.embedding is not None:
@@ -221,15 +223,15 @@ class MlxBackend:
             mx.eval(pieces[-1])
         return tuple(mx.concatenate(list(field)) for field in zip(*pieces, strict=True))
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
+    def _copy_blocks(self, plan: StepLayout) -> None:
         """Copy in every layer of the stage: copies come with its first slice of the step only."""
         if plan.copies:
             for pools in self._pools.values():
                 for pool in pools:
                     pool.copy(plan.copies)
 
-    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KvPool:
-        return KvPool(
+    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KVStorage:
+        return KVStorage(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             num_blocks=num_blocks,

@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from edgepipe.backend.types import BlockCopy
-from edgepipe_mlx.plan import RowPlan
+from edgepipe_mlx.plan import RowLayout
 
 
-class KvPool:
+class KVStorage:
     """One layer's keys and values. Belongs to the compute thread."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
@@ -39,14 +39,14 @@ class KvPool:
         self._keys[:, slots] = keys.squeeze(2).swapaxes(0, 1)
         self._values[:, slots] = values.squeeze(2).swapaxes(0, 1)
 
-    def read(self, row: RowPlan, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
+    def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Keys and values [1, kv heads, length - first, D] of a sequence's tokens ``[first, length)``.
 
         A view where the sequence lies in one run; else its ``blocks`` [n], from the one that holds ``first``, gathered.
         """
         return self._read(self._keys, row, first, blocks), self._read(self._values, row, first, blocks)
 
-    def _read(self, pool: mx.array, row: RowPlan, first: int, blocks: mx.array | None) -> mx.array:
+    def _read(self, pool: mx.array, row: RowLayout, first: int, blocks: mx.array | None) -> mx.array:
         if blocks is None:
             return pool[None, :, row.start_slot + first : row.start_slot + row.length]
         heads, slots, dim = pool.shape

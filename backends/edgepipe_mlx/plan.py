@@ -14,7 +14,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowPlan:
+class RowLayout:
     """One sequence's packed rows ``[first_row, first_row + num_tokens)``."""
 
     first_row: int
@@ -25,13 +25,13 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepLayout:
     """What ``submit`` needs of a step."""
 
     slice_index: int
     positions: Int32s  # [T] absolute, one per packed row
     slots: Int32s  # [T] where each row's keys and values go
-    rows: tuple[RowPlan, ...]
+    rows: tuple[RowLayout, ...]
     logit_rows: Int32s  # [R]
     scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
@@ -41,22 +41,22 @@ class StepPlan:
         return len(self.positions)
 
 
-def plan_step(step: Step, *, block_size: int, num_blocks: int) -> StepPlan:
+def lay_out_step(step: Step, *, block_size: int, num_blocks: int) -> StepLayout:
     """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
     positions: list[Int32s] = []
     slots: list[Int32s] = []
-    rows: list[RowPlan] = []
+    rows: list[RowLayout] = []
     first_row = 0
     for row in step.rows:
         runs = join_runs(row.runs)
         _check(row, runs, block_size=block_size, num_blocks=num_blocks)
         own = np.arange(row.position, row.position + row.num_tokens, dtype=np.int32)
-        plan = _plan_row(row, runs, first_row, block_size)
+        plan = _lay_out_row(row, runs, first_row, block_size)
         positions.append(own)
         slots.append(_slots(plan, own, block_size))
         rows.append(plan)
         first_row += row.num_tokens
-    return StepPlan(
+    return StepLayout(
         slice_index=step.slice_index,
         positions=_join(positions),
         slots=_join(slots),
@@ -67,12 +67,12 @@ def plan_step(step: Step, *, block_size: int, num_blocks: int) -> StepPlan:
     )
 
 
-def tile_rows(rows: tuple[RowPlan, ...], max_scores: int) -> tuple[RowPlan, ...]:
+def tile_rows(rows: tuple[RowLayout, ...], max_scores: int) -> tuple[RowLayout, ...]:
     """The same rows, long chunks cut so that a part's queries times its keys (of one head) are at most ``max_scores``.
 
     A part sees the keys up to its own end only, so cutting changes no result and saves what causality would throw away.
     """
-    tiles: list[RowPlan] = []
+    tiles: list[RowLayout] = []
     for row in rows:
         size = max(1, max_scores // row.length)
         start = row.length - row.num_tokens
@@ -93,10 +93,10 @@ def join_runs(runs: tuple[BlockRun, ...]) -> list[BlockRun]:
     return joined
 
 
-def _plan_row(row: StepRow, runs: list[BlockRun], first_row: int, block_size: int) -> RowPlan:
+def _lay_out_row(row: StepRow, runs: list[BlockRun], first_row: int, block_size: int) -> RowLayout:
     length = row.position + row.num_tokens
     in_one_run = runs[0].count * block_size >= length
-    return RowPlan(
+    return RowLayout(
         first_row=first_row,
         num_tokens=row.num_tokens,
         length=length,
@@ -110,7 +110,7 @@ def _table(runs: list[BlockRun], num_blocks: int) -> Int32s:
     return np.concatenate([np.arange(run.start, run.start + run.count, dtype=np.int32) for run in runs])[:num_blocks]
 
 
-def _slots(plan: RowPlan, positions: Int32s, block_size: int) -> Int32s:
+def _slots(plan: RowLayout, positions: Int32s, block_size: int) -> Int32s:
     if plan.blocks is None:
         return positions + np.int32(plan.start_slot)
     return plan.blocks[positions // block_size] * np.int32(block_size) + positions % np.int32(block_size)

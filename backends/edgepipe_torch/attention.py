@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig
-from edgepipe_torch.kv import KvPool
-from edgepipe_torch.plan import RowPlan, StepPlan
+from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.plan import RowLayout, StepLayout
 
 _TILE = 64  # query rows at once: what causality throws away is then under 64 columns (2.1 ms against 2.8 for 512 rows)
 
@@ -59,10 +59,10 @@ class _Tile:
     end: int
     low: int
     high: int
-    row: RowPlan
+    row: RowLayout
 
 
-def _tiles(rows: Iterable[RowPlan], window: int | None) -> Iterator[_Tile]:
+def _tiles(rows: Iterable[RowLayout], window: int | None) -> Iterator[_Tile]:
     for row in rows:
         context = row.length - row.num_tokens
         for at in range(0, row.num_tokens, _TILE):
@@ -74,7 +74,7 @@ def _tiles(rows: Iterable[RowPlan], window: int | None) -> Iterator[_Tile]:
 class _BoundTile:
     """One tile with its views of every layer's KV."""
 
-    def __init__(self, tile: _Tile, pool: KvPool, masks: CausalMasks, window: int | None) -> None:
+    def __init__(self, tile: _Tile, pool: KVStorage, masks: CausalMasks, window: int | None) -> None:
         self.start, self.end = tile.start, tile.end
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -117,7 +117,7 @@ class _BoundTile:
 class SequenceAttention:
     """Each sequence against its own KV: views of runs, gathered where the blocks are scattered. Any device."""
 
-    def __init__(self, config: ModelConfig, plan: StepPlan, pool: KvPool, masks: CausalMasks) -> None:
+    def __init__(self, config: ModelConfig, plan: StepLayout, pool: KVStorage, masks: CausalMasks) -> None:
         self._config = config
         self._rows = plan.rows
         self._pool = pool

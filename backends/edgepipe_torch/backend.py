@@ -40,11 +40,11 @@ from edgepipe_torch.device import (
     set_threads,
 )
 from edgepipe_torch.graphs import DecodeGraphs, can_replay
-from edgepipe_torch.kv import KvPool
+from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.paged import PagedAttention, can_page
-from edgepipe_torch.plan import StepPlan, plan_step
+from edgepipe_torch.plan import StepLayout, lay_out_step
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.transfer import CudaTransfer, Download, make_transfer
 
@@ -112,13 +112,15 @@ class TorchBackend:
         if self._can_page() and isinstance(self._transfer, CudaTransfer):
             self._graphs = {index: self._new_graphs(index, self._transfer) for index in self._decoders}
 
-    def prepare(self, step: Step) -> StepPlan:
+    def prepare(self, step: Step) -> StepLayout:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
         self._loaded_config()
         assert self._rotations is not None
-        return plan_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
+        return lay_out_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
 
-    def submit(self, prepared: StepPlan, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> StepTicket:
+    def submit(
+        self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
+    ) -> StepTicket:
         """Apply the copies and compute: on a CPU at once, on CUDA by queueing kernels.
 
         Raises ShardMismatch if the inputs do not fit the step, or the slice is not loaded.
@@ -166,7 +168,7 @@ class TorchBackend:
         self._rotations: Rotations | None = None
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
-        self._pools: dict[int, KvPool] = {}  # by slice index
+        self._pools: dict[int, KVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, where the device has them
         self._num_blocks = 0
         self._block_size = 0
@@ -178,13 +180,13 @@ class TorchBackend:
             raise ShardMismatch("nothing is loaded", next_step="load slices first")
         return self._config
 
-    def _slice(self, index: int) -> tuple[Decoder, KvPool]:
+    def _slice(self, index: int) -> tuple[Decoder, KVStorage]:
         if index not in self._decoders or index not in self._pools:
             raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
         return self._decoders[index], self._pools[index]
 
-    def _new_pool(self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int) -> KvPool:
-        return KvPool(
+    def _new_pool(self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int) -> KVStorage:
+        return KVStorage(
             num_layers=len(part.layers),
             num_blocks=num_blocks,
             block_size=block_size,
@@ -242,7 +244,7 @@ class TorchBackend:
             return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
         return hidden.to(torch.float32, copy=True)
 
-    def _leave(self, decoder: Decoder, hidden: Tensor, plan: StepPlan, edits: LogitEdits | None) -> StepTicket:
+    def _leave(self, decoder: Decoder, hidden: Tensor, plan: StepLayout, edits: LogitEdits | None) -> StepTicket:
         """hidden [R + S, H]: rows that are sampled from, then rows that are scored."""
         num_sampled = hidden.shape[0] - (len(plan.scores.rows) if plan.scores is not None else 0)
         scored = None
@@ -256,7 +258,7 @@ class TorchBackend:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, plan: StepPlan, pool: KvPool) -> StepTensors:
+    def _step_tensors(self, plan: StepLayout, pool: KVStorage) -> StepTensors:
         return StepTensors(
             slots=self._transfer.upload(plan.slots),
             rotations=self._transfer.upload(plan.rotations).unsqueeze(1),
@@ -264,7 +266,7 @@ class TorchBackend:
             logit_rows=self._transfer.upload(plan.logit_rows),
         )
 
-    def _attention(self, plan: StepPlan, pool: KvPool) -> StepAttention:
+    def _attention(self, plan: StepLayout, pool: KVStorage) -> StepAttention:
         if self._can_page():
             return PagedAttention.of(plan, pool, self._transfer)
         return SequenceAttention(self._loaded_config(), plan, pool, self._masks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe_torch.attention import StepAttention
-from edgepipe_torch.kv import KvPool
+from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Linear, Table, Workspace
 
 
@@ -78,7 +78,7 @@ class Decoder:
         assert table is not None
         hidden.copy_(table.index_select(0, ids) if isinstance(table, Tensor) else table.take(ids))
 
-    def run(self, hidden: Tensor, step: StepTensors, pool: KvPool) -> Tensor:
+    def run(self, hidden: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
         """Apply the layers to hidden [T, H] in place and write the rows' keys and values; returns hidden.
 
         With the head, returns [R, H]: behind the last layer's attention only rows whose logits are wanted go on.
@@ -107,7 +107,7 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KvPool) -> Tensor:
+    def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D] -> what the heads saw [T, Hq D]."""
         config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)

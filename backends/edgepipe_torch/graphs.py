@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from edgepipe_torch.decoder import Decoder, StepTensors
-from edgepipe_torch.kv import KvPool
+from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.paged import PagedAttention, PagedSequences
-from edgepipe_torch.plan import StepPlan
+from edgepipe_torch.plan import StepLayout
 from edgepipe_torch.transfer import CudaTransfer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ Finish = Callable[[Tensor], Tensor]
 """The slice's last hidden state [B, H] -> what leaves it: logits [B, V], or activations as they travel."""
 
 
-def can_replay(plan: StepPlan, *, head: bool) -> bool:
+def can_replay(plan: StepLayout, *, head: bool) -> bool:
     """Whether a step is one that graphs are made of: one token per row, and with the head each row sampled from."""
     if plan.scores is not None or plan.num_tokens != len(plan.rows) or not 0 < len(plan.rows) <= _ROWS[-1]:
         return False
@@ -46,7 +46,7 @@ class DecodeGraphs:
     """The graphs of one slice."""
 
     def __init__(
-        self, decoder: Decoder, pool: KvPool, transfer: CudaTransfer, *, finish: Finish, travels: torch.dtype
+        self, decoder: Decoder, pool: KVStorage, transfer: CudaTransfer, *, finish: Finish, travels: torch.dtype
     ) -> None:
         """``decoder`` has a workspace of its own; ``travels`` is the type of arriving activations."""
         self._decoder = decoder
@@ -57,7 +57,7 @@ class DecodeGraphs:
         self._known: dict[tuple[int, int], _Graph] = {}  # by rows and pages
         self._memory: Any = None
 
-    def run(self, plan: StepPlan, inputs: npt.NDArray[Any]) -> Tensor:
+    def run(self, plan: StepLayout, inputs: npt.NDArray[Any]) -> Tensor:
         """What leaves the slice for the step's rows; the next step of its size overwrites it.
 
         inputs  [T] int32 token ids, or [T, H] activations as they travel
@@ -116,7 +116,7 @@ class _Graph:
 class _Fields:
     """A step's inputs on the device, at addresses that stay: B rows, P pages each."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, rows: int, pages: int, travels: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, pool: KVStorage, rows: int, pages: int, travels: torch.dtype) -> None:
         config, device = decoder.config, pool.pool.device
         self.rows = rows
         self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.pool.dtype, device=device)
@@ -157,7 +157,7 @@ class _Fields:
             logit_rows=every[:rows],
         )
 
-    def fill(self, plan: StepPlan, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
+    def fill(self, plan: StepLayout, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
         """Send a step's inputs. Rows beyond its own read and write the spare block."""
         count = len(plan.rows)
         self._slots[:count], self._slots[count:] = plan.slots, self._spare_slot

@@ -14,7 +14,7 @@ from torch import Tensor
 from edgepipe.backend.types import BlockCopy
 
 
-class KvPool:
+class KVStorage:
     """Keys and values of a slice's layers. Blocks are physical: block b is slots ``[b * size, (b + 1) * size)``."""
 
     def __init__(

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgepipe_torch.kv import KvPool
-from edgepipe_torch.plan import StepPlan
+from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.plan import StepLayout
 from edgepipe_torch.transfer import Transfer
 
 PAGE_TOKENS = 256
@@ -53,7 +53,7 @@ class PagedSequences:
 class PagedAttention:
     """One step's sequences, attended over their pages in one kernel per layer."""
 
-    def __init__(self, pool: KvPool, sequences: PagedSequences, *, max_q: int, max_k: int) -> None:
+    def __init__(self, pool: KVStorage, sequences: PagedSequences, *, max_q: int, max_k: int) -> None:
         """``max_q`` and ``max_k`` are bounds of any sequence's rows and keys."""
         self._pool = pool
         self._arguments: dict[str, Any] = {
@@ -66,7 +66,7 @@ class PagedAttention:
         }
 
     @classmethod
-    def of(cls, plan: StepPlan, pool: KvPool, transfer: Transfer) -> PagedAttention:
+    def of(cls, plan: StepLayout, pool: KVStorage, transfer: Transfer) -> PagedAttention:
         """For the rows of a step."""
         counts = [row.num_tokens for row in plan.rows]
         lengths = [row.length for row in plan.rows]

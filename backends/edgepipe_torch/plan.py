@@ -15,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowPlan:
+class RowLayout:
     """One sequence's packed rows ``[first_row, first_row + num_tokens)``."""
 
     first_row: int
@@ -27,13 +27,13 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepLayout:
     """What ``submit`` needs of a step."""
 
     slice_index: int
     slots: Int64s  # [T] where each row's keys and values go
     rotations: npt.NDArray[np.complex64]  # [T, D / 2]
-    rows: tuple[RowPlan, ...]
+    rows: tuple[RowLayout, ...]
     logit_rows: Int64s  # [R + S] sampled from, then scored
     scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
@@ -43,20 +43,20 @@ class StepPlan:
         return len(self.slots)
 
 
-def plan_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: int) -> StepPlan:
+def lay_out_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: int) -> StepLayout:
     """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
     positions: list[Int64s] = []
     slots: list[Int64s] = []
-    rows: list[RowPlan] = []
+    rows: list[RowLayout] = []
     first_row = 0
     for row in step.rows:
-        plan = _plan_row(row, first_row, block_size=block_size, num_blocks=num_blocks)
+        plan = _lay_out_row(row, first_row, block_size=block_size, num_blocks=num_blocks)
         own = np.arange(row.position, row.position + row.num_tokens)
         positions.append(own)
         slots.append(own + plan.start_slot if plan.slots is None else plan.slots[row.position :])
         rows.append(plan)
         first_row += row.num_tokens
-    return StepPlan(
+    return StepLayout(
         slice_index=step.slice_index,
         slots=_join(slots),
         rotations=rotations.at(_join(positions)),
@@ -67,11 +67,11 @@ def plan_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: 
     )
 
 
-def _plan_row(row: StepRow, first_row: int, *, block_size: int, num_blocks: int) -> RowPlan:
+def _lay_out_row(row: StepRow, first_row: int, *, block_size: int, num_blocks: int) -> RowLayout:
     length = row.position + row.num_tokens
     blocks = _block_table(row, length, block_size=block_size, num_blocks=num_blocks)
     broken = bool((np.diff(blocks) != 1).any())
-    return RowPlan(
+    return RowLayout(
         first_row=first_row,
         num_tokens=row.num_tokens,
         length=length,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from edgepipe.cli.admin import Admin
-    from edgepipe.cli.local_cluster import ClusterPlan, LocalNode
+    from edgepipe.cli.local_cluster import ClusterPlan, StartedNode
     from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 _QUESTION = "What is the capital of France?"
@@ -203,7 +203,7 @@ class _Demo:
         self._done("they found each other by mDNS and measured their devices")
         return status
 
-    def _show_nodes(self, status: node_pb2.ClusterStatus, nodes: Sequence[LocalNode]) -> None:
+    def _show_nodes(self, status: node_pb2.ClusterStatus, nodes: Sequence[StartedNode]) -> None:
         from edgepipe.units import format_bytes
 
         for member in sorted(status.members, key=lambda member: member.node.name):
@@ -228,7 +228,7 @@ class _Demo:
         self._done(f"{engine.model}: {describe_stages(engine)}")
         return engine
 
-    async def _answer(self, node: LocalNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
+    async def _answer(self, node: StartedNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
         from edgepipe.cli.chat.answer_view import PlainView
         from edgepipe.cli.chat.conversation import Incoming, print_footer, stream_answer
         from edgepipe.cli.find import Target
@@ -251,7 +251,7 @@ class _Demo:
         print_footer(answer)
         print(flush=True)
 
-    async def _stay(self, node: LocalNode) -> None:
+    async def _stay(self, node: StartedNode) -> None:
         from edgepipe.daemon.machine.http_keys import key_file, read_key
 
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")

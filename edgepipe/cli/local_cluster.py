@@ -38,7 +38,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNode:
+class StartedNode:
     """A running node."""
 
     plan: NodePlan
@@ -61,7 +61,7 @@ class ClusterPlan:
 
 
 @asynccontextmanager
-async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
+async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[StartedNode]]:
     """Start all nodes at once, and leave nothing behind. Raises what hindered the first that failed."""
     from edgepipe.cluster.founding import found_local_cluster
 
@@ -70,7 +70,7 @@ async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
         found_local_cluster([folder / node.name for node in plan.nodes], name=plan.cluster)
         async with AsyncExitStack() as stack:
             processes = [await stack.enter_async_context(_process(plan, node, folder)) for node in plan.nodes]
-            started: list[LocalNode] = []
+            started: list[StartedNode] = []
             for node, process in zip(plan.nodes, processes, strict=True):
                 started.append(await _ready(node, process, folder / node.name))
             try:
@@ -81,7 +81,7 @@ async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[LocalNode]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _stop_serving(node: LocalNode) -> None:
+async def _stop_serving(node: StartedNode) -> None:
     """All nodes end, so none shall first move what it serves to another."""
     with suppress(EdgepipeError, TimeoutError):
         async with asyncio.timeout(_STOP_S), connect(node.data_dir) as admin:
@@ -141,7 +141,7 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
     return command + [part for option in plan.backend_options for part in ("--backend-option", option)]
 
 
-async def _ready(node: NodePlan, process: Process, data_dir: Path) -> LocalNode:
+async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNode:
     """Wait for the node's word that it is ready. Raises its own error, or ClusterError with the last thing it wrote."""
     try:
         async with asyncio.timeout(_START_S):
@@ -149,7 +149,7 @@ async def _ready(node: NodePlan, process: Process, data_dir: Path) -> LocalNode:
     except TimeoutError:
         told = {}
     if "address" in told:
-        return LocalNode(
+        return StartedNode(
             plan=node, process=process, data_dir=data_dir, address=told["address"], http_port=told["http_port"]
         )
     if "error" in told:

@@ -13,9 +13,9 @@ import grpc.aio
 
 from edgepipe.clock import Clock
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.epoch import EpochRun, Surroundings
-from edgepipe.engine.kept import KeptKV
-from edgepipe.engine.planning import Nodes, Plan, Planner, Reachable, SamePlan
+from edgepipe.engine.engine_epoch import EngineContext, EngineEpoch
+from edgepipe.engine.kv_carryover import KeptKV
+from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, Reachable, SamePlan
 from edgepipe.engine.preparation import Preparation
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.quarantine import Missed
@@ -49,11 +49,11 @@ from edgepipe.engine.recovery_types import (
     Stopped,
     Tick,
 )
-from edgepipe.engine.service import Door, EngineService
+from edgepipe.engine.service import EngineService, RequestIntake
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
+from edgepipe.engine.status import EngineStatus, stage_state
 from edgepipe.engine.table import RequestTable
-from edgepipe.engine.told import Told, stage_state
 from edgepipe.errors import (
     ClusterError,
     EdgepipeError,
@@ -137,7 +137,7 @@ class Engine:
         known = Nodes(addresses=nodes, names=node_names or {})
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
-        self._around = Surroundings(
+        self._context = EngineContext(
             config=config,
             pipeline_id=pipeline_id,
             hello=hello,
@@ -150,7 +150,7 @@ class Engine:
         )
         self._planner = planner or SamePlan(known)
         self._core = Recovery(
-            Plan(spec=spec, nodes=known),
+            EpochPlacement(spec=spec, nodes=known),
             epoch=Epoch(epoch_counter, EngineId(ids.new("engine"))),
             engine_node=hello.node_name or known.name(NodeId(hello.node_id)),
             limits=self._limits,
@@ -160,12 +160,12 @@ class Engine:
         self._arrived = asyncio.Event()
         self._work: asyncio.Task[None] | None = None  # of the attempt: asks, prepares or opens
         self._driving: asyncio.Task[None] | None = None
-        self._candidate: EpochRun | None = None  # open, and not in use yet
-        self._run: EpochRun | None = None
+        self._candidate: EngineEpoch | None = None  # open, and not in use yet
+        self._run: EngineEpoch | None = None
         self._kept: KeptKV | None = None  # by the last epoch that served
         self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})  # counter of its epoch
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
-        self._door: Door | None = None
+        self._intake: RequestIntake | None = None
         self._has_served = False  # in an epoch before
         self._stalled_since_s: float | None = None  # requests wait since an epoch failed
         self._stopping = asyncio.Event()
@@ -186,14 +186,14 @@ class Engine:
             address=address,
             manifest_hash=spec.manifest_hash,
         )
-        self._told = Told(base, on_state)
+        self._status = EngineStatus(base, on_state)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve gateways there."""
         service = EngineService(
-            hello=self._around.hello,
-            security=self._around.security,
-            door=lambda: self._door,
+            hello=self._context.hello,
+            security=self._context.security,
+            intake=lambda: self._intake,
             state=self.state,
             trace=self._trace,
         )
@@ -204,7 +204,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """What it is and does at this moment."""
-        return self._told.state(self._run)
+        return self._status.state(self._run)
 
     async def start(self) -> None:
         """Get memory and loaded stages from the nodes and open the pipeline. May take minutes; cancel it to give up.
@@ -226,19 +226,19 @@ class Engine:
         self._running = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._door = Door(
-                    self._table, tasks, pipeline_id=self._around.pipeline_id, epoch=lambda: self._core.epoch
+                self._intake = RequestIntake(
+                    self._table, tasks, pipeline_id=self._context.pipeline_id, epoch=lambda: self._core.epoch
                 )
                 reporter = tasks.create_task(self._report(), name="state")
                 try:
                     await self._serve()
                 except asyncio.CancelledError:  # the process ends, the model is still wanted: another engine goes on
-                    await self._door.close(flush_s=self._timeouts.flush_s)
+                    await self._intake.close(flush_s=self._timeouts.flush_s)
                     raise
-                await self._wind_up(self._door)
+                await self._wind_up(self._intake)
                 reporter.cancel()
         finally:
-            self._door = None
+            self._intake = None
             await self._give_back()
             self._running = False
             self._over.set()
@@ -258,7 +258,7 @@ class Engine:
         """The cluster changed. A node of the pipeline that is gone ends the epoch, or its preparation."""
         self._post(ClusterChanged(reachable=reachable))
 
-    def move_to(self, plan: Plan) -> None:
+    def move_to(self, plan: EpochPlacement) -> None:
         """Propose that the stages go there."""
         self._post(MoveProposed(plan=plan))
 
@@ -325,12 +325,12 @@ class Engine:
             case Abandon():
                 await self._abandon()
             case Serve():
-                self._go_on(command.placement)
+                self._resume(command.placement)
             case EndEpoch():
                 if self._run is not None:
                     self._run.pump.fail(command.error)
             case Release():
-                self._let_go(command.node_ids)
+                self._release_left_nodes(command.node_ids)
             case Accuse():
                 self._table.accuse(command.sequences, command.error)
             case Acquit():
@@ -361,7 +361,9 @@ class Engine:
 
     async def _ask(self, command: AskPlan) -> None:
         try:
-            plan = await self._planner.plan(command.spec, barred=command.barred, barred_links=command.barred_links)
+            plan = await self._planner.plan(
+                command.spec, quarantined=command.quarantined, quarantined_links=command.quarantined_links
+            )
         except EdgepipeError as error:
             self._post(PlanningFailed(attempt=command.attempt, error=error))
         else:
@@ -381,7 +383,7 @@ class Engine:
         self._tell(epoch=epoch, stages=tuple(stage_state(site) for site in sites))
         missed = Missed()
         try:
-            run = EpochRun(self._around, spec=command.placement.spec, epoch=epoch, sites=sites, kept=self._kept)
+            run = EngineEpoch(self._context, spec=command.placement.spec, epoch=epoch, sites=sites, kept=self._kept)
             try:
                 await run.open(registration=self._table.registration, on_news=self._note, on_over=self._table.pause)
             except BaseException as exc:
@@ -394,34 +396,34 @@ class Engine:
             self._candidate = run
             self._post(Opened(attempt=command.attempt))
 
-    def _go_on(self, placement: Placement) -> None:
+    def _resume(self, placement: Placement) -> None:
         """Let requests go on in the epoch that has opened."""
         run, self._candidate = self._candidate, None
         assert run is not None, "it has opened"
         assert run.epoch == placement.epoch, "no other can have opened"
         self._run = run
-        self._told.opened(run)
-        counts = self._told.base
+        self._status.opened(run)
+        counts = self._status.base
         if self._has_served:
-            self._told.note(
+            self._status.note(
                 recoveries=counts.recoveries + (not self._core.moved), moves=counts.moves + self._core.moved
             )
         self._has_served = True
         self._tell()
-        self._table.go_on(run.pump)
+        self._table.attach(run.pump)
         if self._running:
             self._drive(run)
 
-    def _drive(self, run: EpochRun) -> None:
+    def _drive(self, run: EngineEpoch) -> None:
         self._driving = asyncio.create_task(self._guarded(self._drive_to_its_end(run)), name="epoch")
 
-    async def _drive_to_its_end(self, run: EpochRun) -> None:
+    async def _drive_to_its_end(self, run: EngineEpoch) -> None:
         error = await run.drive(self._stopping)
         self._table.pause()
         if error is not None:
             self._post(self._ended(run, error))
 
-    def _ended(self, run: EpochRun, error: EdgepipeError) -> EpochEnded:
+    def _ended(self, run: EngineEpoch, error: EdgepipeError) -> EpochEnded:
         broken = run.broken_step()
         crash = None
         if broken is not None:
@@ -479,7 +481,7 @@ class Engine:
             self._stalled_since_s = self._now_s()
         self._log(
             "pipeline=%s epoch=%s ended: %s",
-            self._around.pipeline_id,
+            self._context.pipeline_id,
             run.epoch,
             event.error,
             asked=isinstance(event.error, StagesMove),
@@ -493,11 +495,11 @@ class Engine:
         if self._stalled_since_s is not None and news.events:
             stall_ms = round(1e3 * (self._now_s() - self._stalled_since_s))
             self._stalled_since_s = None
-            counts = self._told.base
+            counts = self._status.base
             if self._core.moved:
-                self._told.note(move_pause_ms=counts.move_pause_ms + stall_ms)
+                self._status.note(move_pause_ms=counts.move_pause_ms + stall_ms)
             else:
-                self._told.note(stall_ms=counts.stall_ms + stall_ms)
+                self._status.note(stall_ms=counts.stall_ms + stall_ms)
             self._log_going_on(stall_ms)
 
     def _log_going_on(self, stall_ms: int) -> None:
@@ -505,7 +507,7 @@ class Engine:
         stats = self._run.pump.stats()
         logger.info(
             "pipeline=%s epoch=%s goes on after %.1f s: %d tokens kept, %d replayed so far",
-            self._around.pipeline_id,
+            self._context.pipeline_id,
             self._run.epoch,
             stall_ms / 1e3,
             stats.kept_tokens,
@@ -514,7 +516,7 @@ class Engine:
 
     def _log_failure(self, event: Event) -> None:
         if isinstance(event, PlanningFailed | PreparationFailed | OpeningFailed):
-            self._log("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._core.epoch, event.error)
+            self._log("pipeline=%s epoch=%s failed: %s", self._context.pipeline_id, self._core.epoch, event.error)
 
     def _log(self, text: str, *values: object, asked: bool = False) -> None:
         """Log what went wrong, as information if it was ``asked`` for. It was, if every node is about to leave."""
@@ -533,7 +535,7 @@ class Engine:
             message=core.message,
             error=None if serves or core.state is State.STARTING else core.error,
             epoch=core.running.epoch if core.running is not None else core.epoch,
-            progress=1.0 if serves else self._told.base.progress,
+            progress=1.0 if serves else self._status.base.progress,
         )
 
     async def _report(self) -> None:
@@ -542,18 +544,18 @@ class Engine:
             self._tell()
 
     def _note_progress(self, message: str, progress: float) -> None:
-        if round(progress, 2) != round(self._told.base.progress, 2):  # told per tensor: people see hundredths
+        if round(progress, 2) != round(self._status.base.progress, 2):  # told per tensor: people see hundredths
             self._tell(message=message, progress=progress)
 
     def _tell(self, **changes: Any) -> None:
-        self._told.tell(self._run, left_out=self._core.left_out(self._now_s()), **changes)
+        self._status.tell(self._run, left_out=self._core.left_out(self._now_s()), **changes)
 
     def _now_s(self) -> float:
-        return self._around.clock.monotonic_s()
+        return self._context.clock.monotonic_s()
 
     # Giving back
 
-    def _let_go(self, left: frozenset[NodeId]) -> None:
+    def _release_left_nodes(self, left: frozenset[NodeId]) -> None:
         """Let nodes that the placement has left give back what they hold, while steps go on."""
         releasing = asyncio.create_task(self._guarded(self._release(self._preparation, left)), name="release")
         self._releasing.add(releasing)
@@ -566,38 +568,38 @@ class Engine:
 
     def _new_preparation(self, placement: Placement, *, fresh: frozenset[NodeId] = frozenset()) -> Preparation:
         return Preparation(
-            config=self._around.config,
+            config=self._context.config,
             spec=placement.spec,
             nodes=self._core.nodes,
-            pipeline_id=self._around.pipeline_id,
+            pipeline_id=self._context.pipeline_id,
             epoch=placement.epoch,
             fresh=fresh,
-            hello=self._around.hello,
-            security=self._around.security,
+            hello=self._context.hello,
+            security=self._context.security,
             limits=self._limits,
             timeouts=self._timeouts,
             on_progress=self._note_progress,
         )
 
-    async def _wind_up(self, door: Door) -> None:
+    async def _wind_up(self, intake: RequestIntake) -> None:
         """End every request, and tell every gateway."""
-        error, model = self._failure, self._told.base.model
+        error, model = self._failure, self._status.base.model
         if error is None:
             self._tell(state="stopping", message="ending requests")
         else:
-            logger.error("pipeline=%s epoch=%s failed: %s", self._around.pipeline_id, self._core.epoch, error)
+            logger.error("pipeline=%s epoch=%s failed: %s", self._context.pipeline_id, self._core.epoch, error)
             self._tell(state="failed", error=error, message="")
         reason = error or ClusterError(f"'{model}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
         if self._run is not None:
             self._run.pump.fail(reason)
         if not isinstance(error, StaleEpoch):  # the engine that took over has the requests, or gets them
             self._table.fail_all(reason)
-        await door.close(flush_s=self._timeouts.flush_s)
+        await intake.close(flush_s=self._timeouts.flush_s)
 
     async def _close_run(self) -> None:
         await _end(self._driving)
         if self._run is not None:
-            self._told.closed(self._run)
+            self._status.closed(self._run)
             run, self._run = self._run, None
             self._kept = run.hand_over()
             self._lost_steps = (run.epoch.counter, run.pump.in_flight())

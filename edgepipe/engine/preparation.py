@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 import grpc.aio
 
 from edgepipe.engine.groups import first_error
-from edgepipe.engine.planning import Nodes
+from edgepipe.engine.placing import Nodes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Generic, TypeVar
 
-from edgepipe.engine.hold_down import HoldDown
-from edgepipe.engine.planning import Nodes
+from edgepipe.engine.placing import Nodes
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import NodeId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
+
+K = TypeVar("K", bound=Hashable)
+
+_FIRST_S, _LONGEST_S = 30.0, 600.0  # quarantine after a failure, doubling
+_FLAPS, _FLAPS_WITHIN_S = 3, 60.0  # lost so often within so long: it flaps
+
+
+@dataclass(slots=True)
+class _Times:
+    last_s: float = 0.0  # how long the last time; 0: never
+    until_s: float = 0.0
+    losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_FLAPS))
+
+
+class QuarantineTimes(Generic[K]):
+    """Quarantine times of nodes, or of links, in seconds of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._times: dict[K, _Times] = {}
+
+    def failed(self, item: K, now_s: float) -> None:
+        """Quarantine it for 30 s, then for twice as long each time it fails again soon after."""
+        record = self._times.setdefault(item, _Times())
+        forgiven = now_s > record.until_s + _LONGEST_S
+        record.last_s = _FIRST_S if forgiven or not record.last_s else min(2 * record.last_s, _LONGEST_S)
+        record.until_s = now_s + record.last_s
+
+    def lost(self, item: K, now_s: float) -> None:
+        """Note a loss while it served. Three losses within a minute count as a failure."""
+        losses = self._times.setdefault(item, _Times()).losses
+        losses.append(now_s)
+        if len(losses) == _FLAPS and now_s - losses[0] <= _FLAPS_WITHIN_S:
+            losses.clear()
+            self.failed(item, now_s)
+
+    def quarantined(self, now_s: float) -> dict[K, float]:
+        """Map what plans avoid to the seconds that are left."""
+        return {item: record.until_s - now_s for item, record in self._times.items() if now_s < record.until_s}
+
 
 Way = tuple[NodeId, NodeId]
 
@@ -34,8 +74,8 @@ class Missed:
     def error(self, nodes: Nodes, *, engine: str) -> ConnectTimeout:
         """Name the first missed connection for people. ``engine`` is the name of the engine's node."""
         if self.links:
-            one, site = self.links[0]
-            source = one.node_name
+            item, site = self.links[0]
+            source = item.node_name
         else:
             source, site = engine, self.sites[0]
         error = shut_port(
@@ -49,8 +89,8 @@ class Quarantine:
     """Nodes and directed links that failed lately, or come and go. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
-        self._nodes = HoldDown[NodeId]()
-        self._links = HoldDown[Way]()
+        self._nodes = QuarantineTimes[NodeId]()
+        self._links = QuarantineTimes[Way]()
         self._reasons: dict[NodeId | Way, str] = {}  # newest, by node or link
         self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened, or failed to
 
@@ -70,9 +110,9 @@ class Quarantine:
         A node that the engine does not reach is avoided after the second time in a row: its stage's process may have
         died at that moment, and be another one by then.
         """
-        for one, other in missed.links:
-            self._reasons[one.node_id, other.node_id] = "no connection could be made that way"
-            self._links.failed((one.node_id, other.node_id), now_s)
+        for item, other in missed.links:
+            self._reasons[item.node_id, other.node_id] = "no connection could be made that way"
+            self._links.failed((item.node_id, other.node_id), now_s)
         nodes = frozenset(site.node_id for site in missed.sites)
         again = nodes & self._missed_before
         for node_id in again:
@@ -82,11 +122,11 @@ class Quarantine:
 
     def nodes(self, now_s: float) -> dict[NodeId, float]:
         """Nodes that a plan avoids where it can, each with the seconds that are left."""
-        return self._nodes.barred(now_s)
+        return self._nodes.quarantined(now_s)
 
     def links(self, now_s: float) -> dict[Way, float]:
         """Links (from, to) that a plan avoids where it can, each with the seconds that are left."""
-        return self._links.barred(now_s)
+        return self._links.quarantined(now_s)
 
     def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
         """Everything that is avoided now, for people and for the next plan."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from edgepipe.engine.blame import Blame, Crash
-from edgepipe.engine.planning import Plan, Reachable
+from edgepipe.engine.placing import EpochPlacement, Reachable
 from edgepipe.engine.quarantine import Missed, Quarantine, in_order
 from edgepipe.engine.recovery_types import (
     Abandon,
@@ -98,7 +98,7 @@ class Recovery:
     """Decides for one engine. ``begin`` or ``resume`` first, then ``handle`` whatever happens, in order."""
 
     def __init__(
-        self, wished: Plan, *, epoch: Epoch, engine_node: str, limits: EngineLimits, timeouts: EngineTimeouts
+        self, wished: EpochPlacement, *, epoch: Epoch, engine_node: str, limits: EngineLimits, timeouts: EngineTimeouts
     ) -> None:
         """
         wished       where stages go at first
@@ -126,7 +126,7 @@ class Recovery:
         self._attempt: _Attempt | None = None
         self._attempts = 0
         self.reachable: Reachable | None = None  # None: no daemon tells
-        self._proposed: Plan | None = None  # to be tried once the attempt that moves stages is over
+        self._proposed: EpochPlacement | None = None  # to be tried once the attempt that moves stages is over
         self._failures = 0  # attempts in a row that did not open
         self._barren = 0  # epochs in a row that had work and retired no step
         self._failed_moves = 0  # in a row
@@ -210,12 +210,12 @@ class Recovery:
             AskPlan(
                 attempt=attempt.number,
                 spec=self._base,
-                barred=self._quarantine.nodes(now_s),
-                barred_links=self._quarantine.links(now_s),
+                quarantined=self._quarantine.nodes(now_s),
+                quarantined_links=self._quarantine.links(now_s),
             )
         ]
 
-    def _planned(self, attempt: _Attempt, plan: Plan, now_s: float) -> list[Command]:
+    def _planned(self, attempt: _Attempt, plan: EpochPlacement, now_s: float) -> list[Command]:
         self.nodes = self.nodes.updated(plan.nodes)
         if self.state is State.STARTING and not self._is_as_wished(plan.spec, now_s):
             assert self.error is not None, "another way is looked for after an error"
@@ -309,7 +309,7 @@ class Recovery:
 
     # Moves: the next epoch is prepared while one serves
 
-    def _move_proposed(self, plan: Plan, now_s: float) -> list[Command]:
+    def _move_proposed(self, plan: EpochPlacement, now_s: float) -> list[Command]:
         if self.state not in (State.SERVING, State.PREPARING_BESIDE):
             return []  # the answer to the question that is asked now rests on newer facts
         self._proposed = plan

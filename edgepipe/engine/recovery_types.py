@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.planning import Plan, Reachable
+from edgepipe.engine.placing import EpochPlacement, Reachable
 from edgepipe.engine.quarantine import Missed, Way
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError
@@ -34,7 +34,7 @@ class Planned:
     """The daemon answered where stages go."""
 
     attempt: int
-    plan: Plan
+    plan: EpochPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class ClusterChanged:
 class MoveProposed:
     """The daemon wants the stages elsewhere."""
 
-    plan: Plan
+    plan: EpochPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ class AskPlan:
 
     attempt: int
     spec: ServeSpec
-    barred: Mapping[NodeId, float]  # see ``Planner.plan``
-    barred_links: Mapping[Way, float]
+    quarantined: Mapping[NodeId, float]  # see ``Planner.plan``
+    quarantined_links: Mapping[Way, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

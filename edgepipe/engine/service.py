@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Door:
+class RequestIntake:
     """The streams of all gateways, while requests can be taken."""
 
     def __init__(
@@ -117,14 +117,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         *,
         hello: common_pb2.Hello,
         security: Security,
-        door: Callable[[], Door | None],
+        intake: Callable[[], RequestIntake | None],
         state: Callable[[], EngineState],
         trace: Callable[[int], EngineTrace | None],
     ) -> None:
         """``trace`` is given a step and tells what ran after it; None while no pipeline stands."""
         self._hello = hello
         self._security = security
-        self._door = door
+        self._intake = intake
         self._state = state
         self._trace = trace
 
@@ -143,10 +143,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 "the gateway belongs to another cluster",
                 fact=f"it is in '{gateway.cluster_id}', this engine in '{self._hello.cluster_id}'",
             )
-        door = self._door()
-        if door is None:
+        intake = self._intake()
+        if intake is None:
             raise self._not_ready()
-        async for event in door.serve(request_iterator, gateway=gateway, own=self._hello):
+        async for event in intake.serve(request_iterator, gateway=gateway, own=self._hello):
             yield event
 
     async def Describe(self, request: engine_pb2.DescribeEngine, context: Context) -> engine_pb2.EngineState:

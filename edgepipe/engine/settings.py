@@ -25,7 +25,7 @@ class EngineTimeouts:
     move_again_min_s: float = 1.0  # between attempts to leave a node that is being drained, doubling
     move_again_max_s: float = 30.0
     ask_again_s: float = 0.5  # at least, between two questions where stages go while requests are refused
-    room_s: float = 30.0  # the cluster tells when it changes; nodes that were barred do not tell when they are no more
+    room_s: float = 30.0  # the cluster tells when it changes; a quarantine that ends is no such change
     report_interval_s: float = 0.5  # the state is told this often while it changes
 
 

@@ -49,7 +49,7 @@ class RequestTable:
     """
 
     def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
-        """No epoch stands at first: see ``go_on``."""
+        """No epoch stands at first: see ``attach``."""
         self._config = config
         self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
         self._queue: Queue | None = None  # while an epoch stands
@@ -64,7 +64,7 @@ class RequestTable:
         self._sequences = 0
         self._held_bytes = 0  # by the requests above
 
-    def go_on(self, queue: Queue) -> None:
+    def attach(self, queue: Queue) -> None:
         """An epoch stands: what was asked before and meanwhile is computed there, from its tokens so far."""
         self._queue, self._refusal = queue, None
         for request in list(self._requests.values()):

@@ -31,7 +31,7 @@ _NEVER = -(10**9)  # layers of a device that cannot be used: no sum reaches the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class PartitionProblem:
     """Times and room of N devices for one number of micro-batches."""
 
     num_layers: int
@@ -51,7 +51,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Partition:
     """Devices in order with their layers, and what that gives."""
 
     devices: tuple[int, ...]
@@ -62,17 +62,17 @@ class Share:
     bound_s: float  # no share has a smaller cycle; equal to ``cycle_s`` where the search is exact
 
 
-def evaluate(instance: Instance, devices: Sequence[int], layers: Sequence[int]) -> Share:
+def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence[int]) -> Partition:
     """What one share gives; it must fit."""
-    times = [instance.base_s[one] + count * instance.layer_s[one] for one, count in zip(devices, layers, strict=True)]
-    times[-1] += instance.head_s[devices[-1]]
+    times = [problem.base_s[one] + count * problem.layer_s[one] for one, count in zip(devices, layers, strict=True)]
+    times[-1] += problem.head_s[devices[-1]]
     hops = list(pairwise(devices))
-    uploads = [instance.upload_s[hop] for hop in hops]
+    uploads = [problem.upload_s[hop] for hop in hops]
     server_s = float(max([*times, *uploads]))
-    latency_s = sum(instance.latency_s[hop] for hop in hops)
-    turn_s = float(sum(times) + sum(uploads) + latency_s + instance.closing_s[devices[0], devices[-1]])
-    cycle_s = max(instance.micro_batches * server_s, turn_s)
-    return Share(
+    latency_s = sum(problem.latency_s[hop] for hop in hops)
+    turn_s = float(sum(times) + sum(uploads) + latency_s + problem.closing_s[devices[0], devices[-1]])
+    cycle_s = max(problem.micro_batches * server_s, turn_s)
+    return Partition(
         devices=tuple(devices),
         layers=tuple(layers),
         server_s=server_s,
@@ -87,16 +87,16 @@ def flags_of(position: int, count: int) -> int:
     return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)
 
 
-def brute_force(instance: Instance) -> Share | None:
+def brute_force(problem: PartitionProblem) -> Partition | None:
     """The best share by trying them all; for a handful of devices and layers. None if the model does not fit."""
-    best: Share | None = None
-    for count in range(1, min(instance.num_devices, instance.num_layers) + 1):
-        for devices in permutations(range(instance.num_devices), count):
-            most = [int(instance.most_layers[one, flags_of(i, count)]) for i, one in enumerate(devices)]
-            for layers in _compositions(instance.num_layers, most):
-                share = evaluate(instance, devices, layers)
-                if share.cycle_s < inf and (best is None or share.cycle_s < best.cycle_s):
-                    best = share
+    best: Partition | None = None
+    for count in range(1, min(problem.num_devices, problem.num_layers) + 1):
+        for devices in permutations(range(problem.num_devices), count):
+            most = [int(problem.most_layers[one, flags_of(i, count)]) for i, one in enumerate(devices)]
+            for layers in _compositions(problem.num_layers, most):
+                partition = evaluate(problem, devices, layers)
+                if partition.cycle_s < inf and (best is None or partition.cycle_s < best.cycle_s):
+                    best = partition
     return best
 
 
@@ -142,68 +142,72 @@ class ExactSearch:
         self._sizes = sizes
         self._masks_by_size = [masks[sizes == size] for size in range(1, num_devices + 1)]
 
-    def best(self, instance: Instance, *, below_s: float = inf, near_s: float = 0.0) -> Share | None:
+    def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
         """The share with the smallest cycle, if one is smaller than ``below_s``; ``near_s``: about where its T is."""
-        if not len(self._mask) or not could_fit(instance, below_s / instance.micro_batches):
+        if not len(self._mask) or not could_fit(problem, below_s / problem.micro_batches):
             return None
-        search = _Limits(self, instance)
-        limits = server_times(instance, below_s / instance.micro_batches)
+        search = _Limits(self, problem)
+        limits = server_times(problem, below_s / problem.micro_batches)
         if search.shortest_turn_s(limits[-1]) >= below_s:
             return None
         search.forget_above(below_s)
 
         def filled(limit_s: float) -> bool:
             """Whether the ring's turn is no longer what holds it up."""
-            if search.shortest_turn_s(limit_s) > instance.micro_batches * limit_s:
+            if search.shortest_turn_s(limit_s) > problem.micro_batches * limit_s:
                 return False
-            search.forget_above(instance.micro_batches * limit_s * (1 + _ROUNDING))
+            search.forget_above(problem.micro_batches * limit_s * (1 + _ROUNDING))
             return True
 
         low = first_true(limits, filled, near=near_index(limits, near_s))
-        shares = [search.share(limits[index]) for index in (low, low - 1) if index >= 0]
-        found = [share for share in shares if share is not None and share.cycle_s < below_s]
-        return min(found, key=lambda share: share.cycle_s, default=None)
+        shares = [search.partition(limits[index]) for index in (low, low - 1) if index >= 0]
+        found = [partition for partition in shares if partition is not None and partition.cycle_s < below_s]
+        return min(found, key=lambda partition: partition.cycle_s, default=None)
 
-    def balanced(self, instance: Instance, share: Share, *, slack: float) -> Share:
+    def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
         """Among the shares whose cycle is longer by at most ``slack``: one whose slowest server is the fastest."""
-        most_s = share.cycle_s * (1 + slack)
-        search = _Limits(self, instance)
+        most_s = partition.cycle_s * (1 + slack)
+        search = _Limits(self, problem)
         limit_s = first_limit(
-            server_times(instance, share.server_s), lambda limit: search.shortest_turn_s(limit) <= most_s
+            server_times(problem, partition.server_s), lambda limit: search.shortest_turn_s(limit) <= most_s
         )
-        found = None if limit_s is None else search.share(limit_s)
-        return share if found is None or found.server_s >= share.server_s else replace(found, bound_s=share.bound_s)
+        found = None if limit_s is None else search.partition(limit_s)
+        return (
+            partition
+            if found is None or found.server_s >= partition.server_s
+            else replace(found, bound_s=partition.bound_s)
+        )
 
-    def stage_sums_s(self, instance: Instance, limit_s: float, choices: Ints) -> tuple[Floats, Ints]:
+    def stage_sums_s(self, problem: PartitionProblem, limit_s: float, choices: Ints) -> tuple[Floats, Ints]:
         """Of these choices: the least sum of step times within the limit ``[C]``, and its layers ``[C, N]``."""
-        rooms = rooms_within(instance, limit_s)  # [N, 5]
-        fastest = np.argsort(instance.layer_s, kind="stable")
+        rooms = rooms_within(problem, limit_s)  # [N, 5]
+        fastest = np.argsort(problem.layer_s, kind="stable")
         room = rooms[fastest, self._flags[choices][:, fastest]]  # [C, N], the fastest first
         extra = np.maximum(room - 1, 0)
         before = np.cumsum(extra, axis=1) - extra
-        missing = instance.num_layers - self._size[choices]
+        missing = problem.num_layers - self._size[choices]
         taken = np.clip(missing[:, None] - before, 0, extra)
-        sums = self._member[choices] @ (instance.base_s + instance.layer_s) + instance.head_s[self._last[choices]]
-        sums += taken @ instance.layer_s[fastest]
-        fits = (room.sum(axis=1) >= instance.num_layers) & (missing >= 0)
+        sums = self._member[choices] @ (problem.base_s + problem.layer_s) + problem.head_s[self._last[choices]]
+        sums += taken @ problem.layer_s[fastest]
+        fits = (room.sum(axis=1) >= problem.num_layers) & (missing >= 0)
         layers = np.zeros_like(room)
         layers[:, fastest] = taken
         return np.where(fits, sums, inf), layers + (self._flags[choices] < 4)
 
-    def paths_s(self, instance: Instance, limit_s: float) -> Floats:
+    def paths_s(self, problem: PartitionProblem, limit_s: float) -> Floats:
         """``[masks, N, N]``: the shortest way through a set from one end to the other over links within the limit."""
-        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        hop = np.where(problem.upload_s <= limit_s, problem.upload_s + problem.latency_s, inf)
         np.fill_diagonal(hop, inf)
         n = self._num_devices
-        ways = np.full((1 << n, n, n), inf)
+        paths = np.full((1 << n, n, n), inf)
         for one in range(n):
-            ways[1 << one, one, one] = 0.0
+            paths[1 << one, one, one] = 0.0
         for masks in self._masks_by_size[:-1]:
-            longer = (ways[masks][:, :, :, None] + hop[None, None]).min(axis=2)  # [m, first, next]
+            longer = (paths[masks][:, :, :, None] + hop[None, None]).min(axis=2)  # [m, first, next]
             for one in range(n):
                 free = (masks >> one) & 1 == 0
-                ways[masks[free] | 1 << one, :, one] = longer[free, :, one]
-        return ways
+                paths[masks[free] | 1 << one, :, one] = longer[free, :, one]
+        return paths
 
     def sizes(self) -> Ints:
         """Number of devices of every choice."""
@@ -215,15 +219,15 @@ class ExactSearch:
         between = [int(one) for one in np.flatnonzero(self._flags[choice] == PLAIN)]
         return (first, *between, last) if first != last else (first,)
 
-    def way(self, ways: Floats, instance: Instance, choice: int, *, limit_s: float) -> tuple[int, ...]:
+    def path(self, paths: Floats, problem: PartitionProblem, choice: int, *, limit_s: float) -> tuple[int, ...]:
         """The devices of a choice in the order of its shortest way over links within the limit."""
-        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        hop = np.where(problem.upload_s <= limit_s, problem.upload_s + problem.latency_s, inf)
         first, last, mask = int(self._first[choice]), int(self._last[choice]), int(self._mask[choice])
         order = [last]
         while mask != 1 << first:
             here = order[-1]
             mask ^= 1 << here
-            order.append(int(np.argmin(ways[mask, first] + hop[:, here])))
+            order.append(int(np.argmin(paths[mask, first] + hop[:, here])))
         return tuple(reversed(order))
 
     def choices(self) -> tuple[Ints, Ints, Ints]:
@@ -234,14 +238,14 @@ class ExactSearch:
 class _Limits:
     """One instance under different limits on T."""
 
-    def __init__(self, search: ExactSearch, instance: Instance) -> None:
+    def __init__(self, search: ExactSearch, problem: PartitionProblem) -> None:
         self._search = search
-        self._instance = instance
-        self._uploads = np.unique(instance.upload_s[np.isfinite(instance.upload_s)])
+        self._instance = problem
+        self._uploads = np.unique(problem.upload_s[np.isfinite(problem.upload_s)])
         self._ways: dict[int, Floats] = {}
         self._alive = np.arange(len(search.choices()[0]))  # choices that can still be the best
         self._turns = np.zeros(0)
-        self._alike = _alike(instance)
+        self._alike = _alike(problem)
 
     def shortest_turn_s(self, limit_s: float) -> float:
         """Of all choices; infinite if none fits."""
@@ -255,7 +259,7 @@ class _Limits:
         """Drop choices whose turn within the last limit takes longer: within a lower one it is no shorter."""
         self._alive = self._alive[self._turns <= cycle_s]
 
-    def share(self, limit_s: float) -> Share | None:
+    def partition(self, limit_s: float) -> Partition | None:
         """The share with the shortest turn."""
         if self.shortest_turn_s(limit_s) == inf:
             return None
@@ -264,8 +268,8 @@ class _Limits:
         if self._alike is not None:
             order = self._search.any_way(int(choice))
         else:
-            ways, most_s = self._ways_at(limit_s), limit_s * (1 + _ROUNDING)
-            order = self._search.way(ways, self._instance, int(choice), limit_s=most_s)
+            paths, most_s = self._ways_at(limit_s), limit_s * (1 + _ROUNDING)
+            order = self._search.path(paths, self._instance, int(choice), limit_s=most_s)
         return evaluate(self._instance, order, [int(layers[0, one]) for one in order])
 
     def _paths_s(self, limit_s: float) -> Floats:
@@ -287,10 +291,10 @@ class _Limits:
         return self._ways[allowed]
 
 
-def _alike(instance: Instance) -> tuple[float, float] | None:
+def _alike(problem: PartitionProblem) -> tuple[float, float] | None:
     """Upload and latency where all links are alike: then the order is all one."""
-    others = ~np.eye(instance.num_devices, dtype=bool)
-    uploads, latencies = instance.upload_s[others], instance.latency_s[others]
+    others = ~np.eye(problem.num_devices, dtype=bool)
+    uploads, latencies = problem.upload_s[others], problem.latency_s[others]
     if not len(uploads):
         return 0.0, 0.0
     if np.ptp(latencies) or not np.isfinite(uploads).all() or np.ptp(uploads):
@@ -332,28 +336,28 @@ def near_index(limits: Floats, near_s: float) -> int:
     return int(np.searchsorted(limits, near_s)) if near_s else len(limits) - 2
 
 
-def could_fit(instance: Instance, limit_s: float) -> bool:
+def could_fit(problem: PartitionProblem, limit_s: float) -> bool:
     """Whether all devices together hold the model with none above the limit; cheap, and never wrong with a no."""
-    rooms = rooms_within(instance, limit_s)[:, :4].max(axis=1)
-    return int(np.maximum(rooms, 0).sum()) >= instance.num_layers
+    rooms = rooms_within(problem, limit_s)[:, :4].max(axis=1)
+    return int(np.maximum(rooms, 0).sum()) >= problem.num_layers
 
 
-def rooms_within(instance: Instance, limit_s: float) -> Ints:
+def rooms_within(problem: PartitionProblem, limit_s: float) -> Ints:
     """``[N, 5]``: layers that a device may take by its flags, the last column for devices not in the set."""
-    layer_s = np.maximum(instance.layer_s, 1e-15)
-    plain = np.minimum((limit_s - instance.base_s) / layer_s + _ROUNDING, 10**6)
-    headed = np.minimum((limit_s - instance.base_s - instance.head_s) / layer_s + _ROUNDING, 10**6)
+    layer_s = np.maximum(problem.layer_s, 1e-15)
+    plain = np.minimum((limit_s - problem.base_s) / layer_s + _ROUNDING, 10**6)
+    headed = np.minimum((limit_s - problem.base_s - problem.head_s) / layer_s + _ROUNDING, 10**6)
     by_time = np.floor(np.stack([plain, plain, headed, headed], axis=1)).astype(np.int64)
-    room = np.minimum(by_time, instance.most_layers)
+    room = np.minimum(by_time, problem.most_layers)
     room = np.where(room < 1, _NEVER, room)
     return np.concatenate([room, np.zeros((len(room), 1), dtype=np.int64)], axis=1)
 
 
-def server_times(instance: Instance, most_s: float) -> Floats:
+def server_times(problem: PartitionProblem, most_s: float) -> Floats:
     """All values that the slowest server can take, up to ``most_s``, ascending."""
-    counts = np.arange(1, instance.num_layers + 1)
-    plain = instance.base_s[:, None] + counts * instance.layer_s[:, None]
-    values = [plain.ravel(), (plain + instance.head_s[:, None]).ravel(), instance.upload_s.ravel()]
+    counts = np.arange(1, problem.num_layers + 1)
+    plain = problem.base_s[:, None] + counts * problem.layer_s[:, None]
+    values = [plain.ravel(), (plain + problem.head_s[:, None]).ravel(), problem.upload_s.ravel()]
     found = np.unique(np.concatenate(values))
     found = found[found <= most_s]
     return np.append(found, most_s) if most_s < inf else found

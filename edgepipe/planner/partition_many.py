@@ -21,9 +21,9 @@ from edgepipe.planner.partition import (
     PLAIN,
     ExactSearch,
     Floats,
-    Instance,
     Ints,
-    Share,
+    Partition,
+    PartitionProblem,
     could_fit,
     evaluate,
     first_limit,
@@ -55,65 +55,65 @@ class ManySearch:
         self._must = frozenset(must)
         self._num_devices = num_devices
 
-    def best(self, instance: Instance, *, below_s: float = inf, near_s: float = 0.0) -> Share | None:
+    def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
         """The share with the smallest cycle that was found, if one is smaller than ``below_s``; ``near_s``: about where
         its T is."""
-        m = instance.micro_batches
-        if not could_fit(instance, below_s / m) or self._bound_s(instance, below_s / m) >= below_s:
+        m = problem.micro_batches
+        if not could_fit(problem, below_s / m) or self._bound_s(problem, below_s / m) >= below_s:
             return None
-        limits = server_times(instance, below_s / m)
+        limits = server_times(problem, below_s / m)
         tables: dict[float, _Table] = {}
 
         def table(limit_s: float) -> _Table:
             if limit_s not in tables:
-                tables[limit_s] = _Table(self, instance, limit_s)
+                tables[limit_s] = _Table(self, problem, limit_s)
             return tables[limit_s]
 
         low = first_true(limits, lambda limit_s: table(limit_s).best_s <= m * limit_s, near=near_index(limits, near_s))
         ends = [float(limits[index]) for index in (low, low - 1) if index >= 0]
         bounds = {limit_s: max(m * limit_s, table(limit_s).best_s) for limit_s in ends}
         bound_s = min(bounds.values())
-        shares = [self._share(instance, table(limit_s), bound_s) for limit_s, value in bounds.items() if value < inf]
-        found = [share for share in shares if share is not None and share.cycle_s < below_s]
-        return min(found, key=lambda share: share.cycle_s, default=None)
+        shares = [self._share(problem, table(limit_s), bound_s) for limit_s, value in bounds.items() if value < inf]
+        found = [partition for partition in shares if partition is not None and partition.cycle_s < below_s]
+        return min(found, key=lambda partition: partition.cycle_s, default=None)
 
-    def balanced(self, instance: Instance, share: Share, *, slack: float) -> Share:
+    def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
         """See ``ExactSearch.balanced``."""
-        most_s = share.cycle_s * (1 + slack)
-        limits = server_times(instance, share.server_s)
-        limit_s = first_limit(limits, lambda limit: self._bound_s(instance, limit) <= most_s)
-        found = None if limit_s is None else self._share(instance, _Table(self, instance, limit_s), share.bound_s)
-        worse = found is None or found.server_s >= share.server_s or found.cycle_s > most_s
-        return share if found is None or worse else found
+        most_s = partition.cycle_s * (1 + slack)
+        limits = server_times(problem, partition.server_s)
+        limit_s = first_limit(limits, lambda limit: self._bound_s(problem, limit) <= most_s)
+        found = None if limit_s is None else self._share(problem, _Table(self, problem, limit_s), partition.bound_s)
+        worse = found is None or found.server_s >= partition.server_s or found.cycle_s > most_s
+        return partition if found is None or worse else found
 
-    def _bound_s(self, instance: Instance, limit_s: float) -> float:
+    def _bound_s(self, problem: PartitionProblem, limit_s: float) -> float:
         """The shortest turn with no server above the limit, if every way in were the cheapest."""
-        table = _Table(self, instance, limit_s)
+        table = _Table(self, problem, limit_s)
         return table.best_s
 
-    def _share(self, instance: Instance, table: _Table, bound_s: float) -> Share | None:
+    def _share(self, problem: PartitionProblem, table: _Table, bound_s: float) -> Partition | None:
         layers = table.layers()
         if layers is None:
             return None
         first = next(one for one, (flags, _) in layers.items() if flags & EMBEDS)
         last = next(one for one, (flags, _) in layers.items() if flags & HEAD)
-        order = shortest_way(instance, list(layers), first=first, last=last, limit_s=table.limit_s)
-        share = evaluate(instance, order, [layers[one][1] for one in order])
-        return Share(
-            devices=share.devices,
-            layers=share.layers,
-            server_s=share.server_s,
-            turn_s=share.turn_s,
-            cycle_s=share.cycle_s,
-            bound_s=min(bound_s, share.cycle_s),
+        order = shortest_way(problem, list(layers), first=first, last=last, limit_s=table.limit_s)
+        partition = evaluate(problem, order, [layers[one][1] for one in order])
+        return Partition(
+            devices=partition.devices,
+            layers=partition.layers,
+            server_s=partition.server_s,
+            turn_s=partition.turn_s,
+            cycle_s=partition.cycle_s,
+            bound_s=min(bound_s, partition.cycle_s),
         )
 
-    def options(self, instance: Instance, device: int, rooms: Ints, way_in_s: float) -> list[_Option]:
+    def options(self, problem: PartitionProblem, device: int, rooms: Ints, path_in_s: float) -> list[_Option]:
         """The ways to use a device."""
-        middle = _Option(PLAIN, int(rooms[PLAIN]), instance.base_s[device] + way_in_s, (0, EMBEDS, HEAD, _BOTH))
-        first = _Option(EMBEDS, int(rooms[EMBEDS]), float(instance.base_s[device]), (0, HEAD))
-        head_s = instance.base_s[device] + instance.head_s[device]
-        last = _Option(HEAD, int(rooms[HEAD]), head_s + way_in_s, (0, EMBEDS))
+        middle = _Option(PLAIN, int(rooms[PLAIN]), problem.base_s[device] + path_in_s, (0, EMBEDS, HEAD, _BOTH))
+        first = _Option(EMBEDS, int(rooms[EMBEDS]), float(problem.base_s[device]), (0, HEAD))
+        head_s = problem.base_s[device] + problem.head_s[device]
+        last = _Option(HEAD, int(rooms[HEAD]), head_s + path_in_s, (0, EMBEDS))
         if self._first is not None:
             return [first] if device == self._first else [middle, last]
         return [middle, first, last]
@@ -135,20 +135,20 @@ class ManySearch:
 class _Table:
     """``cost[flags, devices, layers]``, the least sum of prices, device after device."""
 
-    def __init__(self, search: ManySearch, instance: Instance, limit_s: float) -> None:
+    def __init__(self, search: ManySearch, problem: PartitionProblem, limit_s: float) -> None:
         self._search = search
-        self._instance = instance
+        self._instance = problem
         self.limit_s = limit_s
-        rooms = rooms_within(instance, limit_s)
-        hop = np.where(instance.upload_s <= limit_s, instance.upload_s + instance.latency_s, inf)
+        rooms = rooms_within(problem, limit_s)
+        hop = np.where(problem.upload_s <= limit_s, problem.upload_s + problem.latency_s, inf)
         np.fill_diagonal(hop, inf)
-        together = instance.closing_s + np.where(np.eye(instance.num_devices, dtype=bool), inf, 0.0)
-        cost = np.full((4, search.counts, instance.num_layers + 1), inf)
+        together = problem.closing_s + np.where(np.eye(problem.num_devices, dtype=bool), inf, 0.0)
+        cost = np.full((4, search.counts, problem.num_layers + 1), inf)
         cost[0, 0, 0] = 0.0
         self._costs: list[Floats] = [cost]
         self._options: list[list[_Option]] = []
-        for device in range(instance.num_devices):
-            options = search.options(instance, device, rooms[device], float(hop[:, device].min()))
+        for device in range(problem.num_devices):
+            options = search.options(problem, device, rooms[device], float(hop[:, device].min()))
             closing_s = float(together[:, device].min())  # charged with the last device
             options = [one._replace(price_s=one.price_s + closing_s) if one.flags == HEAD else one for one in options]
             self._options.append(options)
@@ -159,12 +159,12 @@ class _Table:
 
     def _best_alone(self, rooms: Ints) -> tuple[float, int]:
         """The least cost with one device, and which."""
-        instance = self._instance
-        costs = instance.base_s + instance.head_s + instance.num_layers * instance.layer_s + np.diag(instance.closing_s)
+        problem = self._instance
+        costs = problem.base_s + problem.head_s + problem.num_layers * problem.layer_s + np.diag(problem.closing_s)
         able = [
             (float(costs[one]), one)
-            for one in range(instance.num_devices)
-            if rooms[one, _BOTH] >= instance.num_layers and self._search.may_be_alone(one)
+            for one in range(problem.num_devices)
+            if rooms[one, _BOTH] >= problem.num_layers and self._search.may_be_alone(one)
         ]
         return min(able, default=(inf, -1))
 
@@ -239,15 +239,15 @@ def _slide(cost: Floats, room: int, layer_s: float) -> Floats:
 
 
 def shortest_way(
-    instance: Instance, devices: list[int], *, first: int, last: int, limit_s: float = inf
+    problem: PartitionProblem, devices: list[int], *, first: int, last: int, limit_s: float = inf
 ) -> tuple[int, ...]:
     """Devices in order between two ends: exactly up to ten, by 2-opt from the nearest neighbours beyond."""
     if len(devices) <= 2:
         return (first, last)[: len(devices)]
-    hop = np.where(instance.upload_s <= limit_s, instance.upload_s, inf) + instance.latency_s
+    hop = np.where(problem.upload_s <= limit_s, problem.upload_s, inf) + problem.latency_s
     between = [one for one in devices if one not in (first, last)]
     if len(devices) <= EXACT_DEVICES:
-        return _exact_way(instance, devices, first, last, limit_s)
+        return _exact_path(problem, devices, first, last, limit_s)
     order, left = [first], set(between)
     while left:
         order.append(min(left, key=lambda one: (hop[order[-1], one], one)))
@@ -256,35 +256,37 @@ def shortest_way(
     return tuple(_two_opt(hop, order))
 
 
-def _exact_way(instance: Instance, devices: list[int], first: int, last: int, limit_s: float) -> tuple[int, ...]:
+def _exact_path(
+    problem: PartitionProblem, devices: list[int], first: int, last: int, limit_s: float
+) -> tuple[int, ...]:
     picked = np.array(devices)
-    small = Instance(
+    small = PartitionProblem(
         num_layers=len(devices),
         micro_batches=1,
-        base_s=instance.base_s[picked],
-        layer_s=instance.layer_s[picked],
-        head_s=instance.head_s[picked],
+        base_s=problem.base_s[picked],
+        layer_s=problem.layer_s[picked],
+        head_s=problem.head_s[picked],
         most_layers=np.full((len(devices), 4), len(devices)),
-        upload_s=instance.upload_s[np.ix_(picked, picked)],
-        latency_s=instance.latency_s[np.ix_(picked, picked)],
-        closing_s=instance.closing_s[np.ix_(picked, picked)],
+        upload_s=problem.upload_s[np.ix_(picked, picked)],
+        latency_s=problem.latency_s[np.ix_(picked, picked)],
+        closing_s=problem.closing_s[np.ix_(picked, picked)],
     )
     search = ExactSearch(len(devices), count=len(devices), first=devices.index(first))
     _, _, lasts = search.choices()
     choice = int(np.flatnonzero(lasts == devices.index(last))[0])
     masks, firsts, _ = search.choices()
     for most_s in (limit_s, inf):  # every device has a way in within the limit; all together may have none
-        ways = search.paths_s(small, most_s)
-        if ways[masks[choice], firsts[choice], lasts[choice]] < inf:
+        paths = search.paths_s(small, most_s)
+        if paths[masks[choice], firsts[choice], lasts[choice]] < inf:
             break
-    return tuple(devices[one] for one in search.way(ways, small, choice, limit_s=most_s))
+    return tuple(devices[one] for one in search.path(paths, small, choice, limit_s=most_s))
 
 
 def _two_opt(hop: Floats, order: list[int]) -> list[int]:
     """Turn stretches round while that shortens the way; the ends stay. Links may differ by direction."""
 
-    def length_s(way: Sequence[int]) -> float:
-        return float(sum(hop[a, b] for a, b in pairwise(way)))
+    def length_s(path: Sequence[int]) -> float:
+        return float(sum(hop[a, b] for a, b in pairwise(path)))
 
     best_s, improved = length_s(order), True
     while improved:

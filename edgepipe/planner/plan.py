@@ -15,7 +15,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.forecast import Forecast, Ring
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
-from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Instance, Share
+from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Partition, PartitionProblem
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
@@ -110,11 +110,11 @@ def plan(
         if demand.must_keep_tokens and (most := _most_context(demand, able, links, wishes)):
             error.next_step = f"give --context {most} or less; or {error.next_step}"
         raise error
-    share, kv_tokens = found
-    result = describe(demand, search.placed(share), able, links)
+    partition, kv_tokens = found
+    result = describe(demand, search.placed(partition), able, links)
     _check_reached(result, links)
-    gap = max(0.0, 1 - share.bound_s / share.cycle_s)
-    left_out = [*excluded, *search.left_out(share, kv_tokens)] if explain else excluded
+    gap = max(0.0, 1 - partition.bound_s / partition.cycle_s)
+    left_out = [*excluded, *search.left_out(partition, kv_tokens)] if explain else excluded
     return replace(result, left_out=tuple(left_out), gap=gap)
 
 
@@ -217,50 +217,52 @@ class _Search:
         self._micro_batches = 1  # of the share that was found last
         self._parts: dict[tuple[int, float], StepParts] = {}
 
-    def best(self) -> tuple[Share, int] | None:
+    def best(self) -> tuple[Partition, int] | None:
         """The best share, and the KV tokens for which room was kept.
 
         Less KV may allow a faster ring, but fewer conversations share it: the first level that fits and the one below
         are compared.
         """
-        found: list[tuple[Share, int, int]] = []  # with its M
+        found: list[tuple[Partition, int, int]] = []  # with its M
         per_s = 0.0
         for kv_tokens in self._demand.kv_levels():
             sequences = self._sequences(kv_tokens)
-            share = self._best_with(kv_tokens, self._wishes.num_nodes, at_most_s=sequences / per_s if per_s else inf)
-            if share is not None:
-                found.append((share, kv_tokens, self._micro_batches))
-                per_s = sequences / share.cycle_s
+            partition = self._best_with(
+                kv_tokens, self._wishes.num_nodes, at_most_s=sequences / per_s if per_s else inf
+            )
+            if partition is not None:
+                found.append((partition, kv_tokens, self._micro_batches))
+                per_s = sequences / partition.cycle_s
             if per_s and (self._demand.objective is Objective.LATENCY or kv_tokens != found[0][1]):
                 break
         if not found:
             return None
-        share, kv_tokens, self._micro_batches = found[-1]
-        share = self._without_needless(share, kv_tokens)
-        search = self._new_search(len(share.devices))
-        return search.balanced(self._instance_with(kv_tokens), share, slack=_SLACK), kv_tokens
+        partition, kv_tokens, self._micro_batches = found[-1]
+        partition = self._without_needless(partition, kv_tokens)
+        search = self._new_search(len(partition.devices))
+        return search.balanced(self._problem_with(kv_tokens), partition, slack=_SLACK), kv_tokens
 
-    def placed(self, share: Share) -> tuple[Placed, ...]:
+    def placed(self, partition: Partition) -> tuple[Placed, ...]:
         """The share as slices."""
-        ends = np.cumsum(share.layers)
-        ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, share.layers, strict=True)]
+        ends = np.cumsum(partition.layers)
+        ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, partition.layers, strict=True)]
         slices = make_slices(ranges, self._layers)
         return tuple(
             Placed(node_id=self._machines[one].node_id, part=part)
-            for one, part in zip(share.devices, slices, strict=True)
+            for one, part in zip(partition.devices, slices, strict=True)
         )
 
-    def left_out(self, share: Share, kv_tokens: int) -> list[LeftOut]:
+    def left_out(self, partition: Partition, kv_tokens: int) -> list[LeftOut]:
         """Machines that are not used, each with the reason."""
-        instance = self._instance_with(kv_tokens)
+        problem = self._problem_with(kv_tokens)
         reasons: dict[tuple[int, int], str] = {}  # machines of one kind share theirs
         out: list[LeftOut] = []
         for index, machine in enumerate(self._machines):
-            if index in share.devices:
+            if index in partition.devices:
                 continue
             kind = id(machine.speed), machine.room.free_bytes
             if kind not in reasons:
-                reasons[kind] = self._reason(index, share, instance)
+                reasons[kind] = self._reason(index, partition, problem)
             out.append(LeftOut(machine=machine, reason=reasons[kind]))
         return out
 
@@ -282,56 +284,56 @@ class _Search:
     def _sequences(self, kv_tokens: int) -> int:
         return self._demand.sequences(kv_tokens) if self._demand.objective is Objective.THROUGHPUT else 1
 
-    def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Share | None:
+    def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Partition | None:
         """Over all M, or up to ``most``."""
         sequences, best = self._sequences(kv_tokens), None
         search = self._new_search(count)
         room = self._most_layers(kv_tokens)
         below_s = at_most_s
         for micro_batches in range(1, min(sequences, most or most_micro_batches(len(self._machines))) + 1):
-            instance = self._instance(micro_batches, sequences, room)
-            found = search.best(instance, below_s=below_s)
+            problem = self._instance(micro_batches, sequences, room)
+            found = search.best(problem, below_s=below_s)
             if found is not None:
                 best, below_s = found, found.cycle_s
                 self._micro_batches = micro_batches
         return best
 
-    def _without_needless(self, share: Share, kv_tokens: int) -> Share:
+    def _without_needless(self, partition: Partition, kv_tokens: int) -> Partition:
         """The same with fewer devices, as long as that costs next to nothing."""
-        most_s, bound_s = share.cycle_s * (1 + _WORTH), share.bound_s
-        while not self._wishes.num_nodes and len(share.devices) > 1:
-            fewer = self._best_with(kv_tokens, len(share.devices) - 1, at_most_s=most_s, most=self._micro_batches)
+        most_s, bound_s = partition.cycle_s * (1 + _WORTH), partition.bound_s
+        while not self._wishes.num_nodes and len(partition.devices) > 1:
+            fewer = self._best_with(kv_tokens, len(partition.devices) - 1, at_most_s=most_s, most=self._micro_batches)
             if fewer is None:
                 break
-            share = replace(fewer, bound_s=min(bound_s, fewer.cycle_s))
-        return share
+            partition = replace(fewer, bound_s=min(bound_s, fewer.cycle_s))
+        return partition
 
     def _new_search(self, count: int, must: Sequence[int] = ()) -> ExactSearch | ManySearch:
         kind = ExactSearch if len(self._machines) <= EXACT_DEVICES else ManySearch
         return kind(len(self._machines), count=count, first=self._first, must=must)
 
-    def _instance_with(self, kv_tokens: int) -> Instance:
+    def _problem_with(self, kv_tokens: int) -> PartitionProblem:
         """With the M of the share that was found last."""
         return self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
 
-    def _reason(self, index: int, share: Share, instance: Instance) -> str:
-        room, machine = instance.most_layers[index], self._machines[index]
+    def _reason(self, index: int, partition: Partition, problem: PartitionProblem) -> str:
+        room, machine = problem.most_layers[index], self._machines[index]
         if room.max() < 1:
             return f"{format_bytes(max(0, machine.room.free_bytes))} free cannot hold one layer and its KV"
         if self._wishes.num_nodes:
             return f"{self._wishes.num_nodes} were asked for"
         search = self._new_search(0, must=(index,))
-        with_it = search.best(instance, below_s=_MUCH_LONGER * share.cycle_s, near_s=share.server_s)
-        with_it = with_it or search.best(instance)
+        with_it = search.best(problem, below_s=_MUCH_LONGER * partition.cycle_s, near_s=partition.server_s)
+        with_it = with_it or search.best(problem)
         if with_it is None:
             return "no way round the ring fits with it"
-        loss = with_it.cycle_s / share.cycle_s - 1
+        loss = with_it.cycle_s / partition.cycle_s - 1
         if loss < _WORTH:
             return "it would gain next to nothing"
         position = with_it.devices.index(index)
         own = [hop for hop in pairwise(with_it.devices) if index in hop]
-        link_s = float(sum(instance.upload_s[hop] + instance.latency_s[hop] for hop in own))
-        step_s = float(instance.base_s[index] + with_it.layers[position] * instance.layer_s[index])
+        link_s = float(sum(problem.upload_s[hop] + problem.latency_s[hop] for hop in own))
+        step_s = float(problem.base_s[index] + with_it.layers[position] * problem.layer_s[index])
         why = f"its links: {format_duration_s(link_s)} a token" if link_s > step_s else "it is slower"
         return f"it would slow each token by {loss * 100:.0f} % ({why})"
 
@@ -350,7 +352,7 @@ class _Search:
 
     def _instance(
         self, micro_batches: int, sequences: int, room: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    ) -> Instance:
+    ) -> PartitionProblem:
         demand = self._demand
         rows = sequences / micro_batches
         parts = [self._parts_of(machine.speed, rows) for machine in self._machines]
@@ -358,7 +360,7 @@ class _Search:
         uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
         hop_hosts_s = np.array([hop_host_s(one, num_bytes) for one in self._hosts_s])
         turn_hosts_s = np.array([turn_host_s(one, rows) for one in self._hosts_s])
-        return Instance(
+        return PartitionProblem(
             num_layers=self._layers,
             micro_batches=micro_batches,
             base_s=np.array([one.base_s for one in parts]),

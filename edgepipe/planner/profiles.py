@@ -199,12 +199,12 @@ class Links:
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
     assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
     assumed_host_s: float = HOST_S  # likewise of hosts
-    barred: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
+    broken: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
     unreached: frozenset[tuple[NodeId, NodeId]] = frozenset()  # over which no stage dials the next
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link:
-        """The link from one node to another, without end where it is barred. Raises LinkNotMeasured."""
-        if (sender, receiver) in self.barred:
+        """The link from one node to another, without end where it is broken. Raises LinkNotMeasured."""
+        if (sender, receiver) in self.broken:
             return Link(shape=_NO_WAY, measured=True)
         shape = self.measured.get((sender, receiver))
         if shape is not None:
@@ -222,7 +222,7 @@ class Links:
     def carries_hop(self, sender: NodeId, receiver: NodeId) -> bool:
         """Whether two nodes may be neighbours in this order. A token's id may go home where they may not: the engine
         has opened the stream that it takes."""
-        return (sender, receiver) not in self.barred and (sender, receiver) not in self.unreached
+        return (sender, receiver) not in self.broken and (sender, receiver) not in self.unreached
 
     def host_s(self, node: NodeId) -> float:
         """What one small message costs a node, network left out; measured by calls to itself."""
@@ -230,11 +230,14 @@ class Links:
         return own.one_way_s if own is not None else self.assumed_host_s
 
     def home_s(self, sender: NodeId, receiver: NodeId, nodes: Iterable[NodeId]) -> float:
-        """One way for a token's id: direct, where that is barred through one of ``nodes``. Raises LinkNotMeasured."""
+        """Seconds one way for a token's id: direct, or through one of ``nodes`` if that link is broken.
+
+        Raises LinkNotMeasured.
+        """
         if sender == receiver:
             return 0.0
         direct_s = self.between(sender, receiver).shape.one_way_s
-        if (sender, receiver) not in self.barred:
+        if (sender, receiver) not in self.broken:
             return direct_s
         others = [node for node in nodes if node not in (sender, receiver)]
         legs = [(self.between(sender, one), self.between(one, receiver)) for one in others]

@@ -16,14 +16,14 @@ def replace_lost(
     rooms: Sequence[NodeRoom],
     *,
     fetch_bytes: Callable[[NodeId, Sequence[Slice]], int],
-    barred: Collection[tuple[NodeId, NodeId]] = (),
+    broken: Collection[tuple[NodeId, NodeId]] = (),
 ) -> tuple[Placed, ...] | None:
     """The placement with each lost stage whole on a node that has no stage yet; None if there are too few of those.
 
     standing     as it was; a stage is lost if its node is not among ``rooms``
     rooms        of nodes that are there; those that keep their stage count what it takes as free
     fetch_bytes  of these slices that a node would have to fetch first
-    barred       links that carry nothing; None, too, if the placement would need one of them
+    broken       links that carry nothing; None, too, if the placement would need one of them
     returns      in the order of ``standing``
 
     The largest stage chooses first; nodes that fetch less are preferred, among equals those with more room.
@@ -45,7 +45,7 @@ def replace_lost(
         homes[node_id] = home.node_id
     placed = tuple(Placed(node_id=homes.get(one.node_id, one.node_id), part=one.part) for one in standing)
     hops = pairwise(one.node_id for one in sorted(placed, key=lambda one: one.part.index))
-    return None if any(hop in barred for hop in hops) else placed
+    return None if any(hop in broken for hop in hops) else placed
 
 
 def _takes(need: Need, room: NodeRoom, parts: Sequence[Slice]) -> bool:

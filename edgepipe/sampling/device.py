@@ -49,14 +49,14 @@ def _row_edits(row: SampleRow) -> _Edits:
     try:
         with sampler.lock:
             sampler.begin(row.position)
-            mask, barred = sampler.allowed(row.position)
+            mask, banned = sampler.allowed(row.position)
             edits = sampler.edits
             ids, repetition, add = edits.ids.copy(), edits.repetition.copy(), edits.add.copy()
     except EdgepipeError:
         return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), None
-    if len(barred):
-        add[np.isin(ids, barred)] = -np.inf
-        new = barred[~np.isin(barred, ids)]
+    if len(banned):
+        add[np.isin(ids, banned)] = -np.inf
+        new = banned[~np.isin(banned, ids)]
         ids = np.concatenate([ids, new])
         repetition = np.concatenate([repetition, np.ones(len(new), np.float32)])
         add = np.concatenate([add, np.full(len(new), -np.inf, np.float32)])

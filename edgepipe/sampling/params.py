@@ -53,7 +53,7 @@ class SamplingParams:
     """Checked where it is built, but for token ids. Raises RequestInvalid, which the gateway hands to the client.
 
     Logits are changed in this order: repetition penalty, frequency and presence penalties, bias, then what may not
-    come (end tokens before ``min_tokens``, the grammar) is barred. Then temperature, top-k, top-p of what top-k left,
+    come (end tokens before ``min_tokens``, the grammar) is banned. Then temperature, top-k, top-p of what top-k left,
     min-p. Log-probabilities are the model's own, before all of this.
     """
 

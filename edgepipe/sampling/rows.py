@@ -115,6 +115,6 @@ def _best(row: Logits, highest: float, unit: float, count: int) -> npt.NDArray[n
 
 
 def _within(row: Logits, highest: float, distance: float) -> npt.NDArray[np.int64]:
-    """Ids, ascending, of what lies at most ``distance`` below the highest, and is not barred."""
+    """Ids, ascending, of what lies at most ``distance`` below the highest, and is not banned."""
     least = highest - distance
     return np.flatnonzero(row > -np.inf if least == -math.inf else row >= np.float32(least))

@@ -33,7 +33,7 @@ class Sampled:
 def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
     """One token per row; a row's token depends on that row alone, not on its neighbours.
 
-    logits  [R, V] float32, overwritten; -inf bars a token
+    logits  [R, V] float32, overwritten; -inf bans a token
 
     Greedy rows take the highest logit, the smallest id among equals. Others take the token in whose share of the
     distribution, laid out from the most to the least likely, the row's draw falls. A row with a NaN, an infinite

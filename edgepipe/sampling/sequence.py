@@ -38,7 +38,7 @@ class SequenceSampler:
         choice         0-based among the request's choices
         prompt         its tokens in any order, if ``params.penalises_prompt``; each once is enough
         generated      output tokens so far, if ``params.needs_output``
-        end_ids        barred before ``params.min_tokens``
+        end_ids        banned before ``params.min_tokens``
         open_grammars  needed for a grammar
         fault          why no token can be chosen: ``begin`` raises it
         """
@@ -85,7 +85,7 @@ class SequenceSampler:
             self._grammar = GrammarState(self._open_grammars(), self.params.grammar, self._generated)
 
     def allowed(self, position: int) -> tuple[Bitmask | None, npt.NDArray[np.int64]]:
-        """What may come at the position begun: a mask (None: anything) and tokens that are barred beside it.
+        """What may come at the position begun: a mask (None: anything) and tokens that are banned beside it.
 
         Raises StepFailed.
         """

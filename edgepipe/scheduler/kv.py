@@ -179,7 +179,7 @@ class KVPool:
         self._num_idle -= int(np.count_nonzero(self._all_idle_since[ids] > 0))
         self._all_idle_since[ids] = 0
 
-    def let_go(self, blocks: Sequence[int]) -> None:
+    def release_references(self, blocks: Sequence[int]) -> None:
         """Undo ``hold``. A block may occur several times: each undoes one."""
         times = Counter(blocks)
         ids = np.array([*times], np.int64)

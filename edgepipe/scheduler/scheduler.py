@@ -63,7 +63,7 @@ class Scheduler:
         self._prompts = Prompts()  # admitted with unscheduled tokens
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
         self._num_decodes = 0  # suspected sequences are not counted
-        self._nobody_fits = False  # who is first in the queue was not admitted, and since then nobody left
+        self._head_does_not_fit = False  # who is first in the queue was not admitted, and since then nobody left
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
@@ -187,20 +187,20 @@ class Scheduler:
         self._computed_tokens += record.num_tokens
         if record.copies:
             self._tables.note_copied(record.copies)
-            self._nobody_fits = False
+            self._head_does_not_fit = False
         events: list[Event] = []
         for sequence, token_id in zip(record.decodes, ids, strict=False):  # the chunks' come after
             self._computed(sequence, len(sequence.tokens))
             self._append(sequence, token_id, events)
             if sequence.phase is not Phase.DECODE:
-                self._let_go(sequence)
+                self._release_if_idle(sequence)
         tokens = iter(ids[len(record.decodes) :])
         for sequence, end, samples in record.chunks:
             self._computed(sequence, end)
             if samples:
                 self._clear(sequence)
                 self._append(sequence, next(tokens), events)
-            self._let_go(sequence)
+            self._release_if_idle(sequence)
         return events
 
     def next_to_retire(self) -> tuple[StepId, int] | None:
@@ -216,7 +216,7 @@ class Scheduler:
         Whoever only wants to know when things happen need not go step by step: see ``repeat``.
         """
         records = self._in_flight
-        admits = self._waiting.any_parked or (len(self._waiting) and not self._nobody_fits)
+        admits = self._waiting.any_parked or (len(self._waiting) and not self._head_does_not_fit)
         if self._ready or self._prompts or admits or self._tables.has_frees:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
@@ -246,7 +246,7 @@ class Scheduler:
                 known = len(sequence.tokens)
                 for time in range(sequence.room - known, times, self._limits.block_size):
                     grown[time * len(self._in_flight) + index] += 1
-                self._go_on(sequence, [token_id] * times)
+                self._resume(sequence, [token_id] * times)
         used = accumulate(grown, initial=self.used_blocks - sum(grown))
         self._in_flight.rotate(-more)
         self._last_step += steps
@@ -265,7 +265,7 @@ class Scheduler:
                 return False
         return True
 
-    def _go_on(self, sequence: Sequence, token_ids: list[int]) -> None:
+    def _resume(self, sequence: Sequence, token_ids: list[int]) -> None:
         """A decode's next tokens, all but the last one computed."""
         sequence.tokens += token_ids
         sequence.scheduled = len(sequence.tokens)
@@ -337,7 +337,7 @@ class Scheduler:
     def _fill_shared(self) -> Draft:
         budget = self._policy.budget(self._load())
         if (last_slice := self._tables.stale_to) is not None:
-            return self._fill_either(budget, last_slice)
+            return self._fill_replay_or_whole(budget, last_slice)
         return self._fill_whole(budget)
 
     def _fill_whole(self, budget: StepBudget) -> Draft:
@@ -346,7 +346,7 @@ class Scheduler:
         self._add_prefills(draft, budget.prefill_tokens)
         return draft
 
-    def _fill_either(self, budget: StepBudget, last_slice: int) -> Draft:
+    def _fill_replay_or_whole(self, budget: StepBudget, last_slice: int) -> Draft:
         """A step of replayed tokens, or one through all slices; in turn while there is work for both."""
         draft = self._fill_whole(budget) if self._replayed_last else Draft()
         if draft.empty:
@@ -417,13 +417,13 @@ class Scheduler:
         self._unscheduled_prefill -= num_tokens
         if not sequence.unscheduled:
             self._prompts.remove(sequence)
-            self._nobody_fits = False
+            self._head_does_not_fit = False
             sequence.phase = Phase.DECODE
             self._num_decodes += not sequence.alone
 
     def _wait(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
-        self._nobody_fits = False
+        self._head_does_not_fit = False
 
     def _admit_waiting(self) -> None:
         """Admit those at the head of the queue that can be computed side by side, until one does not fit.
@@ -432,8 +432,8 @@ class Scheduler:
         others pass it until they are computed.
         """
         if self._waiting.any_parked and self._waiting.wake(self._is_coming):
-            self._nobody_fits = False
-        if self._nobody_fits and self._tables.stale_to is None:
+            self._head_does_not_fit = False
+        if self._head_does_not_fit and self._tables.stale_to is None:
             return
         while (first := self._waiting.first()) is not None and self._prompts.accepts(first):
             if first.in_flight:
@@ -441,7 +441,7 @@ class Scheduler:
             if (key := self._tables.awaited(first)) is not None:
                 self._wait_for(first, key)
             elif not self._admit(first):
-                self._nobody_fits = True
+                self._head_does_not_fit = True
                 return
 
     def _wait_for(self, sequence: Sequence, key: Key) -> None:
@@ -517,11 +517,11 @@ class Scheduler:
             sequence.alone = False
             self._num_decodes += sequence.phase is Phase.DECODE
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release_if_idle(self, sequence: Sequence) -> None:
         """Its blocks are free now if it has left and no step touches them any more."""
         if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
             self._tables.release(sequence)
-            self._nobody_fits = False
+            self._head_does_not_fit = False
 
     def _append(self, sequence: Sequence, token_id: int, events: list[Event]) -> None:
         if sequence.phase is Phase.ENDED:
@@ -565,14 +565,14 @@ class Scheduler:
         sequence.phase = Phase.ENDED
         if waits:
             self._waiting.note_ended()
-            self._nobody_fits = False
+            self._head_does_not_fit = False
         del self._sequences[sequence.sequence]
         cached = sequence.cached_prompt_tokens
         events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output, cached_prompt_tokens=cached))
         self._tables.release(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
-        self._nobody_fits = False
+        self._head_does_not_fit = False
         del self._running[sequence.sequence]
         self._tables.leave(sequence)
         if sequence.phase is Phase.PREFILL:

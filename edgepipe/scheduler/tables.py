@@ -127,12 +127,12 @@ class BlockTables:
     def note_copied(self, copies: Seq[BlockCopy]) -> None:
         """The step with these copies has retired."""
         self.draining_blocks -= len(copies)
-        self._kv.let_go([copy.source for copy in copies])
+        self._kv.release_references([copy.source for copy in copies])
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence does not run any more: nothing waits for what it was to compute or to copy."""
         self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
-        self._kv.let_go([copy.source for copy in sequence.new_copies])
+        self._kv.release_references([copy.source for copy in sequence.new_copies])
         sequence.new_copies = ()
 
     def release(self, sequence: Sequence) -> None:

@@ -40,7 +40,7 @@ from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import add_service, first_message
-from edgepipe.stage.session import Counters, Dial, Session, Tools
+from edgepipe.stage.stage_epoch import Counters, Dial, StageEpoch, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
 from edgepipe.wire.plans import PipelineSpec, spec_from_wire
@@ -126,7 +126,7 @@ class Stage:
         self._pipeline: PipelineId | None = None
         self._promised: Epoch | None = None  # the highest seen of that pipeline
         self._ended: Epoch | None = None  # set while the promised epoch is over
-        self._session: Session | None = None
+        self._current: StageEpoch | None = None
         self._open_s = open_s
         self._handlers: set[asyncio.Task[Any]] = set()  # of streams
         self._closed = False
@@ -149,7 +149,7 @@ class Stage:
 
         Raises StageError while a pipeline is open, and what ``Backend.load`` raises.
         """
-        if self._session is not None:
+        if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
         loop = asyncio.get_running_loop()
 
@@ -166,13 +166,13 @@ class Stage:
 
     def pause(self) -> None:
         """Start no further step of the epoch that is open now. A later one starts steps: its engine counts on them."""
-        if self._session is not None:
-            self._session.pause()
+        if self._current is not None:
+            self._current.pause()
 
-    def go_on(self, epoch: Epoch) -> None:
+    def resume(self, epoch: Epoch) -> None:
         """Start steps again if ``epoch``, which the engine works at, is the one that is open here."""
-        if self._session is not None and self._session.spec.epoch == epoch:
-            self._session.go_on()
+        if self._current is not None and self._current.spec.epoch == epoch:
+            self._current.resume()
 
     def progress(self) -> StageProgress:
         """Counters for the daemon, which ends a stage that hangs."""
@@ -199,9 +199,9 @@ class Stage:
         if self._closed:
             return
         self._closed = True
-        if self._session is not None:
-            self._session.fault(PeerClosed("the stage is shutting down"), asked=True)
-            self._session = None
+        if self._current is not None:
+            self._current.fault(PeerClosed("the stage is shutting down"), asked=True)
+            self._current = None
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=CLOSE_S)
         await self._compute.call(self._backend.close)
@@ -234,12 +234,12 @@ class Stage:
         if not message.HasField("open"):
             raise RemoteProtocolError("a Control stream begins with OpenPipeline")
         check_hello(message.open.hello)
-        session = await self._open(spec_from_wire(message.open))
+        current = await self._open(spec_from_wire(message.open))
         try:
             async with delayed_replies(self._network_to(message.open.hello), replies) as delayed:
-                await session.run(messages, delayed)
+                await current.run(messages, delayed)
         finally:
-            self._leave(session)
+            self._leave(current)
 
     async def _ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
         message = await first_message(messages)
@@ -260,15 +260,15 @@ class Stage:
             deadline_s=self._open_s,
         )
         receiver = await self.find_receiver(target)
-        session = self._session
+        current = self._current
         network = self._network_to(opening.hello)
         async with delayed_replies(network, replies) as delayed, arriving(network, messages) as arrived:
             stream = RingStream(receiver, delayed)
             try:
                 await stream.serve(arrived)
             except RemoteProtocolError as exc:
-                if session is not None:
-                    session.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
+                if current is not None:
+                    current.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
                 raise
             finally:
                 self._counters.strays += stream.strays
@@ -290,11 +290,11 @@ class Stage:
             raise ConnectTimeout(
                 f"epoch {target.epoch} was not opened here", fact=f"waited {self._open_s:g} s"
             ) from exc
-        session = self._session
-        receiver = session.receiver(target.slice_index) if session is not None else None
-        if session is None or receiver is None:
+        current = self._current
+        receiver = current.receiver(target.slice_index) if current is not None else None
+        if current is None or receiver is None:
             raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} here")
-        spec = session.spec
+        spec = current.spec
         if (target.hidden_size, target.activation_type) != (spec.hidden_size, spec.activation_type):
             raise RemoteProtocolError(
                 "the two ends of the link do not agree on activations",
@@ -312,9 +312,9 @@ class Stage:
             raise _stale(target.epoch, self._promised)
         if self._ended == target.epoch:
             raise StageLost(f"epoch {target.epoch} has ended here", fact="its engine hung up or a step failed")
-        return self._session is not None and self._session.spec.epoch == target.epoch
+        return self._current is not None and self._current.spec.epoch == target.epoch
 
-    async def _open(self, spec: PipelineSpec) -> Session:
+    async def _open(self, spec: PipelineSpec) -> StageEpoch:
         shard = self._check(spec)
         previous = _predecessor(spec)
         self._promise(spec)
@@ -323,9 +323,9 @@ class Stage:
             self._still_promised(spec)
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            self._session = Session(spec, self._tools, model=shard.model, kv_since=kv_since)
+            self._current = StageEpoch(spec, self._tools, model=shard.model, kv_since=kv_since)
             self._tell_change()
-        return self._session
+        return self._current
 
     def _check(self, spec: PipelineSpec) -> LoadedShard:
         """The shard that the pipeline is for. Raises ShardMismatch, RemoteProtocolError."""
@@ -347,23 +347,23 @@ class Stage:
     def _promise(self, spec: PipelineSpec) -> None:
         """From here on only ``spec.epoch`` and greater ones are obeyed. Raises StaleEpoch, StageError."""
         if spec.pipeline_id != self._pipeline:
-            if self._session is not None:
+            if self._current is not None:
                 raise StageError("the stage serves another pipeline", fact=f"pipeline {self._pipeline}")
         elif self._promised is not None and spec.epoch <= self._promised:
             raise _stale(spec.epoch, self._promised)
         self._pipeline, self._promised = spec.pipeline_id, spec.epoch
-        session, self._session = self._session, None
-        if session is not None:
-            session.fault(_stale(session.spec.epoch, spec.epoch))
+        current, self._current = self._current, None
+        if current is not None:
+            current.fault(_stale(current.spec.epoch, spec.epoch))
         self._tell_change()
 
     def _still_promised(self, spec: PipelineSpec) -> None:
         if self._promised is not None and self._promised != spec.epoch:
             raise _stale(spec.epoch, self._promised)
 
-    def _leave(self, session: Session) -> None:
-        if self._session is session:
-            self._session, self._ended = None, session.spec.epoch
+    def _leave(self, current: StageEpoch) -> None:
+        if self._current is current:
+            self._current, self._ended = None, current.spec.epoch
             self._tell_change()
 
     def _tell_change(self) -> None:

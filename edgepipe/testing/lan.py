@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from edgepipe.testing import lan_namespace
-from edgepipe.testing.lan_switch import DirectedLink, LinkShape, ShapeChanges, Switch
+from edgepipe.testing.lan_switch import CableShape, DirectedLink, ShapeChanges, Switch
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class LanLab:
     """An async context manager around hosts and their switch. Raises RuntimeError where ``lan_available`` is false."""
 
     def __init__(
-        self, hosts: int | Sequence[str] = 3, *, mtu: int = 1500, shape: LinkShape | None = None, seed: int = 0
+        self, hosts: int | Sequence[str] = 3, *, mtu: int = 1500, shape: CableShape | None = None, seed: int = 0
     ) -> None:
         """``hosts``: names, or how many (named a, b, c, ...); ``seed`` decides which frames a lossy link loses."""
         self._names = list(string.ascii_lowercase[:hosts] if isinstance(hosts, int) else hosts)
@@ -155,7 +155,7 @@ class LanLab:
             raise ValueError(f"a lab has 1 to {_MAX_HOSTS} hosts")
         self._mtu = mtu
         pairs = [(source, target) for source in self._names for target in self._names if source != target]
-        self._links = {pair: DirectedLink(shape or LinkShape(), seed=seed + i) for i, pair in enumerate(pairs)}
+        self._links = {pair: DirectedLink(shape or CableShape(), seed=seed + i) for i, pair in enumerate(pairs)}
         self._hosts: dict[str, LanHost] = {}
         self._descriptors: dict[str, int] = {}
         self._switch: Switch | None = None

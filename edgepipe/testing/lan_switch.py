@@ -20,7 +20,7 @@ _GROUP_BIT = 1  # of a destination's first byte: broadcast and multicast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkShape:
+class CableShape:
     """What a directed link does to frames."""
 
     delay_s: float = 0.0  # propagation, one way
@@ -32,7 +32,7 @@ class LinkShape:
 
 
 class ShapeChanges(TypedDict, total=False):
-    """The fields of ``LinkShape`` that a change names."""
+    """The fields of ``CableShape`` that a change names."""
 
     delay_s: float
     jitter_s: float
@@ -45,7 +45,7 @@ class ShapeChanges(TypedDict, total=False):
 class DirectedLink:
     """The way from one port to another. Any thread may change its shape at any time; frames sent from then on obey."""
 
-    def __init__(self, shape: LinkShape, *, seed: int = 0) -> None:
+    def __init__(self, shape: CableShape, *, seed: int = 0) -> None:
         self.shape = shape
         self.frames_delivered = 0
         self.bytes_delivered = 0

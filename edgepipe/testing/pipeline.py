@@ -24,8 +24,8 @@ from edgepipe.sampling import sample
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
-from edgepipe.stage.session import Dial
 from edgepipe.stage.stage import Stage
+from edgepipe.stage.stage_epoch import Dial
 from edgepipe.wire.common import epoch_to_wire, error_from_wire, make_hello
 from edgepipe.wire.plans import (
     LinkSample,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgepipe.engine.kept import KeptKV, KVSince
+from edgepipe.engine.kv_carryover import KeptKV, KVSince
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
@@ -213,7 +213,7 @@ class Simulation:
         if pool is not None:
             self._scheduler.take_over(pool)
         self._since = since
-        self._table.go_on(_Queue(self._scheduler))
+        self._table.attach(_Queue(self._scheduler))
         self._note(f"epoch {epoch} stands, {pool.cached_blocks if pool is not None else 0} blocks are known")
 
     def _fail_to_open(self) -> None:

@@ -77,7 +77,7 @@ def cluster_from_wire(survey: pb.SurveyReply) -> Cluster:
         machines=tuple(_machine(one, config) for one in survey.machines),
         links=Links(
             measured=links,
-            barred=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in survey.broken),
+            broken=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in survey.broken),
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from edgepipe.engine import Nodes, Plan
+from edgepipe.engine import EpochPlacement, Nodes
 from edgepipe.errors import SendTimeout
 from edgepipe.ids import NodeId
 from edgepipe.wire.common import error_from_wire
@@ -28,15 +28,19 @@ class DaemonPlanner:
         self._answer: asyncio.Future[pb.PlanMade] | None = None  # to it, while it is awaited
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
-    ) -> Plan:
+        self,
+        spec: ServeSpec,
+        *,
+        quarantined: Mapping[NodeId, float],
+        quarantined_links: Mapping[tuple[NodeId, NodeId], float],
+    ) -> EpochPlacement:
         """Raises NoFeasiblePlacement and what else hinders the daemon, SendTimeout if it is silent."""
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._question += 1
         wanted = pb.PlanWanted(spec=serve_spec_to_wire(spec), question=self._question)
-        for node_id, seconds in barred.items():
+        for node_id, seconds in quarantined.items():
             wanted.left_out.add(node_id=node_id, seconds=seconds)
-        for (one, other), seconds in barred_links.items():
+        for (one, other), seconds in quarantined_links.items():
             wanted.left_out.add(node_id=one, other_id=other, seconds=seconds)
         self._link.report(pb.ChildReport(plan_wanted=wanted))
         try:
@@ -48,7 +52,7 @@ class DaemonPlanner:
             raise error_from_wire(made.error)
         return _plan(made)
 
-    def take(self, made: pb.PlanMade) -> Plan | None:
+    def take(self, made: pb.PlanMade) -> EpochPlacement | None:
         """Take in what the daemon sent: an answer, or a move that it proposes, which is returned."""
         if made.question == 0:
             return None if made.HasField("error") else _plan(made)
@@ -57,8 +61,8 @@ class DaemonPlanner:
         return None
 
 
-def _plan(made: pb.PlanMade) -> Plan:
-    return Plan(
+def _plan(made: pb.PlanMade) -> EpochPlacement:
+    return EpochPlacement(
         spec=serve_spec_from_wire(made.spec),
         nodes=Nodes(
             addresses={NodeId(node.node_id): node.address for node in made.nodes},

@@ -64,7 +64,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 if command.pause.paused:
                     stage.pause()
                 else:
-                    stage.go_on(epoch_from_wire(command.pause.epoch))
+                    stage.resume(epoch_from_wire(command.pause.epoch))
             if command.HasField("profile") and stage is None:
                 await _profile(compute, backend, link, command.profile, profile, clock)
             if not command.HasField("load") or stage is not None:

@@ -15,7 +15,7 @@ from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
-from edgepipe.engine.planning import Planner
+from edgepipe.engine.placing import Planner
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server

@@ -106,7 +106,7 @@ async def test_who_leaves_while_the_model_recovers_is_not_computed_again() -> No
             await lab.until(lambda: _held(lab))
             for node in lab.nodes:
                 node.hold = asyncio.Event()
-            session = lab.stages.stages[1]._session
+            session = lab.stages.stages[1]._current
             assert session is not None
             session.fault(PeerClosed("the stage is shutting down"))
             await lab.until(lambda: all(len(node.prepared) == 2 for node in lab.nodes))

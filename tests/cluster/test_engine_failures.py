@@ -217,7 +217,7 @@ async def test_a_process_that_dies_in_a_step_counts_against_whoever_was_in_it_an
     async with engine_lab(make_backend=lambda index: backend if index == 1 else healthy(index)) as lab:
 
         def end_process(step: int) -> None:
-            run, session = lab.engine._run, lab.stages.stages[1]._session
+            run, session = lab.engine._run, lab.stages.stages[1]._current
             assert run is not None
             assert session is not None
             lab.nodes[1].crashed_in = (run.epoch.counter, step)
@@ -253,7 +253,7 @@ async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 40))
         await gateway.has("a", 2)
-        session = lab.stages.stages[1]._session
+        session = lab.stages.stages[1]._current
         assert session is not None
         session.fault(PeerClosed("the stage is shutting down"))
         answer = await gateway.ended("a")
@@ -308,7 +308,7 @@ async def test_after_a_failure_new_gateways_hear_why() -> None:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 50))
         await gateway.has("a", 2)
-        session = lab.stages.stages[0]._session
+        session = lab.stages.stages[0]._current
         assert session is not None
         session.fault(StaleEpoch("another engine drives the pipeline"))
         await failed(lab)
@@ -417,7 +417,7 @@ async def test_a_second_failure_while_the_next_epoch_is_prepared_is_survived() -
         gateway.send(submission("a", PROMPT, 40))
         await gateway.has("a", 2)
         lab.nodes[1].refusal = StepFailed("not now")
-        session = lab.stages.stages[0]._session
+        session = lab.stages.stages[0]._current
         assert session is not None
         session.fault(PeerClosed("the stage is shutting down"))
         await lab.until(lambda: len(lab.nodes[1].prepared) >= 3)

@@ -18,7 +18,7 @@ LAB: dict[str, Any] = {"num_stages": 3, "limits": LIMITS, "link": "1gbit,0.5ms"}
 
 def break_stage(lab: EngineLab, index: int) -> None:
     """End the epoch there."""
-    session = lab.stages.stages[index]._session  # pyright: ignore[reportPrivateUsage]
+    session = lab.stages.stages[index]._current  # pyright: ignore[reportPrivateUsage]
     assert session is not None
     session.fault(PeerClosed("the stage is shutting down"))
 

@@ -17,7 +17,7 @@ LARGE = GrammarSpec("%llguidance {}\nstart: /(.|\\n)*/\n// " + "x" * 80_000)
 
 def break_stage(lab: EngineLab, index: int) -> None:
     """End the epoch there; the stage keeps its KV."""
-    session = lab.stages.stages[index]._session  # pyright: ignore[reportPrivateUsage]
+    session = lab.stages.stages[index]._current  # pyright: ignore[reportPrivateUsage]
     assert session is not None
     session.fault(PeerClosed("the stage is shutting down"))
 

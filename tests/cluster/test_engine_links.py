@@ -13,7 +13,7 @@ import pytest
 from edgepipe_emulated import EmulatedWeights
 from engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
 
-from edgepipe.engine.planning import Nodes, Plan, Planner, SamePlan
+from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
@@ -38,16 +38,16 @@ class TurnsRound:
         self.told: list[frozenset[tuple[NodeId, NodeId]]] = []
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
-    ) -> Plan:
+        self, spec: ServeSpec, *, quarantined: Collection[NodeId], quarantined_links: Collection[tuple[NodeId, NodeId]]
+    ) -> EpochPlacement:
         """See Planner."""
-        self.told.append(frozenset(barred_links))
-        assert not barred, "no node is at fault"
+        self.told.append(frozenset(quarantined_links))
+        assert not quarantined, "no node is at fault"
         order = tuple(stage.node_id for stage in spec.stages)
-        if order in barred_links:
+        if order in quarantined_links:
             order = order[::-1]
         stages = tuple(replace(stage, node_id=one) for stage, one in zip(spec.stages, order, strict=True))
-        return Plan(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
+        return EpochPlacement(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
 
 
 async def load(stage: Stage, slices: Iterable[common_pb2.Slice]) -> None:
@@ -55,7 +55,7 @@ async def load(stage: Stage, slices: Iterable[common_pb2.Slice]) -> None:
     asked, shard = slices_from_wire(slices), stage._shard
     if shard is not None and shard.slices == asked:
         return
-    while stage._session is not None:  # the last epoch's stream ends a moment after its engine has closed it
+    while stage._current is not None:  # the last epoch's stream ends a moment after its engine has closed it
         await stage._changed.wait()
     await stage.load(
         slices=asked,
@@ -79,17 +79,17 @@ def go_through(proxy: TcpProxy, stage: Stage, *, deadline_s: float) -> None:
 
 @asynccontextmanager
 async def ring(
-    planner: Planner, *, deadline_s: float = 20.0, barred: bool = False, **spec: Any
+    planner: Planner, *, deadline_s: float = 20.0, blocked: bool = False, **spec: Any
 ) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
-    """Two nodes that load what they are asked for; only node0's stage sends through the proxy, which may be ``barred``
-    from the beginning."""
+    """Two nodes that load what they are asked for; only node0's stage sends through the proxy, which may be
+    ``blocked`` from the beginning."""
     async with engine_lab(planner=planner, ready=False, link="1gbit,2ms", wishes=spec) as lab:
         proxied = asyncio.Event()
         for node, stage in zip(lab.nodes, lab.stages.stages, strict=True):
             node.hold, node.load = proxied, partial(load, stage)
         async with tcp_proxy(lab.nodes[1].stage_address) as proxy:
             go_through(proxy, lab.stages.stages[0], deadline_s=deadline_s)
-            if barred:
+            if blocked:
                 proxy.flowing.clear()
             proxied.set()
             await lab.until(lambda: lab.engine.state().state == "ready")
@@ -128,7 +128,7 @@ async def test_an_epoch_that_cannot_be_opened_over_a_link_is_tried_without_it() 
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 60))
         await gateway.has("a", 5)
-        session = lab.stages.stages[1]._session
+        session = lab.stages.stages[1]._current
         assert session is not None
         proxy.flowing.clear()
         session.fault(PeerClosed("a fault of its own"))
@@ -137,9 +137,9 @@ async def test_an_epoch_that_cannot_be_opened_over_a_link_is_tried_without_it() 
         await goes_on(lab)
 
 
-async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_barred_port() -> None:
+async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_blocked_port() -> None:
     planner = TurnsRound()
-    async with ring(planner, barred=True) as (lab, _):
+    async with ring(planner, blocked=True) as (lab, _):
         assert planner.told == [{THERE}]
         assert any("node0 does not reach node1" in state.message for state in lab.states)
         assert lab.engine.state().recoveries == 0
@@ -149,7 +149,7 @@ async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_
 @pytest.mark.parametrize("fixed", [True, False], ids=["somebody said where", "there is no other order"])
 async def test_where_there_is_no_other_order_both_machines_are_named_and_what_to_do(fixed: bool) -> None:
     planner = TurnsRound() if fixed else SamePlan(Nodes(addresses={}, names={}))
-    async with ring(planner, barred=True, fixed=fixed) as (lab, _):
+    async with ring(planner, blocked=True, fixed=fixed) as (lab, _):
         assert isinstance(lab.failure, ConnectTimeout)
         assert lab.failure.what == "node0 does not reach node1"
         assert lab.nodes[1].stage_address in lab.failure.fact
@@ -158,17 +158,17 @@ async def test_where_there_is_no_other_order_both_machines_are_named_and_what_to
 
 
 class LeavesOut:
-    """All layers go to the node that is not barred, if there is one."""
+    """All layers go to the node that is not quarantined, if there is one."""
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
-    ) -> Plan:
+        self, spec: ServeSpec, *, quarantined: Collection[NodeId], quarantined_links: Collection[tuple[NodeId, NodeId]]
+    ) -> EpochPlacement:
         """See Planner."""
         stages = spec.stages
-        if barred:
+        if quarantined:
             whole = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
-            stages = tuple(replace(stage, slices=whole) for stage in stages if stage.node_id not in barred)
-        return Plan(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
+            stages = tuple(replace(stage, slices=whole) for stage in stages if stage.node_id not in quarantined)
+        return EpochPlacement(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
 
 
 @pytest.mark.parametrize("wished", [0, 2], ids=["as is best", "two nodes"])

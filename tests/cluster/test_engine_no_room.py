@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from engine_lab import engine_lab, oracle_tokens, submission
 
-from edgepipe.engine.planning import Nodes, Plan, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
 from edgepipe.errors import NoFeasiblePlacement, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
@@ -21,12 +21,12 @@ class Cramped:
         self.room = True
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Collection[NodeId], barred_links: Collection[tuple[NodeId, NodeId]]
-    ) -> Plan:
+        self, spec: ServeSpec, *, quarantined: Collection[NodeId], quarantined_links: Collection[tuple[NodeId, NodeId]]
+    ) -> EpochPlacement:
         """See Planner."""
         if not self.room:
             raise NoFeasiblePlacement("the model does not fit any more", fact="3.0 GB are missing")
-        return Plan(spec=spec, nodes=Nodes(addresses={}, names={}))
+        return EpochPlacement(spec=spec, nodes=Nodes(addresses={}, names={}))
 
 
 async def test_without_room_requests_end_with_what_is_missing_until_a_machine_comes_back() -> None:
@@ -36,7 +36,7 @@ async def test_without_room_requests_end_with_what_is_missing_until_a_machine_co
         gateway.send(submission("a", PROMPT, 400))
         await gateway.has("a", 5)
         planner.room = False
-        session = lab.stages.stages[1]._session  # pyright: ignore[reportPrivateUsage]
+        session = lab.stages.stages[1]._current  # pyright: ignore[reportPrivateUsage]
         assert session is not None
         session.fault(PeerClosed("the machine is gone"))
         answer = await gateway.ended("a")

@@ -70,9 +70,9 @@ async def test_a_paused_stage_goes_on_only_at_the_epoch_that_its_engine_works_at
         await engine.generate([[sequence]], 2)
         stage.pause()
         engine.send(sequence)
-        stage.go_on(epoch(4))  # the engine has left this stage behind
+        stage.resume(epoch(4))  # the engine has left this stage behind
         assert stage.progress().started == 2
-        stage.go_on(epoch(3))
+        stage.resume(epoch(3))
         await engine.retire()
         assert sequence.generated == oracle.generate(PROMPT, 3, CONFIG, ignore_eos=True)
 

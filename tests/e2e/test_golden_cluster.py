@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.demo import even_layers
-from edgepipe.cli.local_cluster import ClusterPlan, LocalNode, NodePlan, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.model.store import StoredModel
@@ -88,7 +88,7 @@ class Cluster:
     """Nodes that serve the demo model, one stage each."""
 
     case: Case
-    nodes: list[LocalNode]
+    nodes: list[StartedNode]
 
     async def status(self, index: int = 0) -> pb.ClusterStatus:
         """The cluster as a node sees it."""
@@ -128,7 +128,7 @@ async def cluster(request: pytest.FixtureRequest, demo_model: StoredModel) -> As
         yield Cluster(case=case, nodes=started)
 
 
-async def until_ready(node: LocalNode) -> None:
+async def until_ready(node: StartedNode) -> None:
     """Until the node's gateway has heard of the model."""
     async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
         while (await client.get(f"http://127.0.0.1:{node.http_port}/ready")).status_code != 200:  # noqa: ASYNC110

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from edgepipe.engine.kept import KeptKV
+from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.scheduler import KVPool, ScheduledStep
 from edgepipe.testing.member_simulation import MemberSimulation
 from edgepipe.testing.simulated_stage import SimulatedStage

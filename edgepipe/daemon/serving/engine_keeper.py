@@ -71,7 +71,7 @@ class EngineKeeper:
                 self._book.note_served(pipeline_id, spec)
             for record in self._book.served():
                 self._look_at(record)
-            self._let_go()
+            self._end_stale_engines()
 
     def _look_at(self, record: pb.ServeBody) -> None:
         pipeline_id = record.pipeline_id
@@ -145,7 +145,7 @@ class EngineKeeper:
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
 
-    def _let_go(self) -> None:
+    def _end_stale_engines(self) -> None:
         """End engines here that do not count any more: their model was stopped, or another node has the engine."""
         for state in self._engines.states():
             held = self._book.held(state.pipeline_id)

@@ -201,5 +201,5 @@ class Replanner:
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
         need = placement_need(model.config, spec.context_length)
-        barred = self._peers.broken_links().union(avoided.links)
-        return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), barred=barred)
+        broken = self._peers.broken_links().union(avoided.links)
+        return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)

@@ -44,7 +44,7 @@ class World:
         self.spec = pb.ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
-        self.bars = Avoided()  # of the engine
+        self.to_avoid = Avoided()  # of the engine
         self.draining: set[str] = set()
         self._real = Replanner(
             peers=cast("Any", SimpleNamespace(nodes=self.peer_states)),
@@ -57,7 +57,7 @@ class World:
         return [(PIPELINE, self.spec)]
 
     def avoided(self, pipeline_id: str) -> Avoided:
-        return self.bars
+        return self.to_avoid
 
     def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
         self.advice = advice
@@ -212,11 +212,11 @@ async def test_a_machine_that_joins_is_measured_and_told_of():
 
 async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer():
     async with World(28, moves=True) as world:
-        world.bars = Avoided(nodes=frozenset("b"))
+        world.to_avoid = Avoided(nodes=frozenset("b"))
         world.nodes.append(NodeId("b"))
         await world.minutes(0.5)
         assert not world.moved
-        world.bars = Avoided(links=frozenset({(NodeId("a"), NodeId("b"))}))
+        world.to_avoid = Avoided(links=frozenset({(NodeId("a"), NodeId("b"))}))
         await world.after(1)
         assert [one.node_id for one in placed_of(world.moved[0].spec)] == ["b", "a"], "in the order that works"
 

@@ -1,4 +1,4 @@
-"""Where the stages of a running model go, without the nodes and directed links that its engine barred."""
+"""Where the stages of a running model go, without the nodes and directed links that its engine quarantined."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class OneModel:
         return SimpleNamespace(name=name, config=SHAPE, config_json=SHAPE_JSON, stored=stored)
 
 
-def wanted(*, barred: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
+def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
     """For layers 0-13 on a, 14-27 on b."""
     slices = make_slices([LayerRange(0, 14), LayerRange(14, 28)], SHAPE.num_layers)
     stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
     asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages))
-    for one in barred:
+    for one in quarantined:
         asked.left_out.add(node_id=one, seconds=30)
     for one, other in links:
         asked.left_out.add(node_id=one, other_id=other, seconds=30)
@@ -87,7 +87,7 @@ async def order(peers: FakePeers, asked: pb.PlanWanted) -> str:
 
 
 @pytest.mark.parametrize(
-    ("barred", "links", "expected"),
+    ("quarantined", "links", "expected"),
     [
         ("", [], "ab"),
         ("", ["ba"], "ab"),
@@ -99,18 +99,18 @@ async def order(peers: FakePeers, asked: pb.PlanWanted) -> str:
     ],
 )
 async def test_two_nodes_are_neighbours_in_the_order_whose_link_is_not_barred(
-    barred: str, links: list[str], expected: str
+    quarantined: str, links: list[str], expected: str
 ) -> None:
-    assert await order(FakePeers("ab"), wanted(barred=barred, links=links)) == expected
+    assert await order(FakePeers("ab"), wanted(quarantined=quarantined, links=links)) == expected
 
 
 async def test_a_third_node_takes_the_place_where_no_order_of_the_two_is_left() -> None:
     assert "c" in await order(FakePeers("abc"), wanted(links=["ab", "ba"]))
-    assert await order(FakePeers("abc"), wanted(barred="b", links=["ac"])) == "ca"
+    assert await order(FakePeers("abc"), wanted(quarantined="b", links=["ac"])) == "ca"
 
 
 async def test_a_machine_that_failed_long_ago_is_tried_before_the_one_that_fails_now() -> None:
-    asked = wanted(barred="b")
+    asked = wanted(quarantined="b")
     asked.left_out.add(node_id="c", seconds=5)
     assert await order(FakePeers("abc"), asked) == "ac"
     asked.left_out[1].seconds = 60
@@ -131,12 +131,12 @@ async def test_what_nodes_know_to_be_broken_is_not_tried_again() -> None:
 async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_does() -> None:
     fakes, spec = cast("Any", FakePeers("abc")), wanted().spec
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
-    bars = wanted(barred="c", links=["ab"]).left_out
-    made = await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
+    avoided = wanted(quarantined="c", links=["ab"]).left_out
+    made = await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
     assert [one.node_id for one in placed_of(made.spec)] == ["b", "a"]
-    bars = wanted(barred="c", links=["ab", "ba"]).left_out
+    avoided = wanted(quarantined="c", links=["ab", "ba"]).left_out
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
-        await replanner.anew("p", spec, Avoided.of(bars), num_nodes=2)
+        await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
 
 
 async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
@@ -157,7 +157,7 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
     fakes: dict[str, Any] = dict.fromkeys(fields)
     fakes["on_change"] = lambda _urgent: None
     host = EngineHost(**fakes, replanner=cast("Any", None))
-    asked = wanted(barred="c", links=["ab"])
+    asked = wanted(quarantined="c", links=["ab"])
     child = cast("Any", SimpleNamespace(port=0, certificate=b""))
     state = engine_pb2.EngineState(pipeline_id="p")
     run = _Run(request=pb.StartEngineRequest(), model_config="", spec=asked.spec, state=state, child=child)
@@ -175,7 +175,7 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
 async def test_a_move_that_arrives_during_a_recovery_is_not_taken_for_the_answer() -> None:
     asked: list[pb.PlanWanted] = []
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=lambda told: asked.append(told.plan_wanted))))
-    asking = asyncio.ensure_future(planner.plan(ServeSpec(model="m"), barred={}, barred_links={}))
+    asking = asyncio.ensure_future(planner.plan(ServeSpec(model="m"), quarantined={}, quarantined_links={}))
     while not asked:  # noqa: ASYNC110
         await asyncio.sleep(0)
     pushed = planner.take(pb.PlanMade(spec=pb.ServeSpec(model="pushed")))
@@ -195,6 +195,6 @@ async def test_an_engine_tells_its_daemon_both() -> None:
 
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
     link = (NodeId("a"), NodeId("b"))
-    await planner.plan(ServeSpec(model="m"), barred={NodeId("c"): 3.0}, barred_links={link: 30.0})
+    await planner.plan(ServeSpec(model="m"), quarantined={NodeId("c"): 3.0}, quarantined_links={link: 30.0})
     told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].plan_wanted.left_out]
     assert told == [("c", "", 3.0), (*link, 30.0)]

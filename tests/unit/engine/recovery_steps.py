@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.planning import Nodes, Plan, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
 from edgepipe.engine.recovery import Recovery
 from edgepipe.engine.recovery_types import ClusterChanged, Command, EpochEnded, Event, Opened, Planned, Prepared
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -19,10 +19,10 @@ NODES = Nodes(addresses={NodeId(name): f"{name}:1" for name in "abcd"}, names={}
 _SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)
 
 
-def placed(order: str) -> Plan:
+def placed(order: str) -> EpochPlacement:
     """A stage on each of two nodes."""
     stages = [StagePlacement(node_id=NodeId(one), slices=(part,)) for one, part in zip(order, _SLICES, strict=True)]
-    return Plan(spec=ServeSpec(model="m", stages=tuple(stages)), nodes=NODES)
+    return EpochPlacement(spec=ServeSpec(model="m", stages=tuple(stages)), nodes=NODES)
 
 
 def reachable(names: str, *, leaving: str = "") -> Reachable:
@@ -46,7 +46,7 @@ def crash(node: str, *requests: str, device_failed: bool = False, guilty: bool =
 class Steps:
     """A core, its time, and the commands that it gave last."""
 
-    def __init__(self, wished: Plan) -> None:
+    def __init__(self, wished: EpochPlacement) -> None:
         self.now_s = 0.0
         self.commands: Sequence[Command] = []
         self.core = Recovery(
@@ -66,7 +66,7 @@ class Steps:
         self.commands = commands = self.core.handle(event, self.now_s)
         return commands
 
-    def planned(self, ask: Any, plan: Plan) -> list[Command]:
+    def planned(self, ask: Any, plan: EpochPlacement) -> list[Command]:
         """The daemon answers."""
         return self.handle(Planned(attempt=ask.attempt, plan=plan))
 

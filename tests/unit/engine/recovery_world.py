@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.planning import Nodes, Plan, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
 from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.recovery import Recovery
 from edgepipe.engine.recovery_types import (
@@ -138,7 +138,7 @@ class World:
         self._prepared_s: deque[float] = deque(maxlen=_STORM)
         self._faults_until_s = draw.uniform(5.0, FAULTS_S)
         limits, timeouts = EngineLimits(max_failed_epochs=draw.choice((2, 8))), EngineTimeouts()
-        plan = self._plan(base=None, barred=frozenset())
+        plan = self._plan(base=None, quarantined=frozenset())
         assert plan is not None, "the model fits at first"
         self.core = Recovery(plan, epoch=Epoch(1, EngineId("e")), engine_node="a", limits=limits, timeouts=timeouts)
 
@@ -252,8 +252,8 @@ class World:
         if draw < 0.03 and self.now_s < self._faults_until_s:
             error: EdgepipeError = SendTimeout("the node did not answer where stages go")
             return self._happens(PlanningFailed(attempt=command.attempt, error=error))
-        plan = self._plan(base=command.spec, barred=frozenset(command.barred))
-        plan = plan or self._plan(base=command.spec, barred=frozenset())
+        plan = self._plan(base=command.spec, quarantined=frozenset(command.quarantined))
+        plan = plan or self._plan(base=command.spec, quarantined=frozenset())
         if plan is None:
             error = NoFeasiblePlacement("the model does not fit")
             return self._happens(PlanningFailed(attempt=command.attempt, error=error))
@@ -359,7 +359,7 @@ class World:
         fault = self._draw.choice(("up", "up", "broken", "refuses", "deaf", "leaving", "layers", "address", "move"))
         self._note(f"{machine.node_id}: {fault}")
         if fault == "move":
-            plan = self._plan(base=None, barred=frozenset(self._draw.sample(list(self.machines), 1)))
+            plan = self._plan(base=None, quarantined=frozenset(self._draw.sample(list(self.machines), 1)))
             if plan is not None:
                 self._happens(MoveProposed(plan=plan))
             return
@@ -396,15 +396,17 @@ class World:
         self._requests = [request for request in self._requests if not request.poison]
         self._later(self._draw.random() * 3.0, self._tell_cluster)
 
-    def _plan(self, *, base: ServeSpec | None, barred: frozenset[NodeId]) -> Plan | None:
+    def _plan(self, *, base: ServeSpec | None, quarantined: frozenset[NodeId]) -> EpochPlacement | None:
         """Stages where they were if their machines are there, else all anew."""
-        usable = [one for one in self.machines.values() if one.up and not one.leaving and one.node_id not in barred]
+        usable = [
+            one for one in self.machines.values() if one.up and not one.leaving and one.node_id not in quarantined
+        ]
         nodes = Nodes(addresses={node_id: one.address for node_id, one in self.machines.items()}, names={})
         there = {machine.node_id for machine in usable}
         if base is not None and all(stage.node_id in there for stage in base.stages):
             fits = all(len(one.slices[0].layers) <= self.machines[one.node_id].layers for one in base.stages)
             if fits:
-                return Plan(spec=base, nodes=nodes)
+                return EpochPlacement(spec=base, nodes=nodes)
         self._draw.shuffle(usable)
         bounds, placed = [0], list[NodeId]()
         for machine in usable:
@@ -419,7 +421,7 @@ class World:
             StagePlacement(node_id=node_id, slices=(part,))
             for node_id, part in zip(placed, make_slices(ranges, LAYERS), strict=True)
         ]
-        return Plan(spec=replace(base or ServeSpec(model="m"), stages=tuple(stages)), nodes=nodes)
+        return EpochPlacement(spec=replace(base or ServeSpec(model="m"), stages=tuple(stages)), nodes=nodes)
 
     # What must hold
 

@@ -1,10 +1,10 @@
-"""Connections that could not be made: what is barred by that, and what people are told."""
+"""Connections that could not be made: what they quarantine, and what people are told."""
 
 from __future__ import annotations
 
 import pytest
 
-from edgepipe.engine.planning import Nodes
+from edgepipe.engine.placing import Nodes
 from edgepipe.engine.quarantine import Missed, Quarantine
 from edgepipe.engine.sites import StageSite
 from edgepipe.ids import NodeId

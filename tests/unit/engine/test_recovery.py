@@ -135,7 +135,7 @@ def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are
         if round_number == 3:
             break
         assert isinstance(following, AskPlan)
-        assert following.barred.keys() == ({NodeId("b")} if round_number == 2 else set())
+        assert following.quarantined.keys() == ({NodeId("b")} if round_number == 2 else set())
         [prepare] = steps.planned(following, HERE)
         assert prepare.fresh == {"b"}  # type: ignore[union-attr]
         [opening] = steps.prepared(prepare)

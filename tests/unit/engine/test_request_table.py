@@ -56,7 +56,7 @@ class Queued:
 def make_table(**limits: Any) -> tuple[RequestTable, Queued]:
     table = RequestTable(config=CONFIG, limits=EngineLimits(**limits), timeouts=EngineTimeouts())
     queue = Queued()
-    table.go_on(queue)
+    table.attach(queue)
     return table, queue
 
 
@@ -260,7 +260,7 @@ async def test_requests_take_no_more_memory_than_is_counted(kind: dict[str, Any]
     try:
         scheduler = Scheduler(limits, ThrottledPolicy())
         table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
-        table.go_on(scheduler)  # pyright: ignore[reportArgumentType] - as the pump, but for a name
+        table.attach(scheduler)  # pyright: ignore[reportArgumentType] - as the pump, but for a name
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
         for data in wire:

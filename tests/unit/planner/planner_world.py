@@ -10,7 +10,7 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
-from edgepipe.planner.partition import Instance
+from edgepipe.planner.partition import PartitionProblem
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Machine, TableSpeed
 
@@ -42,7 +42,7 @@ def machines(devices: str, config: ModelConfig) -> list[Machine]:
 
 def random_instance(
     generator: np.random.Generator, *, devices: int, layers: int, alike: bool, micro_batches: int = 0
-) -> Instance:
+) -> PartitionProblem:
     """Any times and rooms; links of one kind where ``alike``."""
     most = generator.integers(0, layers + 1, (devices, 1)) + np.array([2, 1, 1, 0])
     if generator.random() < 0.3:
@@ -50,7 +50,7 @@ def random_instance(
     tables = [generator.uniform(0, high, (devices, devices)) for high in (3, 4, 2)]
     if alike:
         tables = [np.full_like(table, table[0, 0]) for table in tables]
-    return Instance(
+    return PartitionProblem(
         num_layers=layers,
         micro_batches=micro_batches or int(generator.integers(1, 7)),
         base_s=generator.uniform(0, 1, devices),

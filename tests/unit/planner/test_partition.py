@@ -6,31 +6,31 @@ import numpy as np
 import pytest
 from planner_world import random_instance
 
-from edgepipe.planner.partition import ExactSearch, Share, brute_force, evaluate
+from edgepipe.planner.partition import ExactSearch, Partition, brute_force, evaluate
 from edgepipe.planner.partition_many import ManySearch
 
 
-def cycle_s(share: Share | None) -> float:
-    return share.cycle_s if share is not None else float("inf")
+def cycle_s(partition: Partition | None) -> float:
+    return partition.cycle_s if partition is not None else float("inf")
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_exact_search_finds_what_trying_everything_finds(seed: int):
     generator = np.random.default_rng(seed)
     devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
-    instance = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
-    found = ExactSearch(devices).best(instance)
-    assert cycle_s(found) == pytest.approx(cycle_s(brute_force(instance)))
+    problem = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
+    found = ExactSearch(devices).best(problem)
+    assert cycle_s(found) == pytest.approx(cycle_s(brute_force(problem)))
     if found is not None:
-        assert evaluate(instance, found.devices, found.layers).cycle_s == found.cycle_s == found.bound_s
+        assert evaluate(problem, found.devices, found.layers).cycle_s == found.cycle_s == found.bound_s
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_for_many_devices_is_exact_over_equal_links_and_bounds_the_rest(seed: int):
     generator = np.random.default_rng(100 + seed)
     devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
-    instance = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
-    found, best = ManySearch(devices).best(instance), cycle_s(brute_force(instance))
+    problem = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
+    found, best = ManySearch(devices).best(problem), cycle_s(brute_force(problem))
     if seed % 2 == 0:
         assert cycle_s(found) == pytest.approx(best)
     elif found is not None:
@@ -42,32 +42,32 @@ def test_the_search_for_many_devices_is_exact_over_equal_links_and_bounds_the_re
 @pytest.mark.parametrize("seed", range(20))
 def test_wishes_are_kept(kind: type[ExactSearch] | type[ManySearch], seed: int):
     generator = np.random.default_rng(200 + seed)
-    instance = random_instance(generator, devices=5, layers=9, alike=True)
-    instance.most_layers[:] = 9
-    found = kind(5, count=3, first=2, must=(4,)).best(instance)
+    problem = random_instance(generator, devices=5, layers=9, alike=True)
+    problem.most_layers[:] = 9
+    found = kind(5, count=3, first=2, must=(4,)).best(problem)
     assert found is not None
     assert len(found.devices) == 3
     assert found.devices[0] == 2
     assert 4 in found.devices
     assert sum(found.layers) == 9
-    free = kind(5).best(instance)
+    free = kind(5).best(problem)
     assert free is not None
     assert free.cycle_s <= found.cycle_s * (1 + 1e-9)
-    assert kind(5).best(instance, below_s=free.cycle_s * 0.999) is None
+    assert kind(5).best(problem, below_s=free.cycle_s * 0.999) is None
 
 
 def test_a_model_that_does_not_fit_has_no_share():
-    instance = random_instance(np.random.default_rng(0), devices=3, layers=9, alike=True)
-    instance.most_layers[:] = 2
-    assert ExactSearch(3).best(instance) is None
-    assert ManySearch(3).best(instance) is None
+    problem = random_instance(np.random.default_rng(0), devices=3, layers=9, alike=True)
+    problem.most_layers[:] = 2
+    assert ExactSearch(3).best(problem) is None
+    assert ManySearch(3).best(problem) is None
 
 
 def test_sixteen_devices_in_a_way_that_no_turn_round_shortens():
     generator = np.random.default_rng(7)
-    instance = random_instance(generator, devices=16, layers=126, alike=False, micro_batches=4)
-    instance.most_layers[:] = 12  # at least eleven are needed
-    found = ManySearch(16).best(instance)
+    problem = random_instance(generator, devices=16, layers=126, alike=False, micro_batches=4)
+    problem.most_layers[:] = 12  # at least eleven are needed
+    found = ManySearch(16).best(problem)
     assert found is not None
     assert len(set(found.devices)) == len(found.devices) >= 11
     assert found.bound_s <= found.cycle_s
@@ -77,4 +77,4 @@ def test_sixteen_devices_in_a_way_that_no_turn_round_shortens():
             order[start + 1 : start - 1 : -1],
             layers[start + 1 : start - 1 : -1],
         )
-        assert evaluate(instance, order, layers).turn_s >= found.turn_s * (1 - 1e-9)
+        assert evaluate(problem, order, layers).turn_s >= found.turn_s * (1 - 1e-9)

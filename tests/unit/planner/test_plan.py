@@ -75,7 +75,7 @@ def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does():
 def test_nodes_that_do_not_reach_each_other_are_no_neighbours():
     able = machines("3x rtx4090", BIG)
     a, b, c = (one.node_id for one in able)
-    apart = replace(LAN, barred=frozenset({(a, b), (b, a)}))
+    apart = replace(LAN, broken=frozenset({(a, b), (b, a)}))
     found = plan(Demand(config=BIG), able, apart, Wishes(num_nodes=3))
     assert [stage.machine.node_id for stage in found.stages][1] == c
     assert found.engine == c
@@ -102,7 +102,7 @@ def test_a_survey_tells_which_links_carry_nothing():
     told = pb.SurveyReply(model="tiny", model_config=json.dumps(config_to_json(SMALL)))
     told.broken.add(node_id="a", other_id="b")
     links = cluster_from_wire(told).links
-    assert links.barred == {(NodeId("a"), NodeId("b"))}
+    assert links.broken == {(NodeId("a"), NodeId("b"))}
     assert links.between(NodeId("a"), NodeId("b")).shape.one_way_s > 1e5
 
 

@@ -43,9 +43,9 @@ def test_a_lost_stage_goes_where_least_is_to_be_fetched() -> None:
 def test_nodes_that_do_not_reach_each_other_are_no_neighbours() -> None:
     rooms = [room(name) for name in "abcd"]
     apart = {(NodeId("c"), NodeId("b")), (NodeId("b"), NodeId("c"))}
-    assert replace_lost(NEED, STANDING, rooms, fetch_bytes=costs({}), barred=apart) is None
+    assert replace_lost(NEED, STANDING, rooms, fetch_bytes=costs({}), broken=apart) is None
     assert (
-        homes(replace_lost(NEED, STANDING, rooms[1:], fetch_bytes=costs({}), barred={(NodeId("b"), NodeId("a"))}))
+        homes(replace_lost(NEED, STANDING, rooms[1:], fetch_bytes=costs({}), broken={(NodeId("b"), NodeId("a"))}))
         == "dbc"
     )
 

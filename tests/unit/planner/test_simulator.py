@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-import edgepipe.engine.epoch
+import edgepipe.engine.engine_epoch
 import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
@@ -109,7 +109,7 @@ def served(cluster: Imagined, workload: Workload, *, policy: str = "throttled", 
 
 def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
     assert edgepipe.simulation.simulator.Scheduler is edgepipe.scheduler.Scheduler
-    assert edgepipe.engine.epoch.Scheduler is edgepipe.scheduler.Scheduler
+    assert edgepipe.engine.engine_epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
 
 

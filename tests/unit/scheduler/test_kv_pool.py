@@ -136,7 +136,7 @@ def test_blocks_that_two_copies_hold_are_idle_when_both_are_done() -> None:
     pool.release(table)
     pool.hold([0, 1, 2])
     pool.hold([0, 1])
-    pool.let_go([0, 1, 2, 0, 1])
+    pool.release_references([0, 1, 2, 0, 1])
     assert (pool.free_blocks, pool.num_idle([0, 1, 2])) == (8, 3)
     assert listed(pool.allocate(6, room=6)) == [2, 3, 4, 5, 6, 7], "the end of what was held goes first"
 
@@ -219,7 +219,7 @@ class AnyUse(RuleBasedStateMachine):
         self.references.update(taken)
         self.idle = [block for block in self.idle if block not in self.references]
 
-    def let_go(self, given: list[int]) -> None:
+    def release_references(self, given: list[int]) -> None:
         self.references -= Counter(given)
         cached = {*self.cached.values()}
         for block in reversed(list(dict.fromkeys(given))):
@@ -323,7 +323,7 @@ class AnyUse(RuleBasedStateMachine):
     def release(self, which: int) -> None:
         table, _ = self.tables.pop(which % len(self.tables))
         self.pool.release(table)
-        self.let_go(listed(table))
+        self.release_references(listed(table))
 
     @rule(text=TEXTS, times=st.integers(1, 2))
     def hold(self, text: int, times: int) -> None:
@@ -337,8 +337,8 @@ class AnyUse(RuleBasedStateMachine):
     @rule(which=st.integers(0))
     def let_copies_go(self, which: int) -> None:
         held = self.held.pop(which % len(self.held))
-        self.pool.let_go(held)
-        self.let_go(held)
+        self.pool.release_references(held)
+        self.release_references(held)
 
     @rule(lost=st.booleans())
     def next_epoch(self, lost: bool) -> None:

@@ -223,7 +223,7 @@ def test_the_longest_idle_block_goes_first_and_a_tables_end_before_its_beginning
     pool.hold([0])
     with pytest.raises(KVCacheFull, match="3 blocks are needed, 2 of 4"):
         pool.allocate(3, room=3)
-    pool.let_go([0])
+    pool.release_references([0])
     pool.allocate(2, room=2)
     assert [pool.find([key]) for key in keys] == [[0], [], [], []]
 

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.testing.lan_switch import DirectedLink, LinkShape
+from edgepipe.testing.lan_switch import CableShape, DirectedLink
 
 
 def test_an_ideal_link_delivers_at_once() -> None:
-    assert DirectedLink(LinkShape()).admit(5.0, 1500) == 5.0
+    assert DirectedLink(CableShape()).admit(5.0, 1500) == 5.0
 
 
 def test_delay_and_rate_add_up_and_frames_queue() -> None:
-    link = DirectedLink(LinkShape(delay_s=0.01, bytes_per_s=1000))
+    link = DirectedLink(CableShape(delay_s=0.01, bytes_per_s=1000))
     assert link.admit(0.0, 100) == pytest.approx(0.11)
     assert link.admit(0.0, 100) == pytest.approx(0.21)
     assert link.admit(1.0, 100) == pytest.approx(1.11)
 
 
 def test_a_full_queue_and_a_cut_drop() -> None:
-    link = DirectedLink(LinkShape(bytes_per_s=1000, queue_bytes=150))
+    link = DirectedLink(CableShape(bytes_per_s=1000, queue_bytes=150))
     assert [link.admit(0.0, 100) is None for _ in range(3)] == [False, False, True]
     link.change(cut=True)
     assert link.admit(10.0, 1) is None
@@ -29,7 +29,7 @@ def test_a_full_queue_and_a_cut_drop() -> None:
 
 
 def test_a_shorter_delay_lets_nothing_overtake() -> None:
-    link = DirectedLink(LinkShape(delay_s=1.0))
+    link = DirectedLink(CableShape(delay_s=1.0))
     first = link.admit(0.0, 100)
     link.change(delay_s=0.0)
     assert link.admit(0.5, 100) == first
@@ -37,7 +37,7 @@ def test_a_shorter_delay_lets_nothing_overtake() -> None:
 
 @given(gaps=st.lists(st.floats(0, 0.1), min_size=1, max_size=50), jitter_s=st.floats(0, 1), rate=st.floats(1e3, 1e9))
 def test_arrivals_never_go_back(gaps: list[float], jitter_s: float, rate: float) -> None:
-    link = DirectedLink(LinkShape(delay_s=0.01, jitter_s=jitter_s, bytes_per_s=rate, queue_bytes=10**9))
+    link = DirectedLink(CableShape(delay_s=0.01, jitter_s=jitter_s, bytes_per_s=rate, queue_bytes=10**9))
     now_s, arrivals = 0.0, []
     for gap in gaps:
         now_s += gap
@@ -50,7 +50,7 @@ def test_arrivals_never_go_back(gaps: list[float], jitter_s: float, rate: float)
 
 def test_the_same_seed_loses_the_same_frames() -> None:
     def lost(seed: int) -> list[bool]:
-        link = DirectedLink(LinkShape(loss=0.5), seed=seed)
+        link = DirectedLink(CableShape(loss=0.5), seed=seed)
         return [link.admit(float(i), 100) is None for i in range(100)]
 
     assert lost(1) == lost(1) != lost(2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from edgepipe_torch.plan import StepPlan, plan_step
+from edgepipe_torch.plan import StepLayout, lay_out_step
 from edgepipe_torch.rope import Rotations
 
 from edgepipe.errors import StepFailed
@@ -19,8 +19,8 @@ from edgepipe.testing.tiny_model import tiny_config
 ROTATIONS = Rotations(tiny_config())
 
 
-def plan(*rows: object, **extra: object) -> StepPlan:
-    return plan_step(make_step(rows, **extra), rotations=ROTATIONS, block_size=4, num_blocks=30)  # type: ignore[arg-type]
+def plan(*rows: object, **extra: object) -> StepLayout:
+    return lay_out_step(make_step(rows, **extra), rotations=ROTATIONS, block_size=4, num_blocks=30)  # type: ignore[arg-type]
 
 
 @given(st.permutations(range(30)), st.integers(0, 20), st.integers(1, 20))

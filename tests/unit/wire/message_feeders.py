@@ -27,7 +27,7 @@ from edgepipe.daemon.services import NodeService, WeightsService, admit_to
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.engine.requests import GatewayStream
-from edgepipe.engine.service import Door
+from edgepipe.engine.service import RequestIntake
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, NodeUnreachable
@@ -174,7 +174,7 @@ class World:
         )
         self.weights = WeightsService(admit=admit_to(self.hello), security=Plaintext(), models=self.models)
         self.table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
-        self.table.go_on(Queued())
+        self.table.attach(Queued())
         self.stream = GatewayStream(NodeId(self.other))
         self.sequences, self.receiver = self.new_sequences(), self.new_receiver()
 
@@ -348,9 +348,9 @@ def _gateway_messages(world: World) -> list[engine_pb2.GatewayMessage]:
 
 async def _generate(world: World, message: engine_pb2.GatewayMessage) -> None:
     tasks: Any = SimpleNamespace()
-    door = Door(world.table, tasks, pipeline_id=PipelineId("p"), epoch=lambda: EPOCH)
+    intake = RequestIntake(world.table, tasks, pipeline_id=PipelineId("p"), epoch=lambda: EPOCH)
     stream = world.stream
-    door._take(stream, message)
+    intake._take(stream, message)
 
 
 def _control_messages(world: World) -> list[stage_pb2.ControlMessage]:

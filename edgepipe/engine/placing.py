@@ -35,7 +35,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EpochPlacement:
     """Where the stages of the next epoch are."""
 
     spec: ServeSpec
@@ -46,12 +46,16 @@ class Planner(Protocol):
     """Places stages anew when some are lost."""
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
-    ) -> Plan:
-        """The placement of ``spec`` without nodes that are gone, and without ``barred`` ones where that is possible.
+        self,
+        spec: ServeSpec,
+        *,
+        quarantined: Mapping[NodeId, float],
+        quarantined_links: Mapping[tuple[NodeId, NodeId], float],
+    ) -> EpochPlacement:
+        """Place ``spec`` without nodes that are gone, and where that is possible without ``quarantined`` ones.
 
-        It avoids placing the second node of a barred link right behind the first. Each comes with the seconds that
-        are left.
+        It avoids placing the second node of a quarantined link right behind the first. Both map to the seconds that
+        their quarantine still lasts.
         Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
         """
         ...
@@ -64,10 +68,14 @@ class SamePlan:
         self._nodes = nodes
 
     async def plan(
-        self, spec: ServeSpec, *, barred: Mapping[NodeId, float], barred_links: Mapping[tuple[NodeId, NodeId], float]
-    ) -> Plan:
+        self,
+        spec: ServeSpec,
+        *,
+        quarantined: Mapping[NodeId, float],
+        quarantined_links: Mapping[tuple[NodeId, NodeId], float],
+    ) -> EpochPlacement:
         """See Planner."""
-        return Plan(spec=spec, nodes=self._nodes)
+        return EpochPlacement(spec=spec, nodes=self._nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
-_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they are told of each other: one that is barred fails both
+_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they are told of each other: a blocked connection fails both
 _LEAST_WINDOW = 8  # steps
 _CHECK_S = 5.0  # for a test step behind those that are submitted; a device that hangs is ended by the daemon
 
@@ -94,7 +94,7 @@ class _Over(Exception):
     """The epoch has ended here; leaves a task group, reaches nobody."""
 
 
-class Session:
+class StageEpoch:
     """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
     def __init__(self, spec: PipelineSpec, tools: Tools, *, model: ModelBounds, kv_since: Epoch) -> None:
@@ -144,10 +144,10 @@ class Session:
             self.end()
 
     def pause(self) -> None:
-        """Start no further step until ``go_on``. The epoch after this one starts unpaused."""
+        """Start no further step until ``resume``. The epoch after this one starts unpaused."""
         self._paused = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Start steps again."""
         self._paused = False
         if not self.over:

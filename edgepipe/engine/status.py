@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edgepipe.engine.epoch import EpochRun
+from edgepipe.engine.engine_epoch import EngineEpoch
 from edgepipe.engine.sites import StageSite
 from edgepipe.wire.engines import EngineState, StageState
 
 
-class Told:
+class EngineStatus:
     """An engine's state as people see it: what was noted, and the numbers of the epoch that runs."""
 
     def __init__(self, base: EngineState, on_state: Callable[[EngineState], None]) -> None:
@@ -21,7 +21,7 @@ class Told:
         self._last: EngineState | None = None
         self._rows = 0.0  # of a micro-batch, when some sequence last ran
 
-    def state(self, run: EpochRun | None) -> EngineState:
+    def state(self, run: EngineEpoch | None) -> EngineState:
         """At this moment."""
         if run is None:
             return self.base
@@ -60,7 +60,7 @@ class Told:
         """Change what the next telling says."""
         self.base = replace(self.base, **changes)
 
-    def tell(self, run: EpochRun | None, **changes: Any) -> None:
+    def tell(self, run: EngineEpoch | None, **changes: Any) -> None:
         """Note the changes, and tell if anything is different from before."""
         self.note(**changes)
         state = self.state(run)
@@ -68,7 +68,7 @@ class Told:
             self._last = state
             self._on_state(state)
 
-    def opened(self, run: EpochRun) -> None:
+    def opened(self, run: EngineEpoch) -> None:
         """An epoch stands: how long prompts may be, and what KV its stages hold."""
         self.note(
             context_length=run.limits.max_tokens,
@@ -78,7 +78,7 @@ class Told:
             ),
         )
 
-    def closed(self, run: EpochRun) -> None:
+    def closed(self, run: EngineEpoch) -> None:
         """An epoch is over: its counts stay in the sums."""
         stats = run.pump.stats()
         self.note(

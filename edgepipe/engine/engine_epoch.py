@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl
 from edgepipe.engine.groups import first_error
-from edgepipe.engine.kept import KeptKV, KVSince
+from edgepipe.engine.kv_carryover import KeptKV, KVSince
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.quarantine import Missed
@@ -27,7 +27,7 @@ from edgepipe.wire.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class EngineContext:
     """What stays the same over all epochs of an engine."""
 
     config: ModelConfig
@@ -50,12 +50,12 @@ class BrokenStep:
     device_failed: bool  # a test step of the stage's own failed, too
 
 
-class EpochRun:
+class EngineEpoch:
     """``open``, then ``drive`` until it returns why it ended; ``close`` in any case."""
 
     def __init__(
         self,
-        around: Surroundings,
+        context: EngineContext,
         *,
         spec: ServeSpec,
         epoch: Epoch,
@@ -66,32 +66,32 @@ class EpochRun:
         self.sites = sites
         self._kept = kept
         self.epoch = epoch
-        self._around = around
+        self._context = context
         self._spec = spec
         self.limits = self._scheduler_limits()
         micro_batches = MicroBatches(
             slices=[[part.index for part in site.slices] for site in sites],
-            row_bytes=around.config.hidden_size * spec.activation_type.num_bytes,
+            row_bytes=context.config.hidden_size * spec.activation_type.num_bytes,
             fixed=spec.micro_batches,
             costs={index: cost for site in sites for index, cost in site.costs.items()},
         )
         self._most_in_flight = micro_batches.most
         self.pump = Pump(
-            scheduler=Scheduler(self.limits, around.policy),
+            scheduler=Scheduler(self.limits, context.policy),
             micro_batches=micro_batches,
             epoch=epoch,
             num_slices=self._num_slices,
-            vocab_size=around.config.vocab_size,
-            clock=around.clock,
-            timeouts=around.timeouts,
+            vocab_size=context.config.vocab_size,
+            clock=context.clock,
+            timeouts=context.timeouts,
         )
         self._controls = [
             StageControl(
                 site,
                 on_report=self.pump.on_report,
-                max_queued=self._most_in_flight + around.limits.max_queued_messages,
-                security=around.security,
-                network=around.network if site.node_id != around.hello.node_id else None,
+                max_queued=self._most_in_flight + context.limits.max_queued_messages,
+                security=context.security,
+                network=context.network if site.node_id != context.hello.node_id else None,
             )
             for site in sites
         ]
@@ -103,7 +103,7 @@ class EpochRun:
 
         See ``Pump.connect`` for the arguments.
         """
-        timeout_s = self._around.timeouts.open_s
+        timeout_s = self._context.timeouts.open_s
         try:
             # All are connected before any is opened: a stage that is told of its predecessor in time takes its
             # connection at once, else that is refused and tried again.
@@ -121,7 +121,7 @@ class EpochRun:
 
     async def _open_stage(self, control: StageControl, all_open: asyncio.Barrier) -> None:
         await control.open(
-            self._pipeline_spec(control.site), self._around.hello, timeout_s=self._around.timeouts.open_s
+            self._pipeline_spec(control.site), self._context.hello, timeout_s=self._context.timeouts.open_s
         )
         await control.stand_until(all_open.wait())
 
@@ -162,7 +162,7 @@ class EpochRun:
             for control in self._controls
             if control.next_unreached and (following := self._beside(control.site, 1)) is not None
         ]
-        own = self._around.hello.node_id
+        own = self._context.hello.node_id
         return Missed(
             links=tuple(
                 (one, other) for one, other in links if one.node_id != other.node_id and other.index in reached
@@ -192,9 +192,9 @@ class EpochRun:
     @property
     def _step_deadline_s(self) -> float:
         """How long a stage waits for the one before it: long enough for the ring's longest turn."""
-        timeouts = self._around.timeouts
+        timeouts = self._context.timeouts
         turn_s = self.pump.micro_batches.longest_turn_s(
-            context_length=self.limits.context_length, chunk_tokens=self._around.limits.max_prefill_tokens
+            context_length=self.limits.context_length, chunk_tokens=self._context.limits.max_prefill_tokens
         )
         return max(timeouts.step_first_s, timeouts.step_factor * turn_s)
 
@@ -204,7 +204,7 @@ class EpochRun:
 
     def _scheduler_limits(self) -> SchedulerLimits:
         """One number of blocks for all stages: what the smallest can hold. Raises NoFeasiblePlacement."""
-        limits, spec = self._around.limits, self._spec
+        limits, spec = self._context.limits, self._spec
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
@@ -221,7 +221,7 @@ class EpochRun:
         return SchedulerLimits(
             num_blocks=num_blocks,
             block_size=spec.block_size,
-            context_length=spec.context_length or self._around.config.context_length,
+            context_length=spec.context_length or self._context.config.context_length,
             micro_batches=spec.micro_batches or len(self.sites),
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
@@ -231,11 +231,11 @@ class EpochRun:
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
         following = self._beside(site, 1)
         return PipelineSpec(
-            pipeline_id=self._around.pipeline_id,
+            pipeline_id=self._context.pipeline_id,
             epoch=self.epoch,
             slices=site.slices,
             num_slices=self._num_slices,
-            hidden_size=self._around.config.hidden_size,
+            hidden_size=self._context.config.hidden_size,
             activation_type=self._spec.activation_type,
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
