@@ -17,8 +17,8 @@ from figures import Row, below, print_rows
 
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cluster.founding import found_local_cluster
-from edgepipe.testing.lan import LanHost, LanLab, lan_available
 from edgepipe.wire.v1 import node_pb2
+from tests.support.lan import LanHost, LanLab, lan_available
 
 ROUNDS = 20
 LOOK_S = 0.02

@@ -26,13 +26,13 @@ import httpx
 import psutil
 from figures import Row, at_least, at_most, below, print_rows
 
-from edgepipe.testing.chaos.catalogue import LASTING_FAULTS, LastingFault
-from edgepipe.testing.chaos.clients import HEAL_S, Clients
-from edgepipe.testing.chaos.cluster import ChaosCluster, chaos_cluster
-from edgepipe.testing.chaos.run import ChaosRun
-from edgepipe.testing.lan import LanLab, lan_available
-from edgepipe.testing.nodes import HELLO, Node, Nodes, children_of
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.chaos.catalogue import LASTING_FAULTS, LastingFault
+from tests.support.chaos.clients import HEAL_S, Clients
+from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.support.chaos.run import ChaosRun
+from tests.support.lan import LanLab, lan_available
+from tests.support.nodes import HELLO, Node, Nodes, children_of
 
 LOOK_S = 0.004
 _SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")

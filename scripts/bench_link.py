@@ -29,9 +29,9 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
-from edgepipe.testing.pipeline import Control, Driver, epoch
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
+from tests.support.pipeline import Control, Driver, epoch
 
 TOKENS = 16
 WARM_UP_STEPS = 100

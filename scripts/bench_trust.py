@@ -35,10 +35,10 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.ids import EngineId, Epoch, StepId
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.system import SystemClock
-from edgepipe.testing.pairing import PairingLab, damaged, fuzz_exchange
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb
+from tests.support.pairing import PairingLab, damaged, fuzz_exchange
 
 INPUTS = 100_000
 SOCKETS = 500

@@ -18,9 +18,9 @@ from figures import Row, below
 from edgepipe.cli.admin import connect
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.testing.nodes import Node, Nodes, idle
-from edgepipe.testing.rogue.attacks import ATTACKS, MODEL
-from edgepipe.testing.rogue.process import Watch, start_rogue
+from tests.support.nodes import Node, Nodes, idle
+from tests.support.rogue.attacks import ATTACKS, MODEL
+from tests.support.rogue.process import Watch, start_rogue
 
 QUIET_S = 10.0  # measured without an attack, for comparison
 PAUSE_S = 0.1

@@ -29,9 +29,9 @@ from edgepipe.cli import (
     uninstall,
     version,
 )
-from edgepipe.cli.bench.verb import verb as bench
-from edgepipe.cli.chat.verb import verb as chat
-from edgepipe.cli.doctor.verb import verb as doctor
+from edgepipe.cli.bench import verb as bench
+from edgepipe.cli.chat import verb as chat
+from edgepipe.cli.doctor import verb as doctor
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
 from edgepipe.config import forget_exported_size

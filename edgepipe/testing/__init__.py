@@ -1,1 +1,1 @@
-"""Helpers for tests, typed and public: a fake clock, tiny models, steps by hand, the LAN lab."""
+"""A clock that stands still until told, and tiny models: for tests of programs that use edgepipe."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from engine_lab import EngineLab, engine_lab
-
 from edgepipe.cli.bench.client import Measured, connected
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.simulation.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import engine_pb2
+from tests.support.engine_lab import EngineLab, engine_lab
 
 WORKLOAD = make_workload(
     WorkloadSpec(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from engine_lab import CONFIG, EngineLab, engine_lab
 
 from edgepipe.errors import PeerClosed
 from edgepipe.gateway.assets import ModelAssets
@@ -23,6 +22,7 @@ from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.wire.engines import engine_state_to_wire
 from edgepipe.wire.v1 import node_pb2
+from tests.support.engine_lab import CONFIG, EngineLab, engine_lab
 
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
 FREED_S = 2.0  # what is promised

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine_lab import CONFIG, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine import EngineLimits
 from edgepipe.sampling import SamplingParams
+from tests.support.engine_lab import CONFIG, engine_lab, oracle_tokens, submission
 
 
 def prompt_of(index: int, length: int) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import pytest
 from edgepipe_emulated import EmulatedBackend
-from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.engine import EngineLimits, EngineTimeouts
@@ -33,6 +32,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
+from tests.support.engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}

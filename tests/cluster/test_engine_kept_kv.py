@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-from engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import PeerClosed, StepFailed
+from tests.support.engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
 LIMITS = EngineLimits(max_prefill_tokens=64)
 SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_lab import EngineLab, engine_lab, submission
 
 from edgepipe.engine.control import StageControl
 from edgepipe.errors import PeerClosed
 from edgepipe.sampling import GrammarSpec, SamplingParams
 from edgepipe.wire.sizes import PACKED_BYTES
+from tests.support.engine_lab import EngineLab, engine_lab, submission
 
 LARGE = GrammarSpec("%llguidance {}\nstart: /(.|\\n)*/\n// " + "x" * 80_000)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from edgepipe_emulated import EmulatedWeights
-from engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
@@ -19,12 +18,13 @@ from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.stage.stage import Stage
-from edgepipe.testing.pipeline import BLOCK_SIZE
-from edgepipe.testing.ports import free_port
-from edgepipe.testing.tcp_proxy import TcpProxy, tcp_proxy
 from edgepipe.wire.common import slices_from_wire
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import common_pb2
+from tests.support.engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
+from tests.support.pipeline import BLOCK_SIZE
+from tests.support.ports import free_port
+from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 
 PROMPT = [3, 1, 4, 1, 5]
 THERE = NodeId("node0"), NodeId("node1")

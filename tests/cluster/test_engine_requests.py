@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import (
@@ -24,6 +23,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+from tests.support.engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}  # about 10 ms a step: time to do something meanwhile

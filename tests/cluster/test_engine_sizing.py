@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from edgepipe_emulated import EmulatedBackend
-from engine_lab import engine_lab, oracle_tokens, submission
 
 from edgepipe.backend.types import BackendOptions
+from tests.support.engine_lab import engine_lab, oracle_tokens, submission
 
 READ_S, ROW_S = 0.002, 0.001  # a step's time, and what each row adds
 MAX_TOKENS = 150

@@ -6,9 +6,9 @@ import asyncio
 import random
 
 import pytest
-from engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine import EngineLimits
+from tests.support.engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
 
 
 class Client:

@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
 
 from edgepipe.engine import EngineLimits
 from edgepipe.scheduler import SchedulerStats
+from tests.support.engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
 
 CLIENTS_PER_GATEWAY = 8  # a gateway wakes all of its clients for every message
 BLOCK_SIZE = 16  # tokens

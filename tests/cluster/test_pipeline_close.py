@@ -6,11 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from pipeline_engine import HeldBackend, SmallEngine, emulated, stages
 
 from edgepipe.errors import PeerClosed, StageError
 from edgepipe.model.tensors import WeightSource
-from edgepipe.testing.pipeline import epoch
+from tests.support.pipeline import epoch
+from tests.support.pipeline_engine import HeldBackend, SmallEngine, emulated, stages
 
 PROMPT = [1, 2, 3]
 

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 from edgepipe_emulated import oracle
-from pipeline_engine import CONFIG, SmallEngine, stages
 
 from edgepipe.errors import (
     ConnectTimeout,
@@ -24,11 +23,12 @@ from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.security.mutual_tls import Credentials
-from edgepipe.testing.pipeline import Control, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PipelineSpec, spec_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+from tests.support.pipeline import Control, LocalStages, epoch
+from tests.support.pipeline_engine import CONFIG, SmallEngine, stages
 
 PROMPT = [1, 2, 3]
 

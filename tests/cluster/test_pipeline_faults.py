@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
@@ -18,11 +17,12 @@ from edgepipe.ids import StepId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.stage import service
-from edgepipe.testing.pipeline import Driver, LocalStages, epoch
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_to_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+from tests.support.pipeline import Driver, LocalStages, epoch
+from tests.support.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 
 PROMPT = [1, 2, 3]
 UNKNOWN_FIELD = b"\xfa\x3f\x05later"  # number 1023, five bytes

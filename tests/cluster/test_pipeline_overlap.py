@@ -7,10 +7,10 @@ import threading
 
 import pytest
 from edgepipe_emulated import oracle
-from pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 
-from edgepipe.testing.pipeline import epoch
-from edgepipe.testing.tcp_proxy import tcp_proxy
+from tests.support.pipeline import epoch
+from tests.support.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
+from tests.support.tcp_proxy import tcp_proxy
 
 PROMPTS = [[10 * i + j for j in range(5)] for i in range(4)]
 

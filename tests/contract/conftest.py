@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from backend_maker import CONFIGS, Maker
 
 from edgepipe.model.facts import ModelConfig
+from tests.support.backend_maker import CONFIGS, Maker
 
 BACKENDS = [
     pytest.param(("emulated", "auto"), id="emulated"),

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bad_input import Done, Shell, error_of, finish
 
 from edgepipe.cli.main import main
+from tests.support.bad_input import Done, Shell, error_of, finish
 
 USAGE = {
     "nosuch": ("no such command 'nosuch'", "edgepipe --help"),

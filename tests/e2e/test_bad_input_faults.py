@@ -8,9 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
-from bad_models import large_folder
 from edgepipe_emulated import emulated_model_config
+
+from tests.support.bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
+from tests.support.bad_models import large_folder
 
 SLOW = ("--backend", "emulated", "--backend-option", "time_factor=500")  # about twenty tokens a second
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bad_input import Shell, error_of
-from bad_models import BAD_MODELS, good_folder
+
+from tests.support.bad_input import Shell, error_of
+from tests.support.bad_models import BAD_MODELS, good_folder
 
 _FAMILIES = {case.split()[0]: case for case in reversed(BAD_MODELS)}  # the first case of each
 _CASES = [

@@ -24,7 +24,7 @@ from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from tests.terminal import Terminal
+from tests.support.terminal import Terminal
 
 LAYERS, CONTEXT = 6, 256
 CONFIG = emulated_model_config(num_layers=LAYERS, context_length=CONTEXT)

@@ -17,8 +17,8 @@ from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.telemetry.audit import AuditKind, read_audit
-from edgepipe.testing.members import stranger_to
-from edgepipe.testing.nodes import Nodes, idle
+from tests.support.members import stranger_to
+from tests.support.nodes import Nodes, idle
 
 STAGE_METHODS = ("Stage/Control", "Stage/Ring")
 ALL_METHODS = ("Node/Heartbeat", "Node/Prepare", "Weights/GetManifest", "Engine/Generate", *STAGE_METHODS)

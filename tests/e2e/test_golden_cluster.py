@@ -24,9 +24,9 @@ from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.model.store import StoredModel
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.fault.streams import Stream, serving_stage
-from tests.numerics.golden import Item, assert_greedy, items
-from tests.numerics.reference import ScoredText, scored_texts
+from tests.support.fault_streams import Stream, serving_stage
+from tests.support.golden_ids import Item, assert_greedy, items
+from tests.support.prompt_reference import ScoredText, scored_texts
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

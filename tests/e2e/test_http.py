@@ -10,12 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from node_models import pull_emulated
 
 from edgepipe.cli.find import find_target
 from edgepipe.cluster.interfaces import interfaces
-from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.node_models import pull_emulated
+from tests.support.nodes import Node, Nodes, idle
 
 KEY = "a-key-of-my-own"
 STREAM = {"model": "tiny", "prompt": [104, 105], "stream": True, "ignore_eos": True, "temperature": 0}

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from http_calls import BODIES, Call, drawn_calls, named_field, smaller
-from node_models import pull_emulated
 
-from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.http_calls import BODIES, Call, drawn_calls, named_field, smaller
+from tests.support.node_models import pull_emulated
+from tests.support.nodes import Node, Nodes, idle
 
 AT_ONCE = 24
 BATCH = 500  # calls between two checks of the engine

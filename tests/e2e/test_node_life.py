@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from node_models import pull_emulated
 
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.founding import TrustFolders
@@ -27,8 +26,9 @@ from edgepipe.security.access import Kind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
-from edgepipe.testing.nodes import HELLO, LOOK_S, Node, Nodes, children_of, idle
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.node_models import pull_emulated
+from tests.support.nodes import HELLO, LOOK_S, Node, Nodes, children_of, idle
 
 _LEFT = ["identity", "incarnation", "node.log", "trust"]
 

@@ -12,7 +12,6 @@ import httpx
 import psutil
 import pytest
 from edgepipe_emulated.oracle import next_token
-from node_models import CONFIG, pull_emulated, pull_with_weights
 
 from edgepipe import PROTOCOL_VERSION
 from edgepipe.errors import (
@@ -27,9 +26,10 @@ from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
-from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.node_models import CONFIG, pull_emulated, pull_with_weights
+from tests.support.nodes import Node, Nodes, idle
 
 PROMPT = [104, 101, 108, 108, 111]
 MAX_RSS_BYTES = 250 << 20

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bad_input import Shell, error_of, finish
 
-from tests.terminal import Terminal
+from tests.support.bad_input import Shell, error_of, finish
+from tests.support.terminal import Terminal
 
 NODE = ("--backend", "none", "--port", "0", "--http-port", "0", "--no-discovery")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.testing.nodes import Nodes
+from tests.support.nodes import Nodes
 
 
 @pytest.fixture

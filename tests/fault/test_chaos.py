@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from edgepipe.testing.chaos.cluster import chaos_cluster
-from edgepipe.testing.chaos.run import ChaosRun
+from tests.support.chaos.cluster import chaos_cluster
+from tests.support.chaos.run import ChaosRun
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from streams import PROMPT, Stream
 
-from edgepipe.testing.chaos.cluster import chaos_cluster
-from edgepipe.testing.chaos.run import ChaosRun
-from edgepipe.testing.lan import LanLab, lan_available
-from edgepipe.testing.relay import relay
+from tests.support.chaos.cluster import chaos_cluster
+from tests.support.chaos.run import ChaosRun
+from tests.support.fault_streams import PROMPT, Stream
+from tests.support.lan import LanLab, lan_available
+from tests.support.relay import relay
 
 pytestmark = [pytest.mark.lan, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

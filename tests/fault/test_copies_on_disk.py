@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from streams import PROMPT, Stream, answers, cut_power
 
 from edgepipe.cli.views.copies_view import copies_of
 from edgepipe.errors import PlanInvalid
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.pull import Puller
 from edgepipe.model.store import tensor_names
-from edgepipe.testing.nodes import HELLO, Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.e2e.node_models import CONFIG, pull_with_weights, write_with_weights
-from tests.unit.model.fake_hub import FakeHub, running
+from tests.support.fake_hub import FakeHub, running
+from tests.support.fault_streams import PROMPT, Stream, answers, cut_power
+from tests.support.node_models import CONFIG, pull_with_weights, write_with_weights
+from tests.support.nodes import HELLO, Node, Nodes, idle
 
 
 async def replicate(node: Node, *, copies: int) -> pb.ReplicateEvent:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from edgepipe.testing.chaos import hang_ups, large_messages, lasting_faults
-from edgepipe.testing.chaos.clients import Clients
-from edgepipe.testing.lan import lan_available
+from tests.support.chaos import hang_ups, large_messages, lasting_faults
+from tests.support.chaos.clients import Clients
+from tests.support.lan import lan_available
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -6,10 +6,10 @@ import asyncio
 import signal
 
 import pytest
-from streams import PROMPT, Stream, answers, expected, kv_is_free, serving_stage, slow_cluster
 
-from edgepipe.testing.nodes import Nodes
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.fault_streams import PROMPT, Stream, answers, expected, kv_is_free, serving_stage, slow_cluster
+from tests.support.nodes import Nodes
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])

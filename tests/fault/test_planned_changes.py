@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from streams import PROMPT, SLOW, Stream, answers, serving_stage, slow_cluster
 
-from edgepipe.testing.nodes import HELLO, Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.fault_streams import PROMPT, SLOW, Stream, answers, serving_stage, slow_cluster
+from tests.support.nodes import HELLO, Node, Nodes, idle
 
 LONG = 3000  # tokens: more than any of these tests waits for
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from streams import CONFIG, PROMPT, SLOW, Stream, answers
 
 from edgepipe.cli.admin import connect
 from edgepipe.errors import EdgepipeError
@@ -18,13 +17,14 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
-from edgepipe.testing.members import member_of
-from edgepipe.testing.nodes import Node, Nodes, idle
-from edgepipe.testing.rogue.attacks import ATTACKS, MODEL
-from edgepipe.testing.rogue.process import RogueProcess, Watch, start_rogue
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
+from tests.support.fault_streams import CONFIG, PROMPT, SLOW, Stream, answers
+from tests.support.members import member_of
+from tests.support.nodes import Node, Nodes, idle
+from tests.support.rogue.attacks import ATTACKS, MODEL
+from tests.support.rogue.process import RogueProcess, Watch, start_rogue
 
 GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound

@@ -9,10 +9,10 @@ import pytest
 
 from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.scheduler import KVPool, ScheduledStep
-from edgepipe.testing.member_simulation import MemberSimulation
-from edgepipe.testing.simulated_stage import SimulatedStage
-from edgepipe.testing.simulated_wires import Message
-from edgepipe.testing.simulation import Simulation, simulate
+from tests.support.member_simulation import MemberSimulation
+from tests.support.simulated_stage import SimulatedStage
+from tests.support.simulated_wires import Message
+from tests.support.simulation import Simulation, simulate
 
 SCHEDULES = 5_000
 LONG_SCHEDULES = 100_000

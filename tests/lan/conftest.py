@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from edgepipe.testing.lan import LanAvailability, lan_available
+from tests.support.lan import LanAvailability, lan_available
 
 
 @pytest.fixture(scope="session")

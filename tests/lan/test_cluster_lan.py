@@ -15,9 +15,9 @@ from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.testing.lan import Finished, LanHost, LanLab
-from edgepipe.testing.nodes import Node, Nodes, idle
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.lan import Finished, LanHost, LanLab
+from tests.support.nodes import Node, Nodes, idle
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(120)]
 PORT = 7117

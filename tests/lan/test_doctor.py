@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgepipe.testing.lan import LanHost, LanLab
+from tests.support.lan import LanHost, LanLab
 
 pytestmark = pytest.mark.lan
 

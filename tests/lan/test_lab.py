@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.testing.lan import LanHost, LanLab
-from edgepipe.testing.lan_namespace import remove_stale
+from tests.support.lan import LanHost, LanLab
+from tests.support.lan_namespace import remove_stale
 
 pytestmark = pytest.mark.lan
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from edgepipe.testing.lan import LanHost, LanLab
-from tests.terminal import Terminal
+from tests.support.lan import LanHost, LanLab
+from tests.support.terminal import Terminal
 
 pytestmark = pytest.mark.lan
 

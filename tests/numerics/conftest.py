@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import BF16Weights
 
 from edgepipe.model.store import StoredModel
+from tests.support.numerics_harness import BF16Weights
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from golden import assert_forced, assert_greedy, items
-from harness import BF16Weights, Pipeline
+
+from tests.support.golden_ids import assert_forced, assert_greedy, items
+from tests.support.numerics_harness import BF16Weights, Pipeline
 
 torch = pytest.importorskip("torch")
 

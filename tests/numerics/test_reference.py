@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from reference import prompt_logprobs, reference_model, scored_texts
 
 from edgepipe.model.store import StoredModel
+from tests.support.prompt_reference import prompt_logprobs, reference_model, scored_texts
 
 
 @pytest.fixture

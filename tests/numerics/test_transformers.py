@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Logits, Pipeline
+
+from tests.support.numerics_harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

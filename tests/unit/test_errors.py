@@ -8,9 +8,9 @@ import pytest
 from edgepipe import PROTOCOL_VERSION, errors
 from edgepipe.link import channels
 from edgepipe.security.mutual_tls import Credentials, Plaintext
-from edgepipe.testing.ports import free_port
 from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire, make_hello
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
+from tests.support.ports import free_port
 
 CLASSES = list(dict.fromkeys(errors.all_errors()))
 

@@ -7,7 +7,7 @@ import pytest
 from edgepipe.cli.bench.client import clock_offsets_s
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 RING = {"emulate": "2x rtx4090, m4max", "as-model": "qwen2.5-7b", "requests": "8"}
 

@@ -14,12 +14,12 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from edgepipe.cli.chat import repl
 from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
-from edgepipe.cli.chat.verb import repl
 from edgepipe.cli.find import Target
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
+from tests.support.fake_engine import CONTEXT, FakeEngine
+from tests.support.gateway import Served, serving
 
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"

@@ -15,9 +15,9 @@ import pytest
 
 import edgepipe.cli.node
 from edgepipe.cli import admin, find
+from edgepipe.cli.chat import repl
+from edgepipe.cli.chat import verb as chat
 from edgepipe.cli.chat.conversation import ChatSettings
-from edgepipe.cli.chat.verb import repl
-from edgepipe.cli.chat.verb import verb as chat
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
@@ -25,7 +25,7 @@ from edgepipe.daemon.machine import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.model.facts import LayerRange
 from edgepipe.wire.v1 import engine_pb2, node_pb2
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()

@@ -19,7 +19,7 @@ from edgepipe.gateway.problems import from_error
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.unit.cli.conftest import make_status
+from tests.support.command_line import make_status
 
 
 def picture(status: pb.ClusterStatus, *, width: int = 80) -> list[str]:

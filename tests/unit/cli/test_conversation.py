@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from edgepipe.cli.chat import conversation
 from edgepipe.cli.chat.answer_view import NoView
 from edgepipe.cli.chat.conversation import Incoming, stream_answer
-from edgepipe.cli.chat.verb import conversation
 from edgepipe.cli.find import Target
 from edgepipe.cli.sse import ChatClient, Piece
-from tests.unit.gateway.conftest import serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import serving
 
 
 class Watched(NoView):

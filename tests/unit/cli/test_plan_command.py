@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
 
 from edgepipe.cli import admin
 from edgepipe.errors import LinkNotMeasured
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.command_line import Run
 
 IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 

@@ -19,7 +19,7 @@ from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
 from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
 from edgepipe.wire.v1 import common_pb2, trust_pb2
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 PLAN = ("plan", "qwen2.5-7b", "--emulate", "2x rtx4090", "--link", "1gbit,1ms")
 

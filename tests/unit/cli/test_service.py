@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli.service_plan import Machine, Manager, make_plan
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 MACHINE = Machine(
     user="ada",

@@ -10,7 +10,7 @@ import pytest
 
 from edgepipe.cli.views.comparing import read_comparisons
 from edgepipe.errors import ConfigInvalid
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 SMALL = ("simulate", "--devices", "2x rtx4090", "--as-model", "qwen2.5-7b", "--requests", "8", "--output-tokens", "16")
 

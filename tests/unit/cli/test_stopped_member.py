@@ -13,7 +13,7 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.founding import found_local_cluster, home_of
 from edgepipe.config import load_config
 from edgepipe.daemon.machine.data_dir import socket_path
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 
 @pytest.fixture

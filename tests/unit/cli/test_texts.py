@@ -18,7 +18,7 @@ from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.v1 import trust_pb2
-from tests.unit.cli.conftest import Run
+from tests.support.command_line import Run
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import trust_pb2
-from tests.terminal import Terminal as TerminalOf
-from tests.unit.cli.conftest import Run, make_status
+from tests.support.command_line import Run, make_status
+from tests.support.terminal import Terminal as TerminalOf
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from edgepipe.errors import (
     QueueFull,
     SendTimeout,
 )
-from edgepipe.testing.pairing import PairingLab
+from tests.support.pairing import PairingLab
 
 
 class Host:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
 
 from edgepipe.cluster import standing
 from edgepipe.security.trust_view import Role
+from tests.support.trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
 
 ROLES = st.sampled_from(tuple(Role))
 

@@ -15,9 +15,9 @@ from edgepipe.config import Timeouts
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.trust_view import Role
 from edgepipe.testing.clock import FakeClock
-from edgepipe.testing.member_simulation import LIMITS
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.member_simulation import LIMITS
 
 BEAT_S = 0.25
 

@@ -34,7 +34,7 @@ from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.e2e.node_models import CONFIG
+from tests.support.node_models import CONFIG
 
 NODES = ("n1", "n2", "n3")
 KEYS = [ModelKey(f"m{i}", "h") for i in range(12)]

@@ -7,10 +7,10 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
-from stage_settings import STAGE_SETTINGS
 
 from edgepipe.daemon.processes.children import Child
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.stage_settings import STAGE_SETTINGS
 
 
 @pytest.fixture

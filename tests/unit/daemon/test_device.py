@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 from edgepipe_emulated import emulated_model_config
-from stage_settings import STAGE_SETTINGS
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon.device.device import DeviceHost, device, layer_measuring, spare
+from edgepipe.daemon.device import device, layer_measuring, spare
+from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
@@ -26,6 +26,7 @@ from edgepipe.wire.common import epoch_to_wire, make_hello, slices_to_wire
 from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.workers.settings import ChildSettings
+from tests.support.stage_settings import STAGE_SETTINGS
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)

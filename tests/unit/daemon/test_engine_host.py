@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from edgepipe.daemon.serving import engine_keeper
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
-from edgepipe.daemon.serving.serving import engine_keeper
 from edgepipe.errors import EdgepipeError, StaleEpoch
 from edgepipe.system import SystemClock
 from edgepipe.wire.v1 import node_pb2 as pb

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_books import lone_book
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.machine import data_dir as data_dir_module
 from edgepipe.daemon.machine.data_dir import DataDir
-from edgepipe.daemon.serving.serving import serve_book
+from edgepipe.daemon.serving import serve_book
 from edgepipe.errors import ConfigInvalid
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.serve_books import lone_book
 
 
 def refusing(number: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgepipe.cluster.private_files import write_private
-from edgepipe.daemon.device.device import layer_profiles
+from edgepipe.daemon.device import layer_profiles
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.model.config_json import config_to_json
 from edgepipe.testing.tiny_model import tiny_config

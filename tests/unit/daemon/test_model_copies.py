@@ -23,7 +23,7 @@ from edgepipe.model.store import ModelStore
 from edgepipe.model.tensor_folder import TensorSink
 from edgepipe.wire.common import slices_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.e2e.node_models import CONFIG, pull_with_weights
+from tests.support.node_models import CONFIG, pull_with_weights
 
 ALL = frozenset(range(CONFIG.num_layers + 2))
 

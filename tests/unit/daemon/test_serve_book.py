@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
 
 from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.serving.serve_book import ServeBook
@@ -18,6 +17,7 @@ from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
 
 
 def signed(key: KeyPair, body: pb.ServeBody) -> pb.ServeRecord:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from recovery_steps import crash
 
 from edgepipe.engine.blame import Blame
+from tests.support.recovery_steps import crash
 
 
 def test_the_first_broken_step_counts_against_its_requests() -> None:

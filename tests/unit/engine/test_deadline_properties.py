@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_ring import in_virtual_time
 
 from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.engine.micro_batches import MicroBatches
@@ -22,6 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.wire.plans import StepTiming
+from tests.support.virtual_ring import in_virtual_time
 
 JITTER = (0.7, 1.5)  # of a step's time
 DATA_SHEET = (1 / 8, 8.0)  # how much a device differs from its data sheet in each of its parts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from recovery_steps import Steps, crash, placed, reachable
 
 from edgepipe.engine.recovery_types import (
     Abandon,
@@ -38,6 +37,7 @@ from edgepipe.errors import (
     StepFailed,
 )
 from edgepipe.ids import NodeId
+from tests.support.recovery_steps import Steps, crash, placed, reachable
 
 HERE, THERE, ELSEWHERE = placed("ab"), placed("cb"), placed("ac")
 

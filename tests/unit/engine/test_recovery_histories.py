@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from recovery_world import World
+
+from tests.support.recovery_world import World
 
 
 def live(seeds: range) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from virtual_ring import CONTEXT, LOOK_S, Killed, VirtualRing, in_virtual_time
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, named_device
@@ -17,6 +16,7 @@ from edgepipe.errors import StepFailed
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.profiles import slice_costs
+from tests.support.virtual_ring import CONTEXT, LOOK_S, Killed, VirtualRing, in_virtual_time
 
 MODEL = named_shape("llama-3.1-8b")
 FAST = named_device("rtx4090")

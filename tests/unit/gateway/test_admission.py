@@ -9,8 +9,8 @@ import pytest
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits
-from tests.unit.gateway.conftest import events_of, serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import events_of, serving
 
 
 def _admission() -> Admission:

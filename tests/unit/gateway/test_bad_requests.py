@@ -19,8 +19,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.gateway import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,8 +14,8 @@ from edgepipe.gateway.schema import JSON_SIZE, ChatBody, Checked, CompletionBody
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.params import MAX_COUNT
 from edgepipe.wire.intake import MAX_SCORES
-from tests.unit.gateway.conftest import Served
-from tests.unit.gateway.fake_engine import ByteAssets
+from tests.support.fake_engine import ByteAssets
+from tests.support.gateway import Served
 
 BODIES = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, OllamaChatBody, OllamaGenerateBody, ShowBody]
 

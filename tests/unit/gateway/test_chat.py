@@ -9,8 +9,8 @@ import pytest
 
 from edgepipe.errors import StageLost
 from edgepipe.gateway.engine_link import LinkLimits
-from tests.unit.gateway.conftest import Served, events_of, serving
-from tests.unit.gateway.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
+from tests.support.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
+from tests.support.gateway import Served, events_of, serving
 
 ANSWER = FakeEngine().answer.decode()
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

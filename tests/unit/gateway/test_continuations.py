@@ -13,8 +13,8 @@ from edgepipe.gateway.assets import ModelAssets
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.template import ChatTemplate, TemplateRenderer
 from edgepipe.model.tokenizer import Tokenizer
-from tests.unit.gateway.conftest import Served, events_of, serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import Served, events_of, serving
 
 TOKENS = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "i", "s", "is", "▁is", "▁Pa", "ris", "."]
 BOS, E_BEGIN, E_END, IS, PA, RIS = 1, 3, 4, 9, 10, 11

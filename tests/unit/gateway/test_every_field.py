@@ -26,8 +26,8 @@ from edgepipe.gateway.schema import (
     TokenizeBody,
     validate,
 )
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import END, ByteAssets, FakeEngine
+from tests.support.fake_engine import END, ByteAssets, FakeEngine
+from tests.support.gateway import Served, serving
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}

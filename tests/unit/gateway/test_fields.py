@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.conftest import Served, events_of, serving
-from tests.unit.gateway.fake_engine import ByteAssets, FakeEngine
+from tests.support.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateway import Served, events_of, serving
 
 ANSWER = FakeEngine().answer.decode()
 LOOK = {

@@ -14,8 +14,8 @@ from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, Detokeniz
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.warm_child import ChildEnded, WarmChild
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
+from tests.support.fake_engine import CONTEXT, FakeEngine
+from tests.support.gateway import Served, serving
 
 WIDE = 200 << 10  # characters: more than is parsed on the loop
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import serving
-from fake_engine import FakeEngine, view_of
 
 from edgepipe.errors import CapacityError, ModelUnknown, NoFeasiblePlacement
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.models import ModelTable
+from tests.support.fake_engine import FakeEngine, view_of
+from tests.support.gateway import serving
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"]
 

@@ -11,8 +11,8 @@ from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.streams import EventStream, StreamTimeouts
-from tests.unit.gateway.conftest import serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import serving
 
 AWAY = "macbook asleep since 21:14"
 

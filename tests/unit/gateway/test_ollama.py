@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine
+from tests.support.fake_engine import CONTEXT, FakeEngine
+from tests.support.gateway import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

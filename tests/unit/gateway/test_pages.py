@@ -11,8 +11,8 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgepipe.wire.v1 import engine_pb2, node_pb2
-from tests.unit.gateway.conftest import Served, serving
-from tests.unit.gateway.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.gateway import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.gateway.conftest import serving
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import serving
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.gateway.log import RequestLog
 from edgepipe.gateway.text import ChoiceText, StopMatcher
-from tests.unit.gateway.fake_engine import ByteDetokenizer
+from tests.support.fake_engine import ByteDetokenizer
 
 ALPHABET = st.sampled_from("ab€")
 TEXTS = st.text(ALPHABET, max_size=24)

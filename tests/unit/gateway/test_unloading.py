@@ -8,8 +8,6 @@ import math
 from typing import Any
 
 import pytest
-from conftest import FixedClock, Served, serving
-from fake_engine import FakeEngine, view_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from edgepipe.gateway.unloading import GRACE_S, KeepAlives, keep_s
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.v1 import node_pb2
+from tests.support.fake_engine import FakeEngine, view_of
+from tests.support.gateway import FixedClock, Served, serving
 
 USER = [{"role": "user", "content": "hi"}]
 

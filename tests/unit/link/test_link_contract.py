@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ring_ends import open_hop
+
+from tests.support.ring_ends import open_hop
 
 OVER = pytest.mark.parametrize("over", ["grpc", "shaped", "memory"])
 

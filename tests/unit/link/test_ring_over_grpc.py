@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ring_ends import EPOCH, Hop, activations, grpc_sender, grpc_service, open_hop, running, send_and_fail, target
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
 from edgepipe.ids import EngineId, Epoch
@@ -16,11 +15,22 @@ from edgepipe.link.channels import make_channel
 from edgepipe.link.sender import RingSender
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.system import SystemClock
-from edgepipe.testing.ports import free_port
-from edgepipe.testing.tcp_proxy import tcp_proxy
 from edgepipe.wire.common import epoch_to_wire, make_hello
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+from tests.support.ports import free_port
+from tests.support.ring_ends import (
+    EPOCH,
+    Hop,
+    activations,
+    grpc_sender,
+    grpc_service,
+    open_hop,
+    running,
+    send_and_fail,
+    target,
+)
+from tests.support.tcp_proxy import tcp_proxy
 
 STEPS = 40
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ring_ends import Hop, grpc_sender, grpc_service, running
 
 from edgepipe.link.alarm import ThreadAlarm
 from edgepipe.link.shaped import Network, ShapedLine, Wire, arriving, delayed_replies
@@ -16,6 +15,7 @@ from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import LinkShape, parse_link
 from edgepipe.wire.v1 import stage_pb2
+from tests.support.ring_ends import Hop, grpc_sender, grpc_service, running
 
 GIGABIT = parse_link("1gbit,1ms")
 

@@ -19,7 +19,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from tls_ends import PREFIX, Party, listening, until_closed
 
 from edgepipe.errors import (
     AccessDenied,
@@ -34,8 +33,9 @@ from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, make_channel
 from edgepipe.security.access import Kind, allowed
 from edgepipe.security.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.security.mutual_tls import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
-from edgepipe.testing.ports import free_port
-from edgepipe.testing.tcp_proxy import tcp_proxy
+from tests.support.ports import free_port
+from tests.support.tcp_proxy import tcp_proxy
+from tests.support.tls_ends import PREFIX, Party, listening, until_closed
 
 ONE_OF_EACH = {
     Kind.NODE: "Node/Heartbeat",

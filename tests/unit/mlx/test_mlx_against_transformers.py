@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 import transformers
-from mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tensor_shapes, tiny_config
 
 from edgepipe.model.facts import ModelConfig, Rope
+from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tensor_shapes, tiny_config
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(

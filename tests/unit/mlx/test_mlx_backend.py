@@ -14,13 +14,13 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 import mlx.core as mx
 from edgepipe_mlx import MlxBackend
-from mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import ActivationType, BackendOptions, Step
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.ids import StepId
 from edgepipe.model.facts import LayerRange, make_slices
+from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 
 CONFIG = tiny_config()
 SOURCE = MemorySource(CONFIG, random_weights(CONFIG))
@@ -124,7 +124,7 @@ import psutil
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions
 create_backend("mlx", BackendOptions(device="cpu")).profile()
-from mlx_models import Chain, MemorySource, random_weights, row, tiny_config
+from tests.support.mlx_models import Chain, MemorySource, random_weights, row, tiny_config
 config = tiny_config()
 Chain(MemorySource(config, random_weights(config))).run([1, 2], [row(0, 2, (0, 1))])
 heavy = {"torch", "transformers", "mlx_lm"} & set(sys.modules)
@@ -135,7 +135,7 @@ print(",".join(sorted(heavy)) or "none", psutil.Process().memory_info().rss)
 def test_a_stage_process_never_imports_torch_and_stays_small() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STAGE_PROCESS],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=60,

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe_mlx import MlxBackend
-from mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
 
 from edgepipe.backend.types import LoadProgress
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.facts import LayerRange, ModelConfig, Rope, Slice, make_slices
+from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
 
 CONFIG = tiny_config()
 

@@ -11,11 +11,11 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe_mlx.kv import independent
 from edgepipe_mlx.plan import join_runs, lay_out_step, tile_rows
-from mlx_models import row
 
 from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
+from tests.support.mlx_models import row
 
 NUM_BLOCKS = 40  # 640 tokens
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import entry, gguf_bytes, gguf_entry, gguf_row, gguf_string, safetensors_bytes, smollm2_gguf
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model import gguf_header, strict_json
@@ -26,6 +25,15 @@ from edgepipe.model.safetensors_file import parse_safetensors
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.template import ChatTemplate, gguf_template
 from edgepipe.testing.tiny_model import tiny_config
+from tests.support.model_files import (
+    entry,
+    gguf_bytes,
+    gguf_entry,
+    gguf_row,
+    gguf_string,
+    safetensors_bytes,
+    smollm2_gguf,
+)
 
 U8, U32, F32, STRING, ARRAY, U64 = 0, 4, 6, 8, 9, 10
 MB = 1 << 20

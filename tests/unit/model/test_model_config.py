@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_files import hf_values, smollm2_gguf
 
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config import gguf_config, hf_config, read_hf_config
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.gguf_header import read_gguf_header
+from tests.support.model_files import hf_values, smollm2_gguf
 
 QWEN2 = ["Qwen2ForCausalLM"]
 QWEN3 = ["Qwen3ForCausalLM"]

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model import manifest as manifest_module
@@ -26,6 +25,7 @@ from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.manifest import CARD_FILE, TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tokenizer import Tokenizer
+from tests.support.model_files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
 
 Values = dict[str, Any]
 

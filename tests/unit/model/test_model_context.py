@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import hf_values
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.card import ModelCard
 from edgepipe.model.config import MAX_CONTEXT, gguf_config, hf_config
 from edgepipe.model.template import ChatTemplate
+from tests.support.model_files import hf_values
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_ropes.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fake_hub import COMMIT, FakeHub, running
-from model_files import adopt, hf_values, metadata_of, random_tensors, write_gguf, write_hf_folder, write_tensor
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files import models as models_module
@@ -25,6 +23,16 @@ from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 from edgepipe.wire.common import slices_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.fake_hub import COMMIT, FakeHub, running
+from tests.support.model_files import (
+    adopt,
+    hf_values,
+    metadata_of,
+    random_tensors,
+    write_gguf,
+    write_hf_folder,
+    write_tensor,
+)
 
 REPO = "org/tiny"
 MIDDLE = Slice(index=1, layers=LayerRange(1, 2), embedding=False, head=False)

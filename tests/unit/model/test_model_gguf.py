@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_files import (
+
+from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
+from edgepipe.model.config import hf_config
+from edgepipe.model.dequantise import as_float32
+from edgepipe.model.gguf_file import open_gguf, unpermute_rows
+from edgepipe.model.gguf_header import read_gguf_header
+from edgepipe.model.weights import open_weights
+from tests.support.model_files import (
     gguf_bytes,
     gguf_entry,
     gguf_row,
@@ -20,13 +27,6 @@ from model_files import (
     smollm2_gguf,
     write_gguf,
 )
-
-from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
-from edgepipe.model.config import hf_config
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.gguf_file import open_gguf, unpermute_rows
-from edgepipe.model.gguf_header import read_gguf_header
-from edgepipe.model.weights import open_weights
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 63

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import COMMIT, FakeHub, running
-from model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model import install
@@ -18,6 +16,8 @@ from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult
 from edgepipe.model.store import ModelStore
+from tests.support.fake_hub import COMMIT, FakeHub, running
+from tests.support.model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 REPO = "org/tiny"
 BIG = "model-00002-of-00002.safetensors"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_files import entry, hf_values, random_tensors, safetensors_bytes, write_hf_folder
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.safetensors_file import open_safetensors
+from tests.support.model_files import entry, hf_values, random_tensors, safetensors_bytes, write_hf_folder
 
 A16 = entry(0, 16)
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import (
+
+from edgepipe.errors import ModelInvalid, ModelUnknown
+from edgepipe.model.config import hf_config
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.manifest import Manifest
+from edgepipe.model.store import ModelStore, StoredModel, tensor_names
+from tests.support.model_files import (
     TOKENS,
     adopt,
     hf_values,
@@ -21,12 +27,6 @@ from model_files import (
     write_gguf,
     write_tensor,
 )
-
-from edgepipe.errors import ModelInvalid, ModelUnknown
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 
 SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)], 3)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import TOKENS, adopt, hf_values, metadata_of, names, random_tensors, source_folder, write_gguf
 
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model import demo
@@ -18,6 +17,16 @@ from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.store import ModelStore
+from tests.support.model_files import (
+    TOKENS,
+    adopt,
+    hf_values,
+    metadata_of,
+    names,
+    random_tensors,
+    source_folder,
+    write_gguf,
+)
 
 SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)], 3)
 

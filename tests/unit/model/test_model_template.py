@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import GOLDEN, smollm2_gguf
 
 from edgepipe.errors import ModelInvalid, TemplateFailed
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.gguf_tokenizer import special_tokens
 from edgepipe.model.template import ChatTemplate, TemplateRenderer, TemplateTimeouts, gguf_template, hf_template
+from tests.support.model_files import GOLDEN, smollm2_gguf
 
 CHATS = [item for item in json.loads(GOLDEN.read_text())["items"] if item["messages"]]
 USER = [{"role": "user", "content": "<b>é"}]

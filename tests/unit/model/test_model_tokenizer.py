@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_files import GOLDEN, smollm2_gguf
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.gguf_tokenizer import special_tokens
 from edgepipe.model.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, check_tokenizer
+from tests.support.model_files import GOLDEN, smollm2_gguf
 
 ITEMS = json.loads(GOLDEN.read_text())["items"]
 

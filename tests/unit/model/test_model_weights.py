@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.dequantise import as_bf16_bits, as_float32
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.weights import Weights, open_weights
+from tests.support.model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)], 3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from planner_world import GB, machine
 
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, make_slices
@@ -17,6 +16,7 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links
 from edgepipe.units import parse_link
+from tests.support.planner_world import GB, machine
 
 SHAPE = named_shape("qwen2.5-7b")
 CLUSTER = Cluster(  # one machine alone does not hold the model

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner_world import random_instance
 
 from edgepipe.planner.partition import ExactSearch, Partition, brute_force, evaluate
 from edgepipe.planner.partition_many import ManySearch
+from tests.support.planner_world import random_instance
 
 
 def cycle_s(partition: Partition | None) -> float:

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from planner_world import GB, machine, machines
 
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
@@ -20,6 +19,7 @@ from edgepipe.planner.shortage import shortage_of
 from edgepipe.units import parse_link
 from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.planner_world import GB, machine, machines
 
 BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_world import World, limits, spec
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import POLICIES, Load, SarathiPolicy, StepBudget, ThrottledPolicy, make_policy
+from tests.support.scheduler_world import World, limits, spec
 
 BUSY = Load(
     micro_batches=4,

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_world import World, limits, spec
 
 from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import KVPool, SarathiPolicy
 from edgepipe.scheduler.kv import as_runs, next_key
+from tests.support.scheduler_world import World, limits, spec
 
 PROMPT = tuple(range(40))  # ten blocks of four
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_world import World, limits, spec
 
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import Priority, SarathiPolicy
+from tests.support.scheduler_world import World, limits, spec
 
 
 def begun(world: World) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_world import World, limits, next_token, reference, spec
 
 from edgepipe.errors import PromptTooLong, QueueFull, RequestInvalid
 from edgepipe.scheduler import EndReason, SarathiPolicy
+from tests.support.scheduler_world import World, limits, next_token, reference, spec
 
 
 def test_one_sequence_gets_the_oracles_tokens() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scheduler_world import VOCAB, World, limits, spec
 
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.scheduler import POLICIES, Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy, make_policy
+from tests.support.scheduler_world import VOCAB, World, limits, spec
 
 Action = tuple[str, int, int, int]
 

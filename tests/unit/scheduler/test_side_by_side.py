@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring import Ring
-from scheduler_world import World, limits, spec
 
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import EndReason, Priority, SarathiPolicy
 from edgepipe.scheduler.prompts import MAX_SIDE_BY_SIDE, MIN_CHUNK_TOKENS, Prompts
 from edgepipe.scheduler.sequence import Sequence
+from tests.support.scheduler_ring import Ring
+from tests.support.scheduler_world import World, limits, spec
 
 LONG = 131_072
 

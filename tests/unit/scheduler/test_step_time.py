@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_world import World, limits, spec
 
 from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.scheduler import ThrottledPolicy
 from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
+from tests.support.scheduler_world import World, limits, spec
 
 FACTOR = 8.0  # of every deadline
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from ring import Ring
-from scheduler_world import World, limits, spec
 
 from edgepipe.scheduler import Priority, SarathiPolicy
+from tests.support.scheduler_ring import Ring
+from tests.support.scheduler_world import World, limits, spec
 
 SUSPECT = 1000
 

@@ -21,8 +21,8 @@ from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
 from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
-from edgepipe.testing.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 
 CPU = torch.device("cpu")
 

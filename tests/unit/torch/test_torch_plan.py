@@ -13,8 +13,8 @@ from edgepipe_torch.plan import StepLayout, lay_out_step
 from edgepipe_torch.rope import Rotations
 
 from edgepipe.errors import StepFailed
-from edgepipe.testing.steps import make_step, step_row
 from edgepipe.testing.tiny_model import tiny_config
+from tests.support.steps import make_step, step_row
 
 ROTATIONS = Rotations(tiny_config())
 

@@ -14,11 +14,11 @@ from itertools import pairwise
 import psutil
 import pytest
 from google.protobuf.message import Message
-from message_feeders import FEW, Feeder, Folders, feeders
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.security.access import ALLOWED
-from edgepipe.testing.fuzz_messages import MessageFuzzer, methods
+from tests.support.fuzz_messages import MessageFuzzer, methods
+from tests.support.message_feeders import FEW, Feeder, Folders, feeders
 
 MAX_INPUT_S = 2.0  # of the processor, for one message
 MAX_GROWTH_BYTES = 32 << 20

@@ -1,0 +1,424 @@
+"""For every method that a member may call: a real handler, or the pure part that takes its messages, and valid messages
+to begin from. Processes are stood in for; what decides is the product's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from edgepipe_emulated import emulated_model_config
+from google.protobuf.message import Message
+
+from edgepipe.cluster.founding import TrustFolders, found_local_cluster, open_trust
+from edgepipe.cluster.heartbeats import Heartbeats
+from edgepipe.cluster.identity import load_identity
+from edgepipe.cluster.membership import Membership
+from edgepipe.cluster.trust import merge
+from edgepipe.config import Timeouts
+from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.layer_profiles import profile_key
+from edgepipe.daemon.files.models import Models
+from edgepipe.daemon.network.link_probes import LinkProbes, ProbesService
+from edgepipe.daemon.services import NodeService, WeightsService, admit_to
+from edgepipe.daemon.serving.replication import Replication
+from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.engine.requests import GatewayStream
+from edgepipe.engine.service import RequestIntake
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.table import RequestTable
+from edgepipe.errors import EdgepipeError, NodeUnreachable
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, StepId
+from edgepipe.link.receiver import RingReceiver
+from edgepipe.model.config_json import config_to_json
+from edgepipe.model.emulated_folder import write_model_folder
+from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.store import ModelStore
+from edgepipe.sampling import SequenceSampler
+from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.stage.sequences import SequenceTable
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.common import activation_type_from_wire, epoch_from_wire, epoch_to_wire, make_hello, slices_to_wire
+from edgepipe.wire.plans import plan_from_wire, registrations_from_wire, spec_from_wire
+from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
+from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.member_simulation import LIMITS
+
+CONFIG = emulated_model_config(num_layers=4)
+MODEL = ModelBounds(vocab_size=CONFIG.vocab_size, context_length=CONFIG.context_length)
+WHOLE = (Slice(index=0, layers=LayerRange(0, 4), embedding=True, head=True),)
+EPOCH = Epoch(3, EngineId("engine"))
+NO_TENSOR = "model.norm.weight"  # emulated models have no tensors on disks
+FEW = 200  # messages that one world takes before it is made anew, so that what it keeps does not hide what it leaks
+
+Feed = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feeder:
+    """Takes messages of one method."""
+
+    feed: Feed
+    samples: Sequence[Message]  # that it accepts
+
+
+async def one(*messages: Any) -> AsyncIterator[Any]:
+    """A stream of them."""
+    for message in messages:
+        yield message
+
+
+async def drained(events: AsyncIterator[Any], *, most: int = 100) -> None:
+    """Read an answer, or the beginning of a long one."""
+    async for _ in events:
+        most -= 1
+        if not most:
+            return
+
+
+class Folders:
+    """What is made once: identities of a cluster of two, and a model on the first one's disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dirs = [folder / "a", folder / "b"]
+        found_local_cluster(self.dirs, name="home")
+        write_model_folder(folder / "tiny", CONFIG)
+        store = ModelStore(folder / "a" / "models")
+        store.pull(str(folder / "tiny"))
+        self.model = store.resolve("tiny")
+        self.other = load_identity(TrustFolders(self.dirs[1]).identity).fingerprint
+
+
+class World:
+    """The parts of one node, most of them real."""
+
+    def __init__(self, folders: Folders) -> None:
+        self.clock, self.timeouts = FakeClock(), Timeouts.loopback()
+        self.trust = open_trust(folders.dirs[0], cluster="home", node_name="a", clock=self.clock)
+        self.own = pb.NodeState(node_id=self.trust.node_id, name="a", address="127.0.0.1:1", incarnation=1)
+        self.hello = make_hello(
+            role="node", node_id=self.trust.node_id, node_name="a", cluster_id=self.trust.cluster_id
+        )
+        self.said = make_hello(role="node", node_id=folders.other, node_name="b", cluster_id=self.trust.cluster_id)
+        self.other = folders.other
+        membership = Membership(node_id=NodeId(self.own.node_id), incarnation=1, address="", limits=LIMITS)
+        self.heartbeats = Heartbeats(
+            membership=membership,
+            hello=self.hello,
+            trust=self.trust,
+            security=Plaintext(),
+            state=lambda: self.own,
+            clock=self.clock,
+            timeouts=self.timeouts,
+            on_change=lambda _: None,
+            on_identity_taken=lambda _: None,
+        )
+        self.book = ServeBook(
+            folders.dirs[0] / "served.bin",
+            trust=self.trust,
+            gone=lambda _: False,
+            engine_state=lambda *_: "ready",
+            clock=self.clock,
+            on_change=lambda: None,
+        )
+        self.peers: Any = SimpleNamespace(
+            hello=self.hello,
+            own_id=self.own.node_id,
+            own_drains=False,
+            nodes=lambda: [self.own],
+            node=self._node,
+            is_self=lambda node_id: node_id == self.own.node_id,
+            reaches=lambda node_id: node_id == self.own.node_id,
+            profile_links=self._no_links,
+            security=Plaintext(),
+        )
+        self.models = Models(
+            models_dir=folders.dirs[0] / "models", peers=self.peers, timeouts=self.timeouts, on_change=lambda: None
+        )
+        self.manifest_hash = folders.model.manifest_hash
+        self.spec = pb.ServeSpec(
+            model=folders.model.id,
+            manifest_hash=self.manifest_hash,
+            stages=[pb.StagePlacement(node_id=self.own.node_id, slices=slices_to_wire(WHOLE))],
+        )
+        self.record = self.book.record("p") or self.book.ask("p", self.spec, engine_node=self.own.node_id)
+        self.book.note_served("p", self.spec)
+        engines: Any = SimpleNamespace(
+            start=self._nothing,
+            stop=self._nothing,
+            stand_by=self._nothing,
+            rebalance=self._nothing,
+            state_of=lambda _: None,
+            ready=list,
+        )
+        self.links = LinkProbes(peers=self.peers, clock=self.clock, timeouts=self.timeouts, network=None)
+        device: Any = Device()
+        self.node = NodeService(
+            admit=admit_to(self.hello),
+            security=Plaintext(),
+            heartbeats=self.heartbeats,
+            device=device,
+            engines=engines,
+            models=self.models,
+            peers=self.peers,
+            book=self.book,
+            links=self.links,
+            replication=Replication(
+                peers=self.peers, models=self.models, engines=engines, copies=1, changes=lambda: one()
+            ),
+            record_s=0.0,
+        )
+        self.weights = WeightsService(admit=admit_to(self.hello), security=Plaintext(), models=self.models)
+        self.table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
+        self.table.attach(Queued())
+        self.stream = GatewayStream(NodeId(self.other))
+        self.sequences, self.receiver = self.new_sequences(), self.new_receiver()
+
+    def new_sequences(self) -> SequenceTable:
+        """Of a stage with the head."""
+        return SequenceTable(
+            num_blocks=64,
+            block_size=16,
+            model=MODEL,
+            new_sampler=lambda told, fault: SequenceSampler(
+                told.sampling, prompt=told.seen, generated=told.generated, end_ids=told.end_ids, fault=fault
+            ),
+        )
+
+    def new_receiver(self) -> RingReceiver:
+        """Of a link that expects one step of 1 KB."""
+        receiver = RingReceiver(epoch=EPOCH, window=4, clock=self.clock, on_step=lambda *_: None, on_held=lambda: None)
+        receiver.expect(StepId(1), 1024)
+        return receiver
+
+    def _node(self, node_id: str) -> pb.NodeState:
+        if node_id != self.own.node_id:
+            raise NodeUnreachable(f"node {node_id} is not in the cluster now")
+        return self.own
+
+    async def _no_links(self, node_id: str, request: Any) -> list[pb.LinkProfile]:
+        """As a node answers that measures nothing."""
+        return []
+
+    async def _nothing(self, *_: Any, **__: Any) -> bool:
+        return False
+
+
+class Queued:
+    """A queue that takes everything and computes nothing."""
+
+    def submit(self, specs: Any, *, accepted: bool = False) -> list[Any]:
+        return []
+
+    def cancel(self, sequence: Any, *, at_position: int) -> list[Any]:
+        return []
+
+
+class Device:
+    """In place of ``DeviceHost``: checks and reserves as it does, and starts no process."""
+
+    def __init__(self) -> None:
+        self._memory = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+        profile = common_pb2.DeviceProfile(backend="emulated", memory_total_bytes=1 << 34, memory_free_bytes=1 << 34)
+        self._memory.measured(profile)
+
+    async def prepare(self, request: pb.PrepareRequest, **_: Any) -> AsyncIterator[pb.PrepareEvent]:
+        self._memory.reserve(request, CONFIG)
+        self._memory.release(request.pipeline_id)
+        yield pb.PrepareEvent()
+
+    async def release(self, *_: Any, **__: Any) -> None:
+        return
+
+    def engine_node(self, _: str) -> str:
+        return ""
+
+    def epoch_of(self, _: str) -> Epoch | None:
+        return None
+
+    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+        profile_key("x", model_config=request.model_config)
+        return pb.LayerProfile()
+
+
+def feeders(folders: Folders) -> Mapping[str, Feeder]:
+    """By method. Must be called on an event loop, and now and then again (``FEW``)."""
+    world = World(folders)
+    about: dict[str, Any] = {"hello": world.hello, "pipeline_id": "p"}
+    slices = slices_to_wire(WHOLE)
+    prepare = pb.PrepareRequest(
+        **about,
+        epoch=epoch_to_wire(EPOCH),
+        model=world.spec.model,
+        manifest_hash=world.manifest_hash,
+        slices=slices,
+        kv_tokens=100,
+        block_size=16,
+    )
+    weights: dict[str, Any] = {"hello": world.hello, "model": world.spec.model, "manifest_hash": world.manifest_hash}
+    context: Any = SimpleNamespace(write=world._nothing)
+    node, weigh = world.node, world.weights
+
+    def call(method: Callable[..., Awaitable[Any]]) -> Feed:
+        async def feed(message: Any) -> None:
+            await method(message, context)
+
+        return feed
+
+    def streamed(method: Callable[..., AsyncIterator[Any]]) -> Feed:
+        async def feed(message: Any) -> None:
+            await drained(method(message, context))
+
+        return feed
+
+    return {
+        "Node/Heartbeat": Feeder(lambda beat: _heartbeat(world, beat), _beats(world)),
+        "Node/Prepare": Feeder(streamed(node.Prepare), [prepare]),
+        "Node/Release": Feeder(call(node.Release), [pb.ReleaseRequest(**about, epoch=epoch_to_wire(EPOCH))]),
+        "Node/StartEngine": Feeder(
+            call(node.StartEngine), [pb.StartEngineRequest(**about, spec=world.spec, record=world.record)]
+        ),
+        "Node/StopEngine": Feeder(
+            call(node.StopEngine), [pb.StopEngineRequest(hello=world.hello, pipeline_id="other", record=world.record)]
+        ),
+        "Node/StandBy": Feeder(call(node.StandBy), [pb.StandByRequest(hello=world.said)]),
+        "Node/Vouch": Feeder(call(node.Vouch), [pb.VouchRequest(**about, node_id=world.own.node_id)]),
+        "Node/ProfileLayer": Feeder(
+            call(node.ProfileLayer),
+            [pb.ProfileLayerRequest(hello=world.said, model_config=json.dumps(config_to_json(CONFIG)))],
+        ),
+        "Node/ProfileLinks": Feeder(
+            call(node.ProfileLinks), [pb.ProfileLinksRequest(hello=world.said, node_ids=[world.own.node_id])]
+        ),
+        "Node/Rebalance": Feeder(call(node.Rebalance), [pb.RebalanceRequest(**about, num_nodes=1)]),
+        "Node/KeepCopy": Feeder(
+            streamed(node.KeepCopy), [pb.KeepCopyRequest(**weights, parts=[0, 1], source=world.own.node_id)]
+        ),
+        "Probes/Echo": Feeder(lambda frame: drained(ProbesService(None).Echo(one(frame), context)), [pb.EchoFrame()]),
+        "Weights/GetManifest": Feeder(
+            call(weigh.GetManifest), [pb.ManifestRequest(hello=world.said, model=world.spec.model)]
+        ),
+        "Weights/ReadTensor": Feeder(streamed(weigh.ReadTensor), [pb.ReadTensorRequest(**weights, name=NO_TENSOR)]),
+        "Weights/ReadFile": Feeder(streamed(weigh.ReadFile), [pb.ReadFileRequest(**weights, name="tokenizer.json")]),
+        "Engine/Generate": Feeder(lambda message: _generate(world, message), _gateway_messages(world)),
+        "Engine/Describe": Feeder(_nothing, [engine_pb2.DescribeEngine()]),
+        "Engine/Trace": Feeder(_nothing, [engine_pb2.TraceEngine(after_step=1)]),
+        "Stage/Control": Feeder(lambda message: _control(world, message), _control_messages(world)),
+        "Stage/Ring": Feeder(lambda message: _ring(world, message), _ring_messages(world)),
+    }
+
+
+async def _nothing(_: Any) -> None:
+    """The handler reads one number of it, or none."""
+
+
+def _beats(world: World) -> list[pb.Beat]:
+    state = pb.NodeState(node_id=world.other, name="b", address="127.0.0.1:2", incarnation=1, version=1)
+    state.serves.append(world.record)
+    state.engines.add(model="tiny", pipeline_id="p", state="ready")
+    beat = pb.Beat(hello=world.said, sequence=1, state=state, wall_ms=1)
+    beat.known.add(node_id=world.own.node_id, address="127.0.0.1:3")
+    told = pb.Beat(hello=world.said, sequence=2, trust_digest=bytes(32), trust=world.trust.store.to_wire())
+    told.trust_keys.append(bytes(32))
+    return [beat, told]
+
+
+async def _heartbeat(world: World, beat: pb.Beat) -> None:
+    """At the beginning of a stream; after a proper one; and what it tells of trust and of what is served, believed."""
+    await drained(world.heartbeats.answer(one(_beats(world)[0], beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+    merge(world.trust.store, beat.trust.statements)
+    world.book.merge(world.other, beat.state.serves)
+    await drained(world.heartbeats.answer(one(beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+
+
+def _gateway_messages(world: World) -> list[engine_pb2.GatewayMessage]:
+    submit = engine_pb2.Submit(request_id="r", attempt=1, prompt=[1, 2, 3], num_choices=2, max_tokens=5)
+    submit.sampling.SetInParent()
+    return [
+        engine_pb2.GatewayMessage(submit=submit),
+        engine_pb2.GatewayMessage(cancel=engine_pb2.Cancel(request_id="r", attempt=1)),
+        engine_pb2.GatewayMessage(resume=engine_pb2.Resume(request_id="r", attempt=1, have=[0, 0])),
+        engine_pb2.GatewayMessage(hello=world.said),
+    ]
+
+
+async def _generate(world: World, message: engine_pb2.GatewayMessage) -> None:
+    tasks: Any = SimpleNamespace()
+    intake = RequestIntake(world.table, tasks, pipeline_id=PipelineId("p"), epoch=lambda: EPOCH)
+    stream = world.stream
+    intake._take(stream, message)
+
+
+def _control_messages(world: World) -> list[stage_pb2.ControlMessage]:
+    opening = stage_pb2.OpenPipeline(
+        hello=world.said,
+        pipeline_id="p",
+        epoch=epoch_to_wire(EPOCH),
+        slices=slices_to_wire(WHOLE),
+        num_slices=1,
+        hidden_size=CONFIG.hidden_size,
+        activation_type=common_pb2.ACTIVATION_TYPE_BF16,
+        num_blocks=64,
+        block_size=16,
+        max_in_flight=2,
+        step_deadline_ms=1000,
+    )
+    plan = stage_pb2.Plan(
+        epoch=epoch_to_wire(EPOCH),
+        step=1,
+        sequence=[1],
+        position=[0],
+        num_tokens=[3],
+        sample=[True],
+        block_row=[0],
+        block_start=[0],
+        block_count=[1],
+        token_ids=[1, 2, 3],
+        registers=[1],
+    )
+    told = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
+    told.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
+    return [
+        stage_pb2.ControlMessage(open=opening),
+        stage_pb2.ControlMessage(register=told),
+        stage_pb2.ControlMessage(plan=plan),
+    ]
+
+
+async def _control(world: World, message: stage_pb2.ControlMessage) -> None:
+    """As ``Stage`` and ``Session`` take it. A table that refused a message is of no use afterwards."""
+    try:
+        if message.HasField("open"):
+            spec_from_wire(message.open)
+        elif message.HasField("register"):
+            for told in registrations_from_wire(message.register).sequences:
+                world.sequences.tell(told)
+        elif message.HasField("plan"):
+            world.sequences.apply(plan_from_wire(message.plan))
+    except EdgepipeError:
+        world.sequences = world.new_sequences()
+        raise
+
+
+def _ring_messages(world: World) -> list[stage_pb2.RingMessage]:
+    opening = stage_pb2.OpenRing(hello=world.said, pipeline_id="p", epoch=epoch_to_wire(EPOCH), slice=1)
+    opening.activation_type = common_pb2.ACTIVATION_TYPE_BF16
+    frame = stage_pb2.Frame(epoch=epoch_to_wire(EPOCH), step=1, data=bytes(256), sent_us=1)
+    return [stage_pb2.RingMessage(open=opening), stage_pb2.RingMessage(frame=frame)]
+
+
+async def _ring(world: World, message: stage_pb2.RingMessage) -> None:
+    try:
+        if message.HasField("open"):
+            epoch_from_wire(message.open.epoch)
+            activation_type_from_wire(message.open.activation_type)
+        elif epoch_from_wire(message.frame.epoch) == EPOCH:
+            frame = message.frame
+            world.receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)
+    except EdgepipeError:
+        world.receiver = world.new_receiver()
+        raise
