@@ -81,6 +81,7 @@ async def run_load(
         async with asyncio.TaskGroup() as users:
             for index in range(num_gateways):
                 gateway = await lab.gateway(node_id=f"gateway{index}")
+                gateway.patience_s = 600.0  # an answer among 64 takes 12 s on a quiet machine
                 for _ in range(CLIENTS_PER_GATEWAY):
                     users.create_task(load.user(gateway))
         assert load.num_cancelled

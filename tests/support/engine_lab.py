@@ -129,6 +129,7 @@ class FakeGateway:
         self.answers: dict[tuple[str, int, int], Answer] = {}  # request, attempt, choice
         self.welcome: engine_pb2.Welcome | None = None
         self.num_messages = 0
+        self.patience_s = 30.0  # for an answer
 
     def send(self, *commands: GatewayCommand) -> None:
         """Tell the engine."""
@@ -151,7 +152,7 @@ class FakeGateway:
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait until what came makes it true."""
-        async with asyncio.timeout(30), self._changed:
+        async with asyncio.timeout(self.patience_s), self._changed:
             await self._changed.wait_for(predicate)
 
     async def ended(self, request_id: str, *, choice: int = 0, attempt: int = 1) -> Answer:
