@@ -1,6 +1,6 @@
 """The error tree: every class can be read, told apart and sent to another process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -115,3 +115,16 @@ async def test_a_taken_port_says_so() -> None:
     finally:
         await first.stop(None)
         await second.stop(None)
+
+
+def test_the_tree_at_the_top_of_the_module_is_the_classes() -> None:
+    assert "\n".join(_tree(errors.EdgepipeError)) in (errors.__doc__ or "")
+
+
+def _tree(cls: type[errors.EdgepipeError], lead: str = "", branch: str = "") -> Iterator[str]:
+    """The class and those below it, a line each, as the module's docstring shows them."""
+    yield f"    {lead}{branch}{cls.__name__}".ljust(39) + f"exit {cls.exit_code}, HTTP {cls.http_status}"
+    below = cls.__subclasses__()
+    lead += {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+    for child in below:
+        yield from _tree(child, lead, "└─ " if child is below[-1] else "├─ ")
