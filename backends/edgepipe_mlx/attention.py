@@ -9,8 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe_mlx.kv import KVStorage
-from edgepipe_mlx.plan import RowLayout, StepLayout, tile_rows
+from edgepipe_mlx.tiles import tile_rows
 
 
 class StepArrays:
@@ -26,7 +27,7 @@ class StepArrays:
 
     def blocks(self, row: RowLayout, first_block: int) -> mx.array | None:
         """A row's block ids from ``first_block`` on; None where it lies in one run."""
-        if row.blocks is None:
+        if row.contiguous:
             return None
         key = (row.first_row, first_block)
         if key not in self._blocks:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
     Activations,
     ActivationType,
@@ -43,7 +44,6 @@ from edgepipe_mlx.device import (
 )
 from edgepipe_mlx.kv import KVStorage
 from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
-from edgepipe_mlx.plan import StepLayout, lay_out_step
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -131,7 +131,7 @@ class MlxBackend:
 
     def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
-        return lay_out_step(step, block_size=self._block_size, num_blocks=self._num_blocks)
+        return lay_out_step(step, block_size=self._block_size, num_blocks=self._num_blocks, dtype=np.int32)
 
     def submit(
         self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -142,7 +142,11 @@ class MlxBackend:
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         hidden = self._run_layers(part, pools, self._arrays(prepared), hidden)
-        array = self._logits(part, hidden, prepared.logit_rows) if part.part.head else self._leaving(hidden)
+        array = (
+            self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
+            if part.part.head
+            else self._leaving(hidden)
+        )
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
         # The pools are evaluated with the output: a chunk without logits needs nothing of the last layer but its KV.
         mx.async_eval(array, scores, [pool.arrays for pool in pools])

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
-from edgepipe_mlx.plan import RowLayout
 
 
 class KVStorage:

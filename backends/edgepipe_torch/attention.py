@@ -5,7 +5,7 @@ T packed rows, n rows of one sequence, L its keys, Hq and Hkv heads, G = Hq / Hk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgepipe.backend.step_layout import Indices, RowLayout
 from edgepipe.model.facts import ModelConfig
 from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.plan import RowLayout, StepLayout
+from edgepipe_torch.prepared import PreparedStep
 
 _TILE = 64  # query rows at once: what causality throws away is then under 64 columns (2.1 ms against 2.8 for 512 rows)
 
@@ -60,15 +61,16 @@ class _Tile:
     low: int
     high: int
     row: RowLayout
+    slots: Indices | None  # [length] of every token, where the row's blocks are not one run
 
 
-def _tiles(rows: Iterable[RowLayout], window: int | None) -> Iterator[_Tile]:
-    for row in rows:
+def _tiles(prepared: PreparedStep, window: int | None) -> Iterator[_Tile]:
+    for row, slots in zip(prepared.layout.rows, prepared.scattered, strict=True):
         context = row.length - row.num_tokens
         for at in range(0, row.num_tokens, _TILE):
             count = min(_TILE, row.num_tokens - at)
             low = 0 if window is None else max(0, context + at - window + 1)
-            yield _Tile(row.first_row + at, row.first_row + at + count, low, context + at + count, row)
+            yield _Tile(row.first_row + at, row.first_row + at + count, low, context + at + count, row, slots)
 
 
 class _BoundTile:
@@ -80,11 +82,11 @@ class _BoundTile:
         self._values: list[Tensor] = []
         self._slots: Tensor | None = None
         self._pool = pool
-        if tile.row.slots is None:
+        if tile.slots is None:
             first = tile.row.start_slot
             self._keys, self._values = pool.run(first + tile.low, first + tile.high)
         else:
-            self._slots = torch.from_numpy(tile.row.slots[tile.low : tile.high]).to(pool.pool.device)
+            self._slots = torch.from_numpy(tile.slots[tile.low : tile.high]).to(pool.pool.device)
         self._mask: Tensor | None = None
         if tile.end - tile.start > 1:
             mask = masks.get(tile.end - tile.start, tile.high - tile.low, window)
@@ -117,9 +119,9 @@ class _BoundTile:
 class SequenceAttention:
     """Each sequence against its own KV: views of runs, gathered where the blocks are scattered. Any device."""
 
-    def __init__(self, config: ModelConfig, plan: StepLayout, pool: KVStorage, masks: CausalMasks) -> None:
+    def __init__(self, config: ModelConfig, prepared: PreparedStep, pool: KVStorage, masks: CausalMasks) -> None:
         self._config = config
-        self._rows = plan.rows
+        self._prepared = prepared
         self._pool = pool
         self._masks = masks
         self._bound: dict[int | None, list[_BoundTile]] = {}  # by window
@@ -134,6 +136,6 @@ class SequenceAttention:
     def _tiles(self, window: int | None) -> list[_BoundTile]:
         bound = self._bound.get(window)
         if bound is None:
-            tiles = _tiles(self._rows, window)
+            tiles = _tiles(self._prepared, window)
             bound = self._bound[window] = [_BoundTile(tile, self._pool, self._masks, window) for tile in tiles]
         return bound

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
     Activations,
     ActivationType,
@@ -44,7 +45,7 @@ from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.paged import PagedAttention, can_page
-from edgepipe_torch.plan import StepLayout, lay_out_step
+from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.transfer import CudaTransfer, Download, make_transfer
 
@@ -112,27 +113,28 @@ class TorchBackend:
         if self._can_page() and isinstance(self._transfer, CudaTransfer):
             self._graphs = {index: self._new_graphs(index, self._transfer) for index in self._decoders}
 
-    def prepare(self, step: Step) -> StepLayout:
+    def prepare(self, step: Step) -> PreparedStep:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
         self._loaded_config()
         assert self._rotations is not None
-        return lay_out_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
+        return prepare_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
 
     def submit(
-        self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
+        self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
     ) -> StepTicket:
         """Apply the copies and compute: on a CPU at once, on CUDA by queueing kernels.
 
         Raises ShardMismatch if the inputs do not fit the step, or the slice is not loaded.
         """
-        decoder, pool = self._slice(prepared.slice_index)
-        self._check_inputs(decoder.part, prepared.num_tokens, inputs)
+        layout = prepared.layout
+        decoder, pool = self._slice(layout.slice_index)
+        self._check_inputs(decoder.part, layout.num_tokens, inputs)
         with torch.inference_mode():
             self._transfer.begin()
             for other in self._pools.values():
-                other.copy(prepared.copies)
-            graphs = self._graphs.get(prepared.slice_index)
-            if graphs is not None and can_replay(prepared, head=decoder.part.head):
+                other.copy(layout.copies)
+            graphs = self._graphs.get(layout.slice_index)
+            if graphs is not None and can_replay(layout, head=decoder.part.head):
                 found = graphs.run(prepared, inputs)
                 if decoder.part.head:
                     return self._sampled(found, edits)
@@ -141,7 +143,7 @@ class TorchBackend:
             hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
             if not decoder.part.head:
                 return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
-            return self._leave(decoder, hidden, prepared, edits)
+            return self._leave(decoder, hidden, layout, edits)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
@@ -244,12 +246,12 @@ class TorchBackend:
             return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
         return hidden.to(torch.float32, copy=True)
 
-    def _leave(self, decoder: Decoder, hidden: Tensor, plan: StepLayout, edits: LogitEdits | None) -> StepTicket:
+    def _leave(self, decoder: Decoder, hidden: Tensor, layout: StepLayout, edits: LogitEdits | None) -> StepTicket:
         """hidden [R + S, H]: rows that are sampled from, then rows that are scored."""
-        num_sampled = hidden.shape[0] - (len(plan.scores.rows) if plan.scores is not None else 0)
+        num_sampled = hidden.shape[0] - (len(layout.scores.rows) if layout.scores is not None else 0)
         scored = None
-        if plan.scores is not None:
-            scored = score(hidden[num_sampled:], plan.scores, decoder.logits, self._transfer)
+        if layout.scores is not None:
+            scored = score(hidden[num_sampled:], layout.scores, decoder.logits, self._transfer)
         return self._sampled(decoder.logits(hidden[:num_sampled]), edits, scored)
 
     def _sampled(self, logits: Tensor, edits: LogitEdits | None, scored: Scored | None = None) -> StepTicket:
@@ -258,18 +260,18 @@ class TorchBackend:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, plan: StepLayout, pool: KVStorage) -> StepTensors:
+    def _step_tensors(self, prepared: PreparedStep, pool: KVStorage) -> StepTensors:
         return StepTensors(
-            slots=self._transfer.upload(plan.slots),
-            rotations=self._transfer.upload(plan.rotations).unsqueeze(1),
-            attention=self._attention(plan, pool),
-            logit_rows=self._transfer.upload(plan.logit_rows),
+            slots=self._transfer.upload(prepared.layout.slots),
+            rotations=self._transfer.upload(prepared.rotations).unsqueeze(1),
+            attention=self._attention(prepared, pool),
+            logit_rows=self._transfer.upload(prepared.layout.logit_rows),
         )
 
-    def _attention(self, plan: StepLayout, pool: KVStorage) -> StepAttention:
+    def _attention(self, prepared: PreparedStep, pool: KVStorage) -> StepAttention:
         if self._can_page():
-            return PagedAttention.of(plan, pool, self._transfer)
-        return SequenceAttention(self._loaded_config(), plan, pool, self._masks)
+            return PagedAttention.of(prepared.layout, pool, self._transfer)
+        return SequenceAttention(self._loaded_config(), prepared, pool, self._masks)
 
     @contextmanager
     def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.decoder import Decoder, StepTensors
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.paged import PagedAttention, PagedSequences
-from edgepipe_torch.plan import StepLayout
+from edgepipe_torch.prepared import PreparedStep
 from edgepipe_torch.transfer import CudaTransfer
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,13 @@ Finish = Callable[[Tensor], Tensor]
 """The slice's last hidden state [B, H] -> what leaves it: logits [B, V], or activations as they travel."""
 
 
-def can_replay(plan: StepLayout, *, head: bool) -> bool:
+def can_replay(layout: StepLayout, *, head: bool) -> bool:
     """Whether a step is one that graphs are made of: one token per row, and with the head each row sampled from."""
-    if plan.scores is not None or plan.num_tokens != len(plan.rows) or not 0 < len(plan.rows) <= _ROWS[-1]:
+    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= _ROWS[-1]:
         return False
-    if max(len(row.blocks) for row in plan.rows) > _WIDTHS[-1]:
+    if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
         return False
-    return not head or np.array_equal(plan.logit_rows, np.arange(len(plan.rows)))
+    return not head or np.array_equal(layout.logit_rows, np.arange(len(layout.rows)))
 
 
 class DecodeGraphs:
@@ -57,20 +58,21 @@ class DecodeGraphs:
         self._known: dict[tuple[int, int], _Graph] = {}  # by rows and pages
         self._memory: Any = None
 
-    def run(self, plan: StepLayout, inputs: npt.NDArray[Any]) -> Tensor:
+    def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
         """What leaves the slice for the step's rows; the next step of its size overwrites it.
 
         inputs  [T] int32 token ids, or [T, H] activations as they travel
         """
-        rows = next(size for size in _ROWS if size >= len(plan.rows))
-        pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in plan.rows))
+        layout = prepared.layout
+        rows = next(size for size in _ROWS if size >= len(layout.rows))
+        pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
             fields = _Fields(self._decoder, self._pool, rows, pages, self._travels)
             graph = self._known[rows, pages] = _Graph(fields, self._compute)
-        graph.fields.fill(plan, inputs, self._transfer)
+        graph.fields.fill(prepared, inputs, self._transfer)
         self._memory = graph.run(self._memory)
-        return graph.result[: len(plan.rows)]
+        return graph.result[: len(layout.rows)]
 
     def _compute(self, fields: _Fields) -> Tensor:
         if fields.ids is not None:
@@ -157,13 +159,14 @@ class _Fields:
             logit_rows=every[:rows],
         )
 
-    def fill(self, plan: StepLayout, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
+    def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
         """Send a step's inputs. Rows beyond its own read and write the spare block."""
-        count = len(plan.rows)
-        self._slots[:count], self._slots[count:] = plan.slots, self._spare_slot
-        self._rotations[:count, 0] = plan.rotations
+        layout = prepared.layout
+        count = len(layout.rows)
+        self._slots[:count], self._slots[count:] = layout.slots, self._spare_slot
+        self._rotations[:count, 0] = prepared.rotations
         self._lengths[count:], self._tables[count:] = 1, self._spare
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(layout.rows):
             self._lengths[index] = row.length
             self._tables[index, : len(row.blocks)] = row.blocks
         np.cumsum(self._lengths, dtype=np.int32, out=self._key_starts[1:])

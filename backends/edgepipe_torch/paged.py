@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.plan import StepLayout
 from edgepipe_torch.transfer import Transfer
 
 PAGE_TOKENS = 256
@@ -66,12 +66,12 @@ class PagedAttention:
         }
 
     @classmethod
-    def of(cls, plan: StepLayout, pool: KVStorage, transfer: Transfer) -> PagedAttention:
+    def of(cls, layout: StepLayout, pool: KVStorage, transfer: Transfer) -> PagedAttention:
         """For the rows of a step."""
-        counts = [row.num_tokens for row in plan.rows]
-        lengths = [row.length for row in plan.rows]
-        tables = np.zeros((len(plan.rows), max(len(row.blocks) for row in plan.rows)), np.int32)
-        for table, row in zip(tables, plan.rows, strict=True):
+        counts = [row.num_tokens for row in layout.rows]
+        lengths = [row.length for row in layout.rows]
+        tables = np.zeros((len(layout.rows), max(len(row.blocks) for row in layout.rows)), np.int32)
+        for table, row in zip(tables, layout.rows, strict=True):
             table[: len(row.blocks)] = row.blocks
         sequences = PagedSequences(
             row_starts=transfer.upload(np.cumsum([0, *counts], dtype=np.int32)),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe_mlx.kv import independent
-from edgepipe_mlx.plan import join_runs, lay_out_step, tile_rows
+from edgepipe_mlx.tiles import tile_rows
 
-from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.backend.step_layout import StepLayout, lay_out_step
+from edgepipe.backend.types import BlockCopy, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
 from tests.support.mlx_models import row
@@ -20,8 +21,9 @@ from tests.support.mlx_models import row
 NUM_BLOCKS = 40  # 640 tokens
 
 
-def step_of(*rows: StepRow) -> Step:
-    return Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=np.zeros(0, np.int32))
+def layout_of(*rows: StepRow) -> StepLayout:
+    step = Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=np.zeros(0, np.int32))
+    return lay_out_step(step, block_size=16, num_blocks=NUM_BLOCKS, dtype=np.int32)
 
 
 @given(
@@ -33,12 +35,12 @@ def test_every_token_goes_to_its_own_slot_of_the_block_table(blocks: list[int], 
     position = int(min(cut) * (capacity - 1))
     num_tokens = max(1, int(max(cut) * capacity) - position)
     table = row(position, num_tokens, *((block, 1) for block in blocks))
-    plan = lay_out_step(step_of(table), block_size=16, num_blocks=NUM_BLOCKS)
+    plan = layout_of(table)
     expected = [blocks[at // 16] * 16 + at % 16 for at in range(position, position + num_tokens)]
     assert plan.slots.tolist() == expected
     assert plan.positions.tolist() == list(range(position, position + num_tokens))
     (planned,) = plan.rows
-    if planned.blocks is None:
+    if planned.contiguous:
         assert [planned.start_slot + at for at in range(position, position + num_tokens)] == expected
     else:
         assert planned.blocks.tolist() == blocks[: len(planned.blocks)]
@@ -50,7 +52,7 @@ def test_tiles_cover_every_row_once_and_see_the_keys_up_to_their_end(
 ) -> None:
     num_tokens = min(length, num_tokens)
     table = (0, -(-length // 16))
-    rows = lay_out_step(step_of(row(length - num_tokens, num_tokens, table)), block_size=16, num_blocks=NUM_BLOCKS).rows
+    rows = layout_of(row(length - num_tokens, num_tokens, table)).rows
     tiles = tile_rows(rows, max_scores)
     covered = [at for tile in tiles for at in range(tile.first_row, tile.first_row + tile.num_tokens)]
     assert covered == list(range(num_tokens))
@@ -60,14 +62,13 @@ def test_tiles_cover_every_row_once_and_see_the_keys_up_to_their_end(
 
 
 def test_adjacent_runs_are_one_run() -> None:
-    assert join_runs((BlockRun(3, 2), BlockRun(5, 1), BlockRun(9, 1))) == [BlockRun(3, 3), BlockRun(9, 1)]
-    plan = lay_out_step(step_of(row(0, 40, (3, 2), (5, 1))), block_size=16, num_blocks=NUM_BLOCKS)
-    assert plan.rows[0].blocks is None
+    plan = layout_of(row(0, 40, (3, 2), (5, 1)))
+    assert plan.rows[0].contiguous
 
 
 def test_blocks_reserved_beyond_the_length_do_not_break_a_run() -> None:
-    plan = lay_out_step(step_of(row(0, 16, (3, 1), (9, 1))), block_size=16, num_blocks=NUM_BLOCKS)
-    assert plan.rows[0].blocks is None
+    plan = layout_of(row(0, 16, (3, 1), (9, 1)))
+    assert plan.rows[0].contiguous
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_blocks_reserved_beyond_the_length_do_not_break_a_run() -> None:
 )
 def test_a_block_table_that_cannot_be_right_is_refused(bad: StepRow) -> None:
     with pytest.raises(StepFailed):
-        lay_out_step(step_of(bad), block_size=16, num_blocks=NUM_BLOCKS)
+        layout_of(bad)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))

@@ -1,0 +1,136 @@
+"""A step's host side: where each packed row is, and where its keys and values go. numpy only, no tensor.
+
+Shape letters: T packed tokens, R rows that are sampled from, S rows that are scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgepipe.backend.types import BlockCopy, BlockRun, ScoreRows, Step, StepRow
+from edgepipe.errors import StepFailed
+
+Indices = npt.NDArray[Any]  # int32 or int64, as the backend's kernels take them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """One sequence's packed rows ``[first_row, first_row + num_tokens)``."""
+
+    first_row: int
+    num_tokens: int
+    length: int  # tokens of the sequence, this step's included
+    blocks: Indices  # the block table, as long as ``length`` needs
+    start_slot: int  # slot of token 0
+    contiguous: bool  # the blocks follow one another: token n is in slot ``start_slot + n``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """What a backend's ``submit`` needs of a step."""
+
+    slice_index: int
+    positions: Indices  # [T] absolute, of each packed token
+    slots: Indices  # [T] where each token's keys and values go
+    rows: tuple[RowLayout, ...]
+    logit_rows: Indices  # [R + S] packed tokens: sampled from, then scored
+    num_sampled: int  # R
+    scores: ScoreRows | None
+    copies: tuple[BlockCopy, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T"""
+        return len(self.slots)
+
+
+def lay_out_step(step: Step, *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]) -> StepLayout:
+    """Lay out a step of blocks with ``block_size`` tokens, from a pool of ``num_blocks``.
+
+    Raises StepFailed if a block table is short or names a block that the pool lacks: kernels check nothing.
+    """
+    positions: list[Indices] = []
+    slots: list[Indices] = []
+    rows: list[RowLayout] = []
+    first_row = 0
+    for row in step.rows:
+        layout = _row_layout(row, first_row, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+        own = np.arange(row.position, row.position + row.num_tokens, dtype=dtype)
+        positions.append(own)
+        slots.append(_slots_at(layout, own, block_size))
+        rows.append(layout)
+        first_row += row.num_tokens
+    for copy in step.copies:
+        _check_run(BlockRun(copy.source, 1), num_blocks)
+        _check_run(BlockRun(copy.target, 1), num_blocks)
+    return StepLayout(
+        slice_index=step.slice_index,
+        positions=_joined(positions, dtype),
+        slots=_joined(slots, dtype),
+        rows=tuple(rows),
+        logit_rows=_logit_rows(step, first_row, dtype),
+        num_sampled=len(step.logit_rows),
+        scores=step.scores,
+        copies=step.copies,
+    )
+
+
+def all_slots(row: RowLayout, block_size: int) -> Indices:
+    """``[length]``: the slot of each token of the row's sequence."""
+    within = np.arange(block_size, dtype=row.blocks.dtype)
+    return (row.blocks[:, None] * block_size + within).reshape(-1)[: row.length]
+
+
+def _row_layout(
+    row: StepRow, first_row: int, *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]
+) -> RowLayout:
+    length = row.position + row.num_tokens
+    covered = sum(run.count for run in row.runs) * block_size
+    if row.num_tokens < 1 or row.position < 0 or covered < length:
+        raise StepFailed(
+            f"the blocks of sequence {row.sequence} do not cover its tokens",
+            fact=f"{covered} slots for tokens {row.position}-{length - 1}",
+        )
+    for run in row.runs:
+        _check_run(run, num_blocks)
+    parts = [np.arange(run.start, run.start + run.count, dtype=dtype) for run in row.runs]
+    blocks = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: -(-length // block_size)]
+    return RowLayout(
+        first_row=first_row,
+        num_tokens=row.num_tokens,
+        length=length,
+        blocks=blocks,
+        start_slot=int(blocks[0]) * block_size,
+        contiguous=len(parts) == 1 or not bool((np.diff(blocks) != 1).any()),
+    )
+
+
+def _slots_at(layout: RowLayout, positions: Indices, block_size: int) -> Indices:
+    if layout.contiguous:
+        return positions + layout.start_slot
+    return layout.blocks[positions // block_size] * block_size + positions % block_size
+
+
+def _check_run(run: BlockRun, num_blocks: int) -> None:
+    if run.start < 0 or run.start + run.count > num_blocks:
+        raise StepFailed(
+            f"KV blocks {run.start}-{run.start + run.count - 1} do not exist", fact=f"the pool has {num_blocks}"
+        )
+
+
+def _logit_rows(step: Step, num_tokens: int, dtype: type[np.int32] | type[np.int64]) -> Indices:
+    scored = () if step.scores is None else step.scores.rows
+    rows = np.array([*step.logit_rows, *scored], dtype)
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
+        raise StepFailed("logits of a row outside the step are wanted", fact=f"the step has {num_tokens} rows")
+    return rows
+
+
+def _joined(parts: list[Indices], dtype: type[np.int32] | type[np.int64]) -> Indices:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
