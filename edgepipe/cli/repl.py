@@ -88,7 +88,8 @@ async def _stream(talk: Talk, settings: ChatSettings) -> None:
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))
         try:
             with view, _interrupts(work):
-                print_footer(await work)
+                answer = await work
+            print_footer(answer)  # below the complete picture
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
