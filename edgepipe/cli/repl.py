@@ -17,7 +17,7 @@ from edgepipe.cli.output import make_console, print_error
 from edgepipe.cli.slash import Talk, complete, run_command
 from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError, PromptTooLong
-from edgepipe.safe_text import one_line
+from edgepipe.safe_text import as_utf8, one_line
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -176,7 +176,7 @@ async def _read(session: PromptSession[str]) -> str | None:
             continue
         except EOFError:
             return None
-        lines.append(text)
+        lines.append(as_utf8(text))
         block = "\n".join(lines).strip()
         if not block.startswith(_BLOCK):
             return block

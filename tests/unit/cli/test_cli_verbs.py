@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -91,7 +93,7 @@ def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.Monkey
     def no_question(prompt: str | None) -> None:
         return None
 
-    monkeypatch.setattr(chat, "_question", no_question)
+    monkeypatch.setattr(chat, "question_of", no_question)
     assert run("chat", "demo").code == 0
     assert asked == ["demo"]
 
@@ -256,6 +258,57 @@ def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
     shown = run("--debug", "node", "stop").err
     assert shown.startswith("Traceback")
     assert shown.endswith("RuntimeError: oops \\x1b[2J\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/there/x"),
+            "/there/x cannot be used\n       Permission den",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written\n       No space left"),
+    ],
+)
+def test_what_the_system_refuses_is_no_mistake_of_ours(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
+) -> None:
+    def refused(given: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", refused)
+    result = run("node", "stop")
+    assert result.code == 2
+    assert result.err.startswith(f"error: {shown}")
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"), [("stdin", "setup", 2), ("stdout", "version", 0), ("stderr", "nothing", 2)]
+)
+def test_a_stream_that_is_closed_is_an_empty_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, closed: str, command: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, closed, None)
+    assert run(command).code == code
+    with getattr(sys, closed) as stream:
+        assert not stream.isatty()
+
+
+def test_text_in_another_encoding_is_a_question_and_no_crash(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xc3\xa9"), encoding="utf-8"))
+    assert run("version").code == 0
+    assert chat.question_of(None) == "caf\ufffd \u00e9"
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert chat.question_of("caf\udce9") == "caf\ufffd"
+
+    def asked(given: object) -> Path:
+        "caf\udce9".encode()
+        raise AssertionError
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", asked)
+    refused = run("node", "stop")
+    assert refused.code == 2
+    assert refused.err.startswith("error: 'caf\\udce9' is not UTF-8 text\n")
 
 
 def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
