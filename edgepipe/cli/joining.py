@@ -43,7 +43,7 @@ async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_iden
         error = no_node(data_dir)
         error.next_step += "    (to leave that cluster: edgepipe node join --new-identity CODE)"
         raise error
-    address, port = _split(host)
+    address, port = split_host(host)
     if not (address or understood.host):
         address, port = await find_inviting(listen_s)
     if socket_path(data_dir).exists():
@@ -144,14 +144,14 @@ def _say_waiting(host_name: str) -> None:
     say(f"code accepted; waiting for somebody at '{one_line(host_name)}' to let this machine in ...", first="  ")
 
 
-def _split(host: str) -> tuple[str, int]:
+def split_host(host: str) -> tuple[str, int]:
     """``HOST`` or ``HOST:PORT``; port 0: the usual one. Raises ConfigInvalid."""
     name, colon, port = host.partition(":")
     if not colon:
         return name, 0
     if not (name and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigInvalid(
-            f"--host cannot be '{host}'",
+            f"the host cannot be '{host}'",
             fact="a port is a number from 1 to 65535",
             next_step="give HOST, or HOST:PORT as 'node invite' shows it",
         )

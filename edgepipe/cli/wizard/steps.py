@@ -17,7 +17,7 @@ from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
 from edgepipe.cli.wizard.fits import best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Setup
-from edgepipe.cluster.founding import home_of
+from edgepipe.cluster.founding import Home, cluster_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.daemon.http_keys import asks_on_loopback, key_file
@@ -53,34 +53,39 @@ def machine(setup: Setup) -> None:
     for finding in network_findings(network_facts(setup.config), _ports(setup)):
         _show(finding)
     status = _status(setup)
-    if status is not None:
-        setup.name = next(member.node.name for member in status.members if member.self)
-        done(f"its node runs already, as '{setup.name}'")
+    settings = {"models_dir": str(setup.config.models_dir.absolute())} if setup.given.models_dir else {}
+    if status is None:
+        default = setup.name or setup.config.name
+        setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
+        write_settings(setup.settings_file, {"name": setup.name, **settings})
         return
-    default = setup.name or setup.config.name
-    setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
-    write_settings(setup.settings_file, {"name": setup.name})
+    setup.name = next(member.node.name for member in status.members if member.self)
+    done(f"its node runs already, as '{setup.name}'")
+    if setup.given.name not in ("", setup.name):
+        settings["name"] = setup.given.name
+    if settings:
+        write_settings(setup.settings_file, settings)
+        what = " and ".join(sorted(settings))
+        note(f"it takes its new {what} when it starts again: edgepipe node stop, then edgepipe node start")
 
 
 def cluster(setup: Setup) -> None:
     """Join a cluster that is there, or create one. The node runs afterwards."""
     say("\n2/6  Cluster", style="bold")
-    status = _status(setup)
-    if status is None and not (setup.given.join or setup.given.cluster) and (home := home_of(setup.data_dir)):
-        say(
-            f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
-        )
-        if not setup.asking.confirm("Start it now?", default=True):
-            raise no_node(setup.data_dir)
-        _start(setup)
-        return
-    if status is not None and len(status.members) > 1 and not setup.given.join:
-        done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
-        return
     if setup.given.join:
         _join(setup, setup.given.join, setup.given.host)
-    elif setup.given.cluster:
+        return
+    status = _status(setup)
+    home = cluster_of(setup.data_dir) if status is None else None
+    if home is not None:
+        _start_at_home(setup, home)
+        status = _status(setup)
+    if setup.given.cluster:
         _create(setup, setup.given.cluster, status)
+    elif home is not None and home.others:
+        return
+    elif status is not None and len(status.members) > 1:
+        done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
     else:
         _choose_cluster(setup, status)
 
@@ -270,13 +275,28 @@ def _join(setup: Setup, code: str, host: str) -> None:
     _start(setup)
 
 
+def _start_at_home(setup: Setup, home: Home) -> None:
+    """Start the node of a machine that has a cluster; who shares it with others is asked. Raises NodeUnreachable."""
+    if home.others:
+        say(
+            f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
+        )
+        if not setup.asking.confirm("Start it now?", default=True):
+            raise no_node(setup.data_dir)
+    _start(setup)
+
+
 def _create(setup: Setup, name: str, status: pb.ClusterStatus | None) -> None:
     if status is None:
         _start(setup, "--cluster", name)
         setup.commands.append(f"edgepipe node start --cluster {name}")
         done(f"created '{name}'")
     elif status.cluster_name != name:
-        warn(f"this node has a cluster of its own already: '{status.cluster_name}'", remedy="it keeps that name")
+        setup.failure = ConfigInvalid(
+            f"this node belongs to cluster '{status.cluster_name}', not '{name}'",
+            next_step="leave --cluster out; to join another cluster: edgepipe node join",
+        )
+        warn(setup.failure.what, remedy=setup.failure.next_step)
     else:
         done(f"this node has its cluster: '{name}'")
 
@@ -373,11 +393,16 @@ def _tell_silence(setup: Setup) -> None:
 def _reachable(setup: Setup, host: str) -> bool:
     """Try the address before a code is asked for, and say what is in the way."""
     from edgepipe.cli.findings import reach_finding
+    from edgepipe.cli.joining import split_host
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_tcp
 
-    name, _, port = host.partition(":")
+    try:
+        name, port = split_host(host)
+    except ConfigInvalid as error:
+        warn(error.what, remedy=error.fact)
+        return False
     ports = _ports(setup)
-    probe = run_async(probe_tcp(name, ports.last if not port else int(port), timeout_s=3.0))
+    probe = run_async(probe_tcp(name, port or ports.last, timeout_s=3.0))
     if probe.reach is Reach.OPEN:
         return True
     if probe.reach is Reach.REFUSED:

@@ -114,6 +114,25 @@ def make_setup(tmp_path: Path, given: Given | None = None) -> Setup:
     return Setup(asking=Chosen(), given=given or Given(), config=config, settings_file=tmp_path / "config.toml")
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_a_name_and_a_folder_that_were_given_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], running: bool
+) -> None:
+    monkeypatch.setattr(steps, "_status", lambda setup: make_status() if running else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    setup = make_setup(tmp_path, Given(name="den", models_dir=True))
+    steps.machine(setup)
+    values = load_config({}, environ={}, file=setup.settings_file).values
+    assert (values.name, values.models_dir) == ("den", tmp_path / "models")
+    assert setup.name == ("gamer" if running else "den")
+    told = "takes its new models_dir and name when it starts again" in " ".join(capsys.readouterr().out.split())
+    assert told is running
+
+
+def test_an_address_with_a_bad_port_is_told_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not steps._reachable(make_setup(tmp_path), "studio:abc")  # pyright: ignore[reportPrivateUsage]
+    assert "the host cannot be 'studio:abc'" in capsys.readouterr().out
+
+
 def failing_pull(root: Path, model: str) -> None:
     raise ModelDownloadFailed(f"'{model}' cannot be fetched", fact="the hub cannot be reached")
 
@@ -203,3 +222,5 @@ def test_contradicting_flags_are_told(run: Run) -> None:
     result = run("setup", "--yes", "--cluster", "a", "--join", "1234-5678")
     assert result.code == 2
     assert "give one of them" in result.err
+    alone = run("setup", "--host", "studio")
+    assert (alone.code, "--host goes with --join" in alone.err) == (2, True)
