@@ -129,10 +129,15 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
         console.print("this machine was removed from it; to join again: edgepipe node join CODE")
 
 
+def strangers_text(entry: AuditEntry) -> str:
+    """``1 connection from an unknown machine was refused``"""
+    one = entry.detail == "1 connection"
+    return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused"
+
+
 def _event(entry: AuditEntry, times: str) -> str:
     if entry.kind == AuditKind.HANDSHAKE_REFUSED:
-        one = entry.detail == "1 connection"
-        return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused{times}"
+        return strangers_text(entry) + times
     return f"{entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
 
 
