@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect, no_node
+from edgepipe.cli.admin import connect, no_node, status_if_running
 from edgepipe.cli.output import say
-from edgepipe.daemon.data_dir import DataDir, socket_path
+from edgepipe.daemon.data_dir import DataDir
 from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 from edgepipe.safe_text import one_line
 
@@ -39,19 +39,16 @@ async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_iden
     from edgepipe.cluster.founding import home_of
 
     understood = read_code(code)  # before anything is looked for
-    if not new_identity and not socket_path(data_dir).exists() and home_of(data_dir) is not None:
+    running = await status_if_running(data_dir) is not None  # the socket of a node that was killed is still there
+    if not (new_identity or running) and home_of(data_dir) is not None:
         error = no_node(data_dir)
         error.next_step += "    (to leave that cluster: edgepipe node join --new-identity CODE)"
         raise error
     address, port = split_host(host)
     if not (address or understood.host):
         address, port = await find_inviting(listen_s)
-    if socket_path(data_dir).exists():
-        try:
-            return await _through_node(data_dir, code, address, port, new_identity=new_identity)
-        except NodeUnreachable as exc:
-            if not exc.fact.startswith("nobody answers at"):
-                raise
+    if running:
+        return await _through_node(data_dir, code, address, port, new_identity=new_identity)
     return await _alone(data_dir, node_name, code, address, port, new_identity=new_identity)
 
 

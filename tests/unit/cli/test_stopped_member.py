@@ -47,6 +47,13 @@ def test_every_command_names_the_cluster_and_what_to_type(run: Run, member: Path
     assert ("--new-identity" in next_step) is (command.startswith("node join"))
 
 
+def test_a_node_that_was_killed_and_left_its_socket_does_not_run_either(run: Run, member: Path) -> None:
+    socket_path(member).touch()
+    done = run("node", "join", "12345678", "--host", "127.0.0.1:9", "--data-dir", str(member))
+    assert done.code == 3
+    assert "this machine belongs to 'den', but its node does not run" in done.err
+
+
 def test_the_first_screen_says_it_too(run: Run, member: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEPIPE_DATA_DIR", str(member))
     shown = run().out
