@@ -66,6 +66,9 @@ def test_a_bare_command_says_what_stands_here_and_what_comes_next(run: Run) -> N
     ("typed", "meant"),
     [
         (("run", "org/some-model"), "edgepipe chat org/some-model"),
+        (("run", "demo", "why", "is it blue?"), "edgepipe chat demo --prompt 'why is it blue?'"),
+        (("help",), "edgepipe --help"),
+        (("help", "models", "pull"), "edgepipe models pull --help"),
         (("pull", "org/some-model"), "edgepipe models pull org/some-model"),
         (("list",), "edgepipe models list"),
         (("rm", "demo"), "edgepipe models rm demo"),
