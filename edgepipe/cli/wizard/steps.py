@@ -13,9 +13,9 @@ from edgepipe.cli.findings import Finding, Level, Ports, multicast_findings, net
 from edgepipe.cli.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
-from edgepipe.cli.wizard.fits import best_fit, fitting_models
+from edgepipe.cli.wizard.asking import Choice, done, filled, note, say, warn
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
+from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.founding import Home, cluster_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
@@ -28,7 +28,6 @@ from edgepipe.errors import (
     NoPeersFound,
     PairingRejected,
 )
-from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -40,9 +39,8 @@ Step = Callable[[Setup], None]
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _KNOWN_PEERS_S = 5.0  # a node that belonged to the cluster before is seen at once, or is off
 _GONE = ("dead", "asleep", "left")
-_DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
 _CODE_FLAGS = "--join CODE, or --cluster NAME to start a new cluster"
-_NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
+_NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT = "new", "address", "again", "doctor", "quit"
 
 
 def machine(setup: Setup) -> None:
@@ -123,17 +121,18 @@ def model(setup: Setup) -> None:
     if setup.given.skip_model:
         say("     later: edgepipe models pull MODEL", style="dim")
         return
-    name = setup.given.model or _choose_model(setup)
-    if name == _SKIP:
+    folder = setup.config.models_dir
+    name = setup.given.model or choose_model(setup.asking, data_dir=setup.data_dir, models_dir=folder)
+    if name == SKIP:
         say("     later: edgepipe models pull MODEL", style="dim")
         return
     from edgepipe.cli.models import pull_model
 
     try:
-        result = pull_model(setup.config.models_dir, name)
+        result = pull_model(folder, name)
     except EdgepipeError as error:
         warn(error.what, remedy=error.fact)
-        kept = "    (goes on where it stopped)" if _on_disk(setup, [name])[1] else ""
+        kept = "    (goes on where it stopped)" if on_disk(folder, [name])[1] else ""
         say(f"     later: edgepipe models pull {name}{kept}", style="dim")
         setup.failure = error if setup.given.model else None
         return
@@ -224,7 +223,7 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
                 _create(setup, name, status)
             return
         elif answer == _ADDRESS:
-            host = setup.asking.text("Address of a machine that runs edgepipe:", check=_filled)
+            host = setup.asking.text("Address of a machine that runs edgepipe:", check=filled)
             if _reachable(setup, host) and join_asking(setup, host):
                 return
         elif answer != _AGAIN and join_asking(setup, _pairing_place(found, answer)):
@@ -329,51 +328,6 @@ def _invite(setup: Setup) -> None:
         say("\n     the invitation is over", style="dim")
     except EdgepipeError as error:
         warn(error.what, remedy=error.fact)
-
-
-def _choose_model(setup: Setup) -> str:
-    status = _status_with_devices(setup)
-    good, bad = fitting_models(status) if status is not None else ([], [])
-    free = sum(device.free_bytes for member in status.members for device in member.node.devices) if status else 0
-    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
-    for one in bad:
-        say(f"       {one.text}", style="dim")
-    here, begun = _on_disk(setup, [one.source for one in good])
-    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
-    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
-    choices += [
-        Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
-        Choice(value=_SKIP, text="none now"),
-    ]
-    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
-    best = best_fit(preferred)
-    default = best.source if best is not None else _SKIP
-    answer = setup.asking.choose("Which model?", choices, default=default)
-    return setup.asking.text("Model:", check=_filled) if answer == _OTHER else answer
-
-
-def _on_disk(setup: Setup, sources: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Which of the models are here, and of which an interrupted pull left a part."""
-    from edgepipe.model.store import ModelStore
-
-    store = ModelStore(setup.config.models_dir)
-    here = {model.id for model in store.list() if model.whole}.intersection(sources)
-    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
-
-
-def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
-    """The status once every device has been measured, or has failed."""
-    from edgepipe.cli.local_cluster import wait_until_joined
-
-    async def ask() -> pb.ClusterStatus | None:
-        async with connect(setup.data_dir) as admin:
-            count = len((await admin.status()).members)
-            return await wait_until_joined(admin, num_nodes=count, timeout_s=_DEVICE_S) or await admin.status()
-
-    say("     measuring devices ...", style="dim")
-    with suppress(EdgepipeError):
-        return run_async(ask())
-    return None
 
 
 def _tell_silence(setup: Setup) -> None:
@@ -516,7 +470,3 @@ def _code(text: str) -> str:
     except ConfigInvalid as error:
         return error.fact
     return ""
-
-
-def _filled(text: str) -> str:
-    return "" if text else "type something"

@@ -12,7 +12,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard import fits, run, steps
+from edgepipe.cli.wizard import fits, model_choice, run, steps
 from edgepipe.cli.wizard.asking import Choice, Defaults
 from edgepipe.cli.wizard.fits import Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
@@ -165,7 +165,7 @@ def test_a_failed_download_does_not_end_the_setup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(models, "pull_model", failing_pull)
-    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(model_choice, "status_with_devices", lambda data_dir: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     setup = make_setup(tmp_path)
     steps.model(setup)
     shown = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "pull_model", failing_pull)
-    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(model_choice, "status_with_devices", lambda data_dir: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     setup = make_setup(tmp_path)
     asking = setup.asking
     assert isinstance(asking, Chosen)
@@ -203,6 +203,17 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     steps.model(setup)
     assert asking.default == "Qwen/Qwen3-4B"
     assert asking.choices["Qwen/Qwen3-4B"].endswith("  begun")
+
+
+def test_machines_that_are_off_or_have_no_device_are_not_waited_for() -> None:
+    status = make_status()
+    assert model_choice.still_measuring(status) == []
+    for member in status.members:
+        member.node.devices[0].state = "starting"
+    status.members[0].state = "dead"
+    status.members[1].node.ClearField("devices")
+    status.members[2].state = "alive"
+    assert model_choice.still_measuring(status) == ["old-laptop"]
 
 
 def test_only_those_who_may_come_are_waited_for() -> None:
