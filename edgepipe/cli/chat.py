@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, complete_model, data_dir_of
+from edgepipe.cli.options import DataDir, complete_model, data_dir_of, models_dir_of
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import as_utf8
 
@@ -54,8 +54,13 @@ def chat(
     from edgepipe.cli.conversation import ChatSettings, ask_once
     from edgepipe.cli.repl import converse
 
+    folder, question = data_dir_of(data_dir), question_of(prompt)
+    if question is None and not model:
+        from edgepipe.cli.offering import offer_model
+
+        model = offer_model(folder, models_dir_of(data_dir, None))
     settings = ChatSettings(
-        data_dir=data_dir_of(data_dir),
+        data_dir=folder,
         model=model,
         system=as_utf8(system),
         max_tokens=max_tokens,
@@ -64,7 +69,6 @@ def chat(
         as_json=as_json,
         markdown=markdown,
     )
-    question = question_of(prompt)
     if question is None:
         run_async(converse(settings))
     else:

@@ -26,7 +26,8 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
     """Ask which model to fetch. Return what ``models pull`` calls it, or SKIP. Raises Back and Quit."""
     status = status_with_devices(data_dir)
     good, bad = fitting_models(status) if status is not None else ([], [])
-    free = sum(device.free_bytes for member in status.members for device in member.node.devices) if status else 0
+    alive = [member.node for member in status.members if member.state == "alive"] if status is not None else []
+    free = sum(device.free_bytes for node in alive for device in node.devices)
     say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
     for one in bad:
         say(f"       {one.text}", style="dim")
