@@ -43,6 +43,7 @@ from edgepipe.safe_text import one_line, visible
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNUSABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # not a mistake of ours
 _SHOWN_CHARS = 60
+_INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
@@ -105,7 +106,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         if debug:
             print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)
             sys.exit(1)
-        sys.exit(_show(_innermost(error), args))
+        sys.exit(_not_confirmed(error) or _show(_innermost(error), args))
     sys.exit(status or 0)
 
 
@@ -121,6 +122,15 @@ def _accept_other_encodings() -> None:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+
+
+def _not_confirmed(error: Exception) -> int:
+    """The exit code where a person answered a question with no, or by ^C; 0 for any other end."""
+    if not isinstance(error, typer.Abort):
+        return 0
+    by_key = isinstance(error.__context__, KeyboardInterrupt)
+    print("\n" * by_key + "nothing was changed", file=sys.stderr)
+    return _INTERRUPTED if by_key else 1
 
 
 def _show(error: Exception, args: Sequence[str]) -> int:

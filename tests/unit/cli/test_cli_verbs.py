@@ -314,6 +314,33 @@ def test_text_in_another_encoding_is_a_question_and_no_crash(run: Run, monkeypat
     assert refused.err.startswith("error: 'caf\\udce9' is not UTF-8 text\n")
 
 
+class Typed(io.StringIO):
+    """A person at a terminal who types a line, or ^C."""
+
+    def isatty(self) -> bool:
+        """As a terminal says."""
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:
+        """The line."""
+        if self.getvalue() == "^C":
+            raise KeyboardInterrupt
+        return self.getvalue()
+
+
+@pytest.mark.parametrize(("typed", "code"), [("n\n", 1), ("^C", 130)])
+def test_a_question_answered_with_no_is_no_mistake(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str, code: int
+) -> None:
+    kept = tmp_path / "data" / "key"
+    kept.parent.mkdir()
+    kept.touch()
+    monkeypatch.setattr(sys, "stdin", Typed(typed))
+    done = run("uninstall")
+    assert (done.code, done.err.strip()) == (code, "nothing was changed")
+    assert kept.exists()
+
+
 def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(given: object) -> Path:
         raise KeyboardInterrupt
