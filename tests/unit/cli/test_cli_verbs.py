@@ -341,6 +341,23 @@ def test_a_question_answered_with_no_is_no_mistake(
     assert kept.exists()
 
 
+def test_nothing_is_removed_below_a_node_that_does_not_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def asked_to(data_dir: Path) -> None:
+        return
+
+    monkeypatch.setattr(edgepipe.cli.node, "_shut_down", asked_to)
+    monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)
+    (tmp_path / "data").mkdir()
+    for name in ("daemon.sock", "daemon.lock", "key"):
+        (tmp_path / "data" / name).touch()
+    done = run("uninstall", "--yes")
+    assert done.code == 3
+    assert "the node has not stopped yet" in done.err
+    assert (tmp_path / "data" / "key").exists()
+
+
 def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(given: object) -> Path:
         raise KeyboardInterrupt
