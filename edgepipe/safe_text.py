@@ -27,6 +27,11 @@ def visible(text: str, *, keep: str = "") -> str:
     return "".join(char if char in keep or _is_safe(char) else _escape(char) for char in text)
 
 
+def as_utf8(text: str) -> str:
+    """Make text of a terminal, a pipe or a command line fit for UTF-8: other bytes become ``U+FFFD``."""
+    return text.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+
+
 def json_text(value: Any) -> str:
     """A JSON document to read: unsafe characters are JSON's own escapes, so that it means the same."""
     document = json.dumps(value, ensure_ascii=False, indent=2)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect, no_node
+from edgepipe.cli.admin import connect, no_node, status_if_running
 from edgepipe.cli.output import say
-from edgepipe.daemon.machine.data_dir import DataDir, socket_path
+from edgepipe.daemon.machine.data_dir import DataDir
 from edgepipe.errors import ConfigInvalid, NodeUnreachable, NoPeersFound
 from edgepipe.safe_text import one_line
 
@@ -39,19 +39,16 @@ async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_iden
     from edgepipe.cluster.founding import home_of
 
     understood = read_code(code)  # before anything is looked for
-    if not new_identity and not socket_path(data_dir).exists() and home_of(data_dir) is not None:
+    running = await status_if_running(data_dir) is not None  # the socket of a node that was killed is still there
+    if not (new_identity or running) and home_of(data_dir) is not None:
         error = no_node(data_dir)
         error.next_step += "    (to leave that cluster: edgepipe node join --new-identity CODE)"
         raise error
-    address, port = _split(host)
+    address, port = split_host(host)
     if not (address or understood.host):
         address, port = await find_inviting(listen_s)
-    if socket_path(data_dir).exists():
-        try:
-            return await _through_node(data_dir, code, address, port, new_identity=new_identity)
-        except NodeUnreachable as exc:
-            if not exc.fact.startswith("nobody answers at"):
-                raise
+    if running:
+        return await _through_node(data_dir, code, address, port, new_identity=new_identity)
     return await _alone(data_dir, node_name, code, address, port, new_identity=new_identity)
 
 
@@ -144,14 +141,14 @@ def _say_waiting(host_name: str) -> None:
     say(f"code accepted; waiting for somebody at '{one_line(host_name)}' to let this machine in ...", first="  ")
 
 
-def _split(host: str) -> tuple[str, int]:
+def split_host(host: str) -> tuple[str, int]:
     """``HOST`` or ``HOST:PORT``; port 0: the usual one. Raises ConfigInvalid."""
     name, colon, port = host.partition(":")
     if not colon:
         return name, 0
     if not (name and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigInvalid(
-            f"--host cannot be '{host}'",
+            f"the host cannot be '{host}'",
             fact="a port is a number from 1 to 65535",
             next_step="give HOST, or HOST:PORT as 'node invite' shows it",
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,8 +37,13 @@ from edgepipe.cli.doctor import verb as doctor
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
 from edgepipe.config import forget_exported_size
-from edgepipe.errors import EdgepipeError
-from edgepipe.safe_text import visible
+from edgepipe.errors import ConfigInvalid, EdgepipeError
+from edgepipe.safe_text import one_line, visible
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNUSABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # not a mistake of ours
+_SHOWN_CHARS = 60
+_INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
@@ -89,7 +96,8 @@ def main(args: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
-    _replace_what_cannot_be_shown()
+    _open_closed_streams()
+    _accept_other_encodings()
     if sys.stdout.isatty():
         forget_exported_size()
     try:
@@ -98,25 +106,65 @@ def main(args: list[str] | None = None) -> NoReturn:
         if debug:
             print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)
             sys.exit(1)
-        sys.exit(_show(_innermost(error), args))
+        sys.exit(_not_confirmed(error) or _show(_innermost(error), args))
     sys.exit(status or 0)
 
 
-def _replace_what_cannot_be_shown() -> None:
-    """On a terminal that is not UTF-8, a character beyond its alphabet becomes a question mark, no error."""
-    for stream in (sys.stdout, sys.stderr):
+def _open_closed_streams() -> None:
+    """Let a stream that the caller has closed (``<&-``) be empty, and no ``None``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def _accept_other_encodings() -> None:
+    """What a terminal cannot show becomes a question mark, and bytes that standard input cannot read are kept."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
+
+
+def _not_confirmed(error: Exception) -> int:
+    """The exit code where a person answered a question with no, or by ^C; 0 for any other end."""
+    if not isinstance(error, typer.Abort):
+        return 0
+    by_key = isinstance(error.__context__, KeyboardInterrupt)
+    print("\n" * by_key + "nothing was changed", file=sys.stderr)
+    return _INTERRUPTED if by_key else 1
 
 
 def _show(error: Exception, args: Sequence[str]) -> int:
     """Print the error; the exit code that it means."""
-    error = bad_usage(error, args) or error
+    error = bad_usage(error, args) or _unusable_file(error) or _other_alphabet(error) or error
     if isinstance(error, EdgepipeError):
         print_error(error)
         return error.exit_code
     print_bug(error)
     return 1
+
+
+def _unusable_file(error: Exception) -> ConfigInvalid | None:
+    """A file that the system keeps from this user, or a full disk, as an error of ours; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (_UNUSABLE if error.filename else _FULL):
+        return None
+    fact = error.strerror or ""
+    if not error.filename:
+        return ConfigInvalid("the output cannot be written", fact=fact, next_step="make room on its disk")
+    return ConfigInvalid(
+        f"{error.filename} cannot be used",
+        fact=fact,
+        next_step="check the rights and the free space there, or choose another folder: --data-dir, --models-dir",
+    )
+
+
+def _other_alphabet(error: Exception) -> ConfigInvalid | None:
+    """A name in another encoding than UTF-8, as an error of ours: no request can carry it. None for any other error."""
+    if not isinstance(error, UnicodeEncodeError) or error.encoding != "utf-8":
+        return None
+    return ConfigInvalid(
+        f"'{one_line(error.object, most_chars=_SHOWN_CHARS)}' is not UTF-8 text",
+        next_step="type it again in a terminal that uses UTF-8",
+    )
 
 
 def _innermost(error: Exception) -> Exception:

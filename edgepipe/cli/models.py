@@ -40,7 +40,7 @@ def pull(
         _print_plan(result)
     else:
         print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
-        _tell_node(data_dir_of(data_dir))
+        tell_node(data_dir_of(data_dir))
 
 
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
@@ -113,7 +113,7 @@ def rm(
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
     print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
-    _tell_node(folder)
+    tell_node(folder)
     elsewhere = [
         member.node.name
         for member in members_of(folder)
@@ -169,8 +169,8 @@ def replicate(
         print(f"every part of {one_line(model)} is on {copies} disks already")
 
 
-def _tell_node(data_dir: Path) -> None:
-    """The disk has other models now: this machine's node, if one runs, tells the others at once."""
+def tell_node(data_dir: Path) -> None:
+    """Let this machine's node, if one runs, tell the others at once that its disk has other models now."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():

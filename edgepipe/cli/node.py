@@ -18,7 +18,7 @@ import typer
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of, given_flags
 from edgepipe.cli.output import print_json
-from edgepipe.errors import EdgepipeError, NodeUnreachable
+from edgepipe.errors import ClusterError, EdgepipeError
 from edgepipe.telemetry.log import show_held_lines
 
 if TYPE_CHECKING:
@@ -290,11 +290,11 @@ async def _shut_down(data_dir: Path) -> None:
 
 
 def _wait_until_gone(data_dir: Path) -> None:
-    """The node removes its lock last. Raises NodeUnreachable if that takes too long."""
+    """The node removes its lock last. Raises ClusterError if that takes too long."""
     deadline_s = time.monotonic() + _STOP_S
     while (data_dir / "daemon.lock").exists():
         if time.monotonic() > deadline_s:
-            raise NodeUnreachable(
+            raise ClusterError(
                 "the node has not stopped yet",
                 fact=f"{data_dir / 'daemon.lock'} is still there after {_STOP_S:.0f} s",
                 next_step="see 'edgepipe logs'",

@@ -102,14 +102,19 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, emoji=False, markup=False, theme=theme)
 
 
-def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines; the columns in ``right`` hold numbers. In a narrow terminal others break, none is cut."""
+def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """A table without lines; the columns in ``right`` hold numbers, those in ``whole`` what is to be copied.
+
+    In a narrow terminal the others break, and none is cut.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         if column in right:
             table.add_column(column, justify="right", no_wrap=True)
+        elif column in whole:
+            table.add_column(column, no_wrap=True)
         else:
             table.add_column(column, overflow="fold")
     return table

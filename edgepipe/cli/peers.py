@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import as_dict, make_console, make_table, print_json
+from edgepipe.cli.output import as_dict, columns, make_console, make_table, print_json
 from edgepipe.safe_text import one_line
 from edgepipe.telemetry.audit import AuditEntry, AuditKind
 
@@ -21,6 +22,7 @@ app = typer.Typer(help="Who belongs to the cluster.", invoke_without_command=Tru
 
 _KEY_CHARS = 8
 _LOG_LINES = 50
+_WIDE, _MEDIUM = 100, 78  # columns of a terminal that has room for all, or for all but who let a peer in
 
 
 @app.callback()
@@ -116,12 +118,15 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
     if as_json:
         print_json(as_dict(found))
         return
-    table = make_table("PEER", "ROLE", "STATE", "ADDRESS", "KEY", "SINCE", "LET IN BY")
+    names = ("PEER", "ROLE", "STATE", "ADDRESS", "KEY", "SINCE", "LET IN BY")
+    shown = names[: len(names) - sum(columns(sys.stdout) < wide for wide in (_WIDE, _MEDIUM))]  # 'peers log' tells it
+    table = make_table(*shown, whole=("ADDRESS", "KEY", "SINCE"))
     for peer in found.peers:
         since = time.strftime("%Y-%m-%d", time.localtime(peer.added_ms / 1000)) if peer.added_ms else "-"
         state = "this machine" if peer.self else peer.state
         by = "-" if peer.added_by == peer.name else peer.added_by[:20]
-        table.add_row(peer.name, peer.role, state, peer.address or "-", peer.node_id[:_KEY_CHARS], since, by)
+        cells = (peer.name, peer.role, state, peer.address or "-", peer.node_id[:_KEY_CHARS], since, by)
+        table.add_row(*cells[: len(shown)])
     console = make_console()
     console.print(f"cluster '{found.cluster_name}'")
     console.print(table)
@@ -129,10 +134,15 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
         console.print("this machine was removed from it; to join again: edgepipe node join CODE")
 
 
+def strangers_text(entry: AuditEntry) -> str:
+    """``1 connection from an unknown machine was refused``"""
+    one = entry.detail == "1 connection"
+    return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused"
+
+
 def _event(entry: AuditEntry, times: str) -> str:
     if entry.kind == AuditKind.HANDSHAKE_REFUSED:
-        one = entry.detail == "1 connection"
-        return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused{times}"
+        return strangers_text(entry) + times
     return f"{entry.kind + times:<16}  {_short(entry.who)}  {entry.detail}"
 
 

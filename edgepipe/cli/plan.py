@@ -69,6 +69,8 @@ def plan(
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate imagines a cluster of its own", next_step="leave --data-dir out, or --emulate")
     dtype = checked_dtype(dtype)
+    if emulate and dtype == "float32":
+        raise ConfigInvalid("--emulate plans in bfloat16", fact="the data sheets tell no other rates")
     wishes = Wishes(
         num_nodes=nodes,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -163,12 +165,14 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
 def _show_shortage(cluster: Cluster, demand: Demand, wishes: Wishes, *, as_json: bool) -> None:
     """The arithmetic, where it is memory that is missing."""
     from edgepipe.cli.views.plan_view import render_shortage
+    from edgepipe.planner.plan import choose_machines
     from edgepipe.planner.preview import shortage_as_dict
     from edgepipe.planner.shortage import shortage_of
 
-    if not cluster.machines or wishes.layers or wishes.num_nodes > len(cluster.machines):
+    able, _ = choose_machines(cluster.machines, wishes)
+    if not able or wishes.layers or wishes.num_nodes > len(able):
         return
-    short = shortage_of(demand, cluster.machines, num_nodes=wishes.num_nodes)
+    short = shortage_of(demand, able, num_nodes=wishes.num_nodes)
     if as_json:
         print_json(shortage_as_dict(short))
         return

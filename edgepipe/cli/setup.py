@@ -42,8 +42,11 @@ def setup(
 
     if cluster and join:
         raise ConfigInvalid("--cluster creates one and --join joins another", next_step="give one of them")
+    if host and not join:
+        raise ConfigInvalid("--host goes with --join", next_step="edgepipe setup --host HOST --join CODE")
     given = Given(
         name=name,
+        models_dir=models_dir is not None,
         cluster=cluster,
         join=join,
         host=host,

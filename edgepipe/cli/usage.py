@@ -9,6 +9,7 @@ from typing import Any
 from edgepipe.errors import UserError
 
 _VERBS_ELSEWHERE = {
+    "help": "edgepipe",
     "run": "edgepipe chat",
     "pull": "edgepipe models pull",
     "list": "edgepipe models list",
@@ -34,9 +35,18 @@ def bad_usage(error: Exception, args: Sequence[str]) -> UserError | None:
     path = "edgepipe" if context is None else context.command_path
     fact = "" if context is None else _possible(context)
     if args and args[0] in _VERBS_ELSEWHERE:  # at the top there is no such verb, so that is what is wrong
-        rest = shlex.join(args[1:])
-        return UserError(f"there is no verb '{args[0]}'", next_step=f"{_VERBS_ELSEWHERE[args[0]]} {rest}".rstrip())
+        words = [_VERBS_ELSEWHERE[args[0]], shlex.join(_as_here(args[0], args[1:]))]
+        return UserError(f"there is no verb '{args[0]}'", next_step=" ".join(words).rstrip())
     return UserError(what[:1].lower() + what[1:], fact=fact, next_step=f"{path} --help")
+
+
+def _as_here(verb: str, words: Sequence[str]) -> list[str]:
+    """``run MODEL PROMPT`` is ``chat MODEL --prompt PROMPT`` here, and help a flag; other verbs take the same words."""
+    if verb == "help":
+        return [*words, "--help"]
+    if verb == "run" and len(words) > 1 and not any(word.startswith("-") for word in words):
+        return [words[0], "--prompt", " ".join(words[1:])]
+    return list(words)
 
 
 def _possible(context: Any) -> str:

@@ -75,14 +75,23 @@ def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """The cluster that a machine shares with others."""
+    """The cluster of a machine."""
 
     cluster_name: str
-    others: tuple[str, ...]  # names, in order
+    others: tuple[str, ...]  # names, in order; none: the machine is alone in it
 
 
 def home_of(data_dir: Path) -> Home | None:
-    """Where the machine of ``data_dir`` belongs, running or not; None if it is in no cluster, or alone in one.
+    """Return the cluster that the machine of ``data_dir`` shares with others, running or not; None if there is none.
+
+    Raises what ``cluster_of`` raises.
+    """
+    home = cluster_of(data_dir)
+    return home if home is not None and home.others else None
+
+
+def cluster_of(data_dir: Path) -> Home | None:
+    """Return the cluster of the machine of ``data_dir``, running or not; None if it has none yet.
 
     Nothing is made where nothing is. Raises ConfigInvalid for files that are damaged or that others may touch.
     """
@@ -94,7 +103,7 @@ def home_of(data_dir: Path) -> Home | None:
     if loaded is None or own not in loaded.store.peers:
         return None
     others = sorted(peer.name for peer in loaded.store.peers.values() if peer.node_id != own)
-    return Home(cluster_name=loaded.store.cluster_name, others=tuple(others)) if others else None
+    return Home(cluster_name=loaded.store.cluster_name, others=tuple(others))
 
 
 def begin_anew(data_dir: Path) -> None:

@@ -99,7 +99,7 @@ def plan(
     LinkNotMeasured where a link's figures are missing and nothing may be assumed.
     """
     wishes = wishes or Wishes()
-    able, excluded = _choose_machines(machines, wishes)
+    able, excluded = choose_machines(machines, wishes)
     if wishes.layers:
         placed = place_by_plan(_need(demand, demand.least_kv_tokens), [one.room for one in able], wishes.layers)
         return describe(demand, placed, able, links)
@@ -172,8 +172,8 @@ def _check_reached(found: Plan, links: Links) -> None:
             )
 
 
-def _choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[Machine], list[LeftOut]]:
-    """Those that may be used, with the roomiest first, and those that may not. Raises PlanInvalid."""
+def choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[Machine], list[LeftOut]]:
+    """Return the machines that may be used, the roomiest first, and those that may not. Raises PlanInvalid."""
     if wishes.layers and (wishes.num_nodes or wishes.first):
         other = "--nodes" if wishes.num_nodes else "--first"
         raise PlanInvalid(f"--plan and {other} contradict each other", next_step="give one of them")
@@ -182,6 +182,8 @@ def _choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[
         raise PlanInvalid(f"{wishes.first} cannot be first and be left out", next_step="change --first or --exclude")
     ordered = sorted(machines, key=lambda one: (-one.room.free_bytes, one.name, one.node_id))
     able = [one for one in ordered if one.node_id not in unwanted]
+    if unwanted and not able:
+        raise PlanInvalid("--exclude leaves out every node that can compute", next_step="leave out fewer")
     return able, [LeftOut(machine=one, reason="as you wish") for one in ordered if one.node_id in unwanted]
 
 

@@ -135,9 +135,10 @@ class Dialogue:
     def set(self, name: str, text: str) -> None:
         """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
         if name == "history":
-            if (text or HISTORY[0]) not in HISTORY:
+            wanted = HISTORY[0] if text in ("", "default") else text
+            if wanted not in HISTORY:
                 raise RequestInvalid(f"history cannot be {text}", fact=f"it can be {' or '.join(HISTORY)}")
-            self.history = text or HISTORY[0]
+            self.history = wanted
             return
         option = OPTIONS.get(name)
         if option is None:

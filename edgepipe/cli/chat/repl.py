@@ -17,7 +17,7 @@ from edgepipe.cli.find import find_target
 from edgepipe.cli.output import make_console, print_error
 from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError, PromptTooLong
-from edgepipe.safe_text import one_line
+from edgepipe.safe_text import as_utf8, one_line
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -88,7 +88,8 @@ async def _stream(talk: Talk, settings: ChatSettings) -> None:
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))
         try:
             with view, _interrupts(work):
-                print_footer(await work)
+                answer = await work
+            print_footer(answer)  # below the complete picture
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
@@ -175,7 +176,7 @@ async def _read(session: PromptSession[str]) -> str | None:
             continue
         except EOFError:
             return None
-        lines.append(text)
+        lines.append(as_utf8(text))
         block = "\n".join(lines).strip()
         if not block.startswith(_BLOCK):
             return block

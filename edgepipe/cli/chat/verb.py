@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, complete_model, data_dir_of
+from edgepipe.cli.options import DataDir, complete_model, data_dir_of, models_dir_of
 from edgepipe.errors import RequestInvalid
+from edgepipe.safe_text import as_utf8
 
 _STDIN_WAIT_S = 1.0  # with --prompt: a pipe that nobody writes to must not stop the question
 _MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
@@ -53,24 +54,28 @@ def chat(
     from edgepipe.cli.chat.conversation import ChatSettings, ask_once
     from edgepipe.cli.chat.repl import converse
 
+    folder, question = data_dir_of(data_dir), question_of(prompt)
+    if question is None and not model:
+        from edgepipe.cli.offering import offer_model
+
+        model = offer_model(folder, models_dir_of(data_dir, None))
     settings = ChatSettings(
-        data_dir=data_dir_of(data_dir),
+        data_dir=folder,
         model=model,
-        system=system,
+        system=as_utf8(system),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
         as_json=as_json,
         markdown=markdown,
     )
-    question = _question(prompt)
     if question is None:
         run_async(converse(settings))
     else:
         run_async(ask_once(settings, question))
 
 
-def _question(prompt: str | None) -> str | None:
+def question_of(prompt: str | None) -> str | None:
     """The one question to ask, piped text after the prompt; None for a conversation. Raises RequestInvalid."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped_text(must_come=prompt is None)
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
@@ -78,7 +83,7 @@ def _question(prompt: str | None) -> str | None:
     question = "\n\n".join(part for part in (prompt or "", piped.rstrip("\n")) if part.strip())
     if not question:
         raise RequestInvalid("the prompt is empty", next_step="edgepipe chat --prompt 'What is ...?'")
-    return question
+    return as_utf8(question)
 
 
 def _piped_text(*, must_come: bool) -> str:

@@ -54,8 +54,9 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
     from edgepipe.cli.admin import status_if_running
 
     ports = Ports(node=config.port or NODE_PORT, http=config.http_port or HTTP_PORT)
-    named = [_named_peer(text, ports) for text in peers]
     status = await status_if_running(config.data_dir)
+    members = {member.node.name for member in status.members} if status is not None else set[str]()
+    named = [_named_peer(text, ports) for text in peers if text not in members]
     found: list[Finding] = []
 
     def tell(*findings: Finding) -> None:
@@ -153,7 +154,7 @@ def _named_peer(text: str, ports: Ports) -> Peer:
 
 
 def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
-    """Other members, but those that were named."""
+    """Other members, but those whose address was named."""
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, _, port = member.node.address.rpartition(":")

@@ -115,6 +115,7 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
 
 def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[Finding]:
     """Damage, and what was refused of late."""
+    from edgepipe.cli.peers import strangers_text
     from edgepipe.cluster.founding import TrustFolders
     from edgepipe.telemetry.audit import AuditKind, read_audit
 
@@ -141,11 +142,13 @@ def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[
         if entry.kind in bad and entry.at_s >= since_s
     ]
     if recent:
-        count = sum(entry.times for entry in recent)
+        count, last = sum(entry.times for entry in recent), recent[-1]
+        strangers = last.kind == AuditKind.HANDSHAKE_REFUSED
+        told = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
         yield Finding(
             id="trust.audit",
             level=Level.NOTE,
             what=f"{count} attempt{'s were' if count != 1 else ' was'} refused within a day",
-            fact=f"the last: {recent[-1].kind}, {recent[-1].who} {recent[-1].detail}".rstrip(),
+            fact=f"the last: {told}",
             remedy="edgepipe peers log",
         )

@@ -27,7 +27,7 @@ _MARKS = {
 def doctor(
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", metavar="HOST:PORT", help="HOST or HOST:PORT of a machine to look at; repeatable."),
+        typer.Option("--peer", metavar="PEER", help="A member, or HOST or HOST:PORT of another machine; repeatable."),
     ] = None,
     as_json: Json = False,
     data_dir: DataDir = None,

@@ -118,6 +118,11 @@ class Defaults:
         return default
 
 
+def filled(text: str) -> str:
+    """Say what is wrong with an empty line; a ``check`` for ``Asking.text``."""
+    return "" if text else "type something"
+
+
 def _answer(question: Question) -> str:
     try:
         answer: str = question.unsafe_ask()  # the other way of asking prints a sentence of its own at ^C

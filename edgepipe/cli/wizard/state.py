@@ -18,6 +18,7 @@ class Given:
     """Flags; None or empty: ask."""
 
     name: str = ""
+    models_dir: bool = False  # whether one was given; ``Setup.config`` has it
     cluster: str = ""
     join: str = ""  # a pairing code
     host: str = ""

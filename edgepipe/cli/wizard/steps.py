@@ -13,11 +13,11 @@ from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findin
 from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Choice, done, note, say, warn
-from edgepipe.cli.wizard.fits import best_fit, fitting_models
+from edgepipe.cli.wizard.asking import Choice, done, filled, note, say, warn
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
+from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
-from edgepipe.cluster.founding import home_of
+from edgepipe.cluster.founding import Home, cluster_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.daemon.machine.http_keys import asks_on_loopback, key_file
@@ -28,7 +28,6 @@ from edgepipe.errors import (
     NoPeersFound,
     PairingRejected,
 )
-from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -40,9 +39,8 @@ Step = Callable[[Setup], None]
 _PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
 _KNOWN_PEERS_S = 5.0  # a node that belonged to the cluster before is seen at once, or is off
 _GONE = ("dead", "asleep", "left")
-_DEVICE_S = 60.0  # measuring a device takes 2-10 s, importing torch from a cold disk more
 _CODE_FLAGS = "--join CODE, or --cluster NAME to start a new cluster"
-_NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT, _OTHER, _SKIP = "new", "address", "again", "doctor", "quit", "other", "skip"
+_NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT = "new", "address", "again", "doctor", "quit"
 
 
 def machine(setup: Setup) -> None:
@@ -53,34 +51,39 @@ def machine(setup: Setup) -> None:
     for finding in network_findings(network_facts(setup.config), _ports(setup)):
         _show(finding)
     status = _status(setup)
-    if status is not None:
-        setup.name = next(member.node.name for member in status.members if member.self)
-        done(f"its node runs already, as '{setup.name}'")
+    settings = {"models_dir": str(setup.config.models_dir.absolute())} if setup.given.models_dir else {}
+    if status is None:
+        default = setup.name or setup.config.name
+        setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
+        write_settings(setup.settings_file, {"name": setup.name, **settings})
         return
-    default = setup.name or setup.config.name
-    setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
-    write_settings(setup.settings_file, {"name": setup.name})
+    setup.name = next(member.node.name for member in status.members if member.self)
+    done(f"its node runs already, as '{setup.name}'")
+    if setup.given.name not in ("", setup.name):
+        settings["name"] = setup.given.name
+    if settings:
+        write_settings(setup.settings_file, settings)
+        what = " and ".join(sorted(settings))
+        note(f"it takes its new {what} when it starts again: edgepipe node stop, then edgepipe node start")
 
 
 def cluster(setup: Setup) -> None:
     """Join a cluster that is there, or create one. The node runs afterwards."""
     say("\n2/6  Cluster", style="bold")
-    status = _status(setup)
-    if status is None and not (setup.given.join or setup.given.cluster) and (home := home_of(setup.data_dir)):
-        say(
-            f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
-        )
-        if not setup.asking.confirm("Start it now?", default=True):
-            raise no_node(setup.data_dir)
-        _start(setup)
-        return
-    if status is not None and len(status.members) > 1 and not setup.given.join:
-        done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
-        return
     if setup.given.join:
         _join(setup, setup.given.join, setup.given.host)
-    elif setup.given.cluster:
+        return
+    status = _status(setup)
+    home = cluster_of(setup.data_dir) if status is None else None
+    if home is not None:
+        _start_at_home(setup, home)
+        status = _status(setup)
+    if setup.given.cluster:
         _create(setup, setup.given.cluster, status)
+    elif home is not None and home.others:
+        return
+    elif status is not None and len(status.members) > 1:
+        done(f"already in '{status.cluster_name}' with {len(status.members) - 1} more")
     else:
         _choose_cluster(setup, status)
 
@@ -118,17 +121,18 @@ def model(setup: Setup) -> None:
     if setup.given.skip_model:
         say("     later: edgepipe models pull MODEL", style="dim")
         return
-    name = setup.given.model or _choose_model(setup)
-    if name == _SKIP:
+    folder = setup.config.models_dir
+    name = setup.given.model or choose_model(setup.asking, data_dir=setup.data_dir, models_dir=folder)
+    if name == SKIP:
         say("     later: edgepipe models pull MODEL", style="dim")
         return
     from edgepipe.cli.models import pull_model
 
     try:
-        result = pull_model(setup.config.models_dir, name)
+        result = pull_model(folder, name)
     except EdgepipeError as error:
         warn(error.what, remedy=error.fact)
-        kept = "    (goes on where it stopped)" if _on_disk(setup, [name])[1] else ""
+        kept = "    (goes on where it stopped)" if on_disk(folder, [name])[1] else ""
         say(f"     later: edgepipe models pull {name}{kept}", style="dim")
         setup.failure = error if setup.given.model else None
         return
@@ -219,7 +223,7 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
                 _create(setup, name, status)
             return
         elif answer == _ADDRESS:
-            host = setup.asking.text("Address of a machine that runs edgepipe:", check=_filled)
+            host = setup.asking.text("Address of a machine that runs edgepipe:", check=filled)
             if _reachable(setup, host) and join_asking(setup, host):
                 return
         elif answer != _AGAIN and join_asking(setup, _pairing_place(found, answer)):
@@ -270,13 +274,28 @@ def _join(setup: Setup, code: str, host: str) -> None:
     _start(setup)
 
 
+def _start_at_home(setup: Setup, home: Home) -> None:
+    """Start the node of a machine that has a cluster; who shares it with others is asked. Raises NodeUnreachable."""
+    if home.others:
+        say(
+            f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
+        )
+        if not setup.asking.confirm("Start it now?", default=True):
+            raise no_node(setup.data_dir)
+    _start(setup)
+
+
 def _create(setup: Setup, name: str, status: pb.ClusterStatus | None) -> None:
     if status is None:
         _start(setup, "--cluster", name)
         setup.commands.append(f"edgepipe node start --cluster {name}")
         done(f"created '{name}'")
     elif status.cluster_name != name:
-        warn(f"this node has a cluster of its own already: '{status.cluster_name}'", remedy="it keeps that name")
+        setup.failure = ConfigInvalid(
+            f"this node belongs to cluster '{status.cluster_name}', not '{name}'",
+            next_step="leave --cluster out; to join another cluster: edgepipe node join",
+        )
+        warn(setup.failure.what, remedy=setup.failure.next_step)
     else:
         done(f"this node has its cluster: '{name}'")
 
@@ -311,51 +330,6 @@ def _invite(setup: Setup) -> None:
         warn(error.what, remedy=error.fact)
 
 
-def _choose_model(setup: Setup) -> str:
-    status = _status_with_devices(setup)
-    good, bad = fitting_models(status) if status is not None else ([], [])
-    free = sum(device.free_bytes for member in status.members for device in member.node.devices) if status else 0
-    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
-    for one in bad:
-        say(f"       {one.text}", style="dim")
-    here, begun = _on_disk(setup, [one.source for one in good])
-    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
-    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
-    choices += [
-        Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
-        Choice(value=_SKIP, text="none now"),
-    ]
-    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
-    best = best_fit(preferred)
-    default = best.source if best is not None else _SKIP
-    answer = setup.asking.choose("Which model?", choices, default=default)
-    return setup.asking.text("Model:", check=_filled) if answer == _OTHER else answer
-
-
-def _on_disk(setup: Setup, sources: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Which of the models are here, and of which an interrupted pull left a part."""
-    from edgepipe.model.store import ModelStore
-
-    store = ModelStore(setup.config.models_dir)
-    here = {model.id for model in store.list() if model.whole}.intersection(sources)
-    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
-
-
-def _status_with_devices(setup: Setup) -> pb.ClusterStatus | None:
-    """The status once every device has been measured, or has failed."""
-    from edgepipe.cli.local_cluster import wait_until_joined
-
-    async def ask() -> pb.ClusterStatus | None:
-        async with connect(setup.data_dir) as admin:
-            count = len((await admin.status()).members)
-            return await wait_until_joined(admin, num_nodes=count, timeout_s=_DEVICE_S) or await admin.status()
-
-    say("     measuring devices ...", style="dim")
-    with suppress(EdgepipeError):
-        return run_async(ask())
-    return None
-
-
 def _tell_silence(setup: Setup) -> None:
     """Nobody was heard: what could be checked from here."""
     facts = network_facts(setup.config)
@@ -373,11 +347,16 @@ def _tell_silence(setup: Setup) -> None:
 def _reachable(setup: Setup, host: str) -> bool:
     """Try the address before a code is asked for, and say what is in the way."""
     from edgepipe.cli.doctor.findings import reach_finding
+    from edgepipe.cli.joining import split_host
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_tcp
 
-    name, _, port = host.partition(":")
+    try:
+        name, port = split_host(host)
+    except ConfigInvalid as error:
+        warn(error.what, remedy=error.fact)
+        return False
     ports = _ports(setup)
-    probe = run_async(probe_tcp(name, ports.last if not port else int(port), timeout_s=3.0))
+    probe = run_async(probe_tcp(name, port or ports.last, timeout_s=3.0))
     if probe.reach is Reach.OPEN:
         return True
     if probe.reach is Reach.REFUSED:
@@ -491,7 +470,3 @@ def _code(text: str) -> str:
     except ConfigInvalid as error:
         return error.fact
     return ""
-
-
-def _filled(text: str) -> str:
-    return "" if text else "type something"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -79,6 +80,24 @@ async def test_questions_and_answers_are_remembered_until_clear(
     assert "there is no /what" in shown.err
     assert "+one" in (tmp_path / "chat_history").read_text()
     assert (tmp_path / "chat_history").stat().st_mode & 0o077 == 0
+
+
+async def test_figures_stand_below_the_complete_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class LateView(PlainView):
+        """Draws the last block when the answer is over, as Markdown is drawn."""
+
+        def __exit__(self, *exc_info: object) -> None:
+            sys.stderr.write("the last block\n")
+
+    monkeypatch.setattr(repl, "make_view", lambda *, markdown: LateView())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (_, keys, task):
+        keys.send_text(f"one\r{CTRL_D}")
+        await task
+    answer, _, figures = capsys.readouterr().err.partition("the last block")
+    assert "tok" not in answer
+    assert "4 tok" in figures
 
 
 async def test_slash_commands_change_what_is_asked(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -66,6 +68,9 @@ def test_a_bare_command_says_what_stands_here_and_what_comes_next(run: Run) -> N
     ("typed", "meant"),
     [
         (("run", "org/some-model"), "edgepipe chat org/some-model"),
+        (("run", "demo", "why", "is it blue?"), "edgepipe chat demo --prompt 'why is it blue?'"),
+        (("help",), "edgepipe --help"),
+        (("help", "models", "pull"), "edgepipe models pull --help"),
         (("pull", "org/some-model"), "edgepipe models pull org/some-model"),
         (("list",), "edgepipe models list"),
         (("rm", "demo"), "edgepipe models rm demo"),
@@ -93,7 +98,7 @@ def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.Monkey
     def no_question(prompt: str | None) -> None:
         return None
 
-    monkeypatch.setattr(chat, "_question", no_question)
+    monkeypatch.setattr(chat, "question_of", no_question)
     assert run("chat", "demo").code == 0
     assert asked == ["demo"]
 
@@ -258,6 +263,101 @@ def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
     shown = run("--debug", "node", "stop").err
     assert shown.startswith("Traceback")
     assert shown.endswith("RuntimeError: oops \\x1b[2J\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/there/x"),
+            "/there/x cannot be used\n       Permission den",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written\n       No space left"),
+    ],
+)
+def test_what_the_system_refuses_is_no_mistake_of_ours(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
+) -> None:
+    def refused(given: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", refused)
+    result = run("node", "stop")
+    assert result.code == 2
+    assert result.err.startswith(f"error: {shown}")
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"), [("stdin", "setup", 2), ("stdout", "version", 0), ("stderr", "nothing", 2)]
+)
+def test_a_stream_that_is_closed_is_an_empty_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, closed: str, command: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, closed, None)
+    assert run(command).code == code
+    with getattr(sys, closed) as stream:
+        assert not stream.isatty()
+
+
+def test_text_in_another_encoding_is_a_question_and_no_crash(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xc3\xa9"), encoding="utf-8"))
+    assert run("version").code == 0
+    assert chat.question_of(None) == "caf\ufffd \u00e9"
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert chat.question_of("caf\udce9") == "caf\ufffd"
+
+    def asked(given: object) -> Path:
+        "caf\udce9".encode()
+        raise AssertionError
+
+    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", asked)
+    refused = run("node", "stop")
+    assert refused.code == 2
+    assert refused.err.startswith("error: 'caf\\udce9' is not UTF-8 text\n")
+
+
+class Typed(io.StringIO):
+    """A person at a terminal who types a line, or ^C."""
+
+    def isatty(self) -> bool:
+        """As a terminal says."""
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:
+        """The line."""
+        if self.getvalue() == "^C":
+            raise KeyboardInterrupt
+        return self.getvalue()
+
+
+@pytest.mark.parametrize(("typed", "code"), [("n\n", 1), ("^C", 130)])
+def test_a_question_answered_with_no_is_no_mistake(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str, code: int
+) -> None:
+    kept = tmp_path / "data" / "key"
+    kept.parent.mkdir()
+    kept.touch()
+    monkeypatch.setattr(sys, "stdin", Typed(typed))
+    done = run("uninstall")
+    assert (done.code, done.err.strip()) == (code, "nothing was changed")
+    assert kept.exists()
+
+
+def test_nothing_is_removed_below_a_node_that_does_not_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def asked_to(data_dir: Path) -> None:
+        return
+
+    monkeypatch.setattr(edgepipe.cli.node, "_shut_down", asked_to)
+    monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)
+    (tmp_path / "data").mkdir()
+    for name in ("daemon.sock", "daemon.lock", "key"):
+        (tmp_path / "data" / name).touch()
+    done = run("uninstall", "--yes")
+    assert done.code == 3
+    assert "the node has not stopped yet" in done.err
+    assert (tmp_path / "data" / "key").exists()
 
 
 def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

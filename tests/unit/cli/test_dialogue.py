@@ -163,3 +163,11 @@ def test_completion_knows_commands_and_their_first_word(tmp_path: Path) -> None:
     assert list(complete(talk, "/load ")) == ["trip"]
     named = {"/help", "/model", "/system", "/set", "/clear", "/regenerate", "/stats", "/nodes", "/plan", "/save"}
     assert named | {"/load", "/bye"} == set(COMMANDS)
+
+
+def test_every_setting_goes_back_to_its_default() -> None:
+    dialogue = Dialogue(system="", options={"temperature": None})
+    for name, text in (("history", "drop"), ("temperature", "0.5")):
+        dialogue.set(name, text)
+        dialogue.set(name, "default")
+    assert (dialogue.history, dialogue.options) == ("stop", {"temperature": None})

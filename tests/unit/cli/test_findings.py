@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.cli import admin
+from edgepipe.cli.doctor import examining
 from edgepipe.cli.doctor.findings import (
     Finding,
     Level,
@@ -26,7 +28,10 @@ from edgepipe.cli.doctor.findings import (
     rights_finding,
     worst,
 )
+from edgepipe.cli.wizard.links import Link
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, probe_tcp, reach_of
+from edgepipe.config import Config, load_config
+from edgepipe.wire.v1 import node_pb2 as pb
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
@@ -163,6 +168,32 @@ def test_whose_key_an_address_shows() -> None:
         level, text = told(probe, seen, "mine")
         assert level is Level.PROBLEM
         assert words in text
+
+
+async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = pb.MemberState(node=pb.NodeState(name="studio", node_id="b", address="127.0.0.1:9"))
+
+    async def status(data_dir: Path) -> pb.ClusterStatus:
+        return pb.ClusterStatus(members=[pb.MemberState(self=True), studio])
+
+    async def no_links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
+        return {}
+
+    asked: list[str] = []
+
+    async def look(peer: examining.Peer, *others: object) -> list[Finding]:
+        asked.append(f"{peer.name} at {peer.host}")
+        return []
+
+    monkeypatch.setattr(admin, "status_if_running", status)
+    monkeypatch.setattr(examining, "_links", no_links)
+    monkeypatch.setattr(examining, "_examine_peer", look)
+    monkeypatch.setattr(examining, "network_facts", lambda config: replace(FACTS, address=""))  # pyright: ignore[reportUnknownLambdaType]
+    config = load_config({"data_dir": tmp_path}, environ={}).values
+    await examining.examine(config, ["studio", "10.0.0.7"], say=lambda finding: None)
+    assert asked == ["10.0.0.7 at 10.0.0.7", "studio at 127.0.0.1"]
 
 
 def test_smaller_packets_on_the_way() -> None:

@@ -53,6 +53,24 @@ def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):
     assert json.loads(told.out)["missing_bytes"] > 0
 
 
+def test_a_machine_that_is_left_out_is_in_no_sum(run: Run):
+    short = run("plan", "llama-3.3-70b", "--emulate", "4x rtx4090", "--exclude", "a,b")
+    assert short.code == 6
+    assert "free on a" not in short.out
+    assert "96.3 GB" in short.out, "missing, as the error says"
+    assert "96.3 GB missing; free: c 22.5 GB, d 22.5 GB" in short.err
+    nobody = run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--exclude", "a,b")
+    assert (nobody.code, nobody.out) == (2, "")
+    assert "--exclude leaves out every node" in nobody.err
+
+
+def test_data_sheets_know_one_number_format(run: Run):
+    refused = run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--dtype", "float32")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--emulate plans in bfloat16" in refused.err
+    assert run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--dtype", "bfloat16").code == 0
+
+
 def test_changes_are_answered_where_the_base_does_not_fit(run: Run):
     flags = ("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
     shown = run(*flags)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pyte
 import pytest
@@ -13,7 +14,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from edgepipe.cli import inviting
+from edgepipe.cli import admin, inviting, peers
 from edgepipe.cli.chat.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
@@ -149,6 +150,34 @@ def test_a_terminal_that_is_not_utf8_shows_what_it_can(monkeypatch: pytest.Monke
     assert ended.value.code == 0
     assert " · best for one chat" in screen.shown()  # the dot is in that alphabet
     assert "▶" not in screen.shown()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_addresses_and_keys_are_whole_on_every_screen(
+    emulator: Callable[[int], Emulator], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    told = trust_pb2.ListPeersReply(cluster_name="home")
+    for name, end in (("living-room-gamer", 123), ("studio", 124)):
+        told.peers.add(
+            name=name, role="member", state="asleep", address=f"192.168.178.{end}:7117", node_id=name * 4, added_ms=1,
+            added_by="living-room-gamer",
+        )  # fmt: skip
+
+    class FakeAdmin:
+        async def peers(self) -> trust_pb2.ListPeersReply:
+            return told
+
+    @asynccontextmanager
+    async def connect(data_dir: object) -> AsyncIterator[FakeAdmin]:
+        yield FakeAdmin()
+
+    monkeypatch.setattr(admin, "connect", connect)
+    screen = emulator(columns)
+    peers.list_peers()
+    text = "\n".join(screen.lines())
+    for whole in ("192.168.178.123:7117", "192.168.178.124:7117", "livi", "studiost"):
+        assert whole in text
+    assert ("LET IN BY" in text) is (columns >= 100), text
 
 
 def test_code_in_a_sentence_has_no_background(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.founding import found_local_cluster, home_of
 from edgepipe.config import load_config
 from edgepipe.daemon.machine.data_dir import socket_path
+from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.command_line import Run
 
 
@@ -46,6 +47,13 @@ def test_every_command_names_the_cluster_and_what_to_type(run: Run, member: Path
     assert ("--new-identity" in next_step) is (command.startswith("node join"))
 
 
+def test_a_node_that_was_killed_and_left_its_socket_does_not_run_either(run: Run, member: Path) -> None:
+    socket_path(member).touch()
+    done = run("node", "join", "12345678", "--host", "127.0.0.1:9", "--data-dir", str(member))
+    assert done.code == 3
+    assert "this machine belongs to 'den', but its node does not run" in done.err
+
+
 def test_the_first_screen_says_it_too(run: Run, member: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEPIPE_DATA_DIR", str(member))
     shown = run().out
@@ -71,6 +79,34 @@ def test_setup_starts_the_node_and_joins_nobody(
     assert started == [member]
     shown = capsys.readouterr()
     assert "This machine belongs to 'den', with gamer; its node does not run." in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"), [("", ""), ("den", ""), ("garden", "this node belongs to cluster 'den', not 'garden'")]
+)
+def test_setup_starts_the_node_of_a_machine_that_is_alone_in_its_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, refused: str
+) -> None:
+    alone = tmp_path / "alone"
+    found_local_cluster([alone], name="den")
+    started: list[tuple[str, ...]] = []
+
+    def start(data_dir: Path, flags: tuple[str, ...], *, name: str) -> dict[str, Any]:
+        started.append(flags)
+        return {"pid": 1, "address": "10.0.0.1:7117"}
+
+    def status(setup: Setup) -> pb.ClusterStatus | None:
+        return pb.ClusterStatus(cluster_name="den", members=[pb.MemberState()]) if started else None
+
+    monkeypatch.setattr(steps, "start_in_background", start)
+    monkeypatch.setattr(steps, "_status", status)
+    monkeypatch.setattr(steps, "_browse", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(steps, "_tell_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType]
+    config = load_config({"data_dir": alone}).values
+    setup = Setup(asking=Defaults(), given=Given(cluster=asked), config=config, settings_file=tmp_path / "config.toml")
+    steps.cluster(setup)
+    assert started == [()], "it keeps its cluster, and founds none"
+    assert (setup.failure.what if setup.failure else "") == refused
 
 
 def test_who_is_alone_or_new_belongs_to_nobody(tmp_path: Path) -> None:

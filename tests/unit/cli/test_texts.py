@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from edgepipe.cli import inviting, node
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
 from edgepipe.cli.doctor.machine_findings import backend_finding
+from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.wizard import steps
 from edgepipe.cli.wizard.asking import Defaults
 from edgepipe.cli.wizard.state import Given, Setup
@@ -95,5 +97,7 @@ def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
 def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: str, shown: str) -> None:
     path = TrustFolders(tmp_path / "data").audit
     path.parent.mkdir(parents=True)
-    AuditLog(path, lambda: 0.0).record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=count)
+    AuditLog(path, time.time).record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=count)
     assert run("peers", "log").out.strip().endswith(shown)
+    [finding] = trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None)
+    assert finding.fact == f"the last: {shown}"

@@ -12,7 +12,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard import fits, run, steps
+from edgepipe.cli.wizard import fits, model_choice, run, steps
 from edgepipe.cli.wizard.asking import Choice, Defaults
 from edgepipe.cli.wizard.fits import Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
@@ -114,6 +114,25 @@ def make_setup(tmp_path: Path, given: Given | None = None) -> Setup:
     return Setup(asking=Chosen(), given=given or Given(), config=config, settings_file=tmp_path / "config.toml")
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_a_name_and_a_folder_that_were_given_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], running: bool
+) -> None:
+    monkeypatch.setattr(steps, "_status", lambda setup: make_status() if running else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    setup = make_setup(tmp_path, Given(name="den", models_dir=True))
+    steps.machine(setup)
+    values = load_config({}, environ={}, file=setup.settings_file).values
+    assert (values.name, values.models_dir) == ("den", tmp_path / "models")
+    assert setup.name == ("gamer" if running else "den")
+    told = "takes its new models_dir and name when it starts again" in " ".join(capsys.readouterr().out.split())
+    assert told is running
+
+
+def test_an_address_with_a_bad_port_is_told_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not steps._reachable(make_setup(tmp_path), "studio:abc")  # pyright: ignore[reportPrivateUsage]
+    assert "the host cannot be 'studio:abc'" in capsys.readouterr().out
+
+
 def failing_pull(root: Path, model: str) -> None:
     raise ModelDownloadFailed(f"'{model}' cannot be fetched", fact="the hub cannot be reached")
 
@@ -146,7 +165,7 @@ def test_a_failed_download_does_not_end_the_setup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(models, "pull_model", failing_pull)
-    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(model_choice, "status_with_devices", lambda data_dir: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     setup = make_setup(tmp_path)
     steps.model(setup)
     shown = capsys.readouterr().out
@@ -168,7 +187,7 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "pull_model", failing_pull)
-    monkeypatch.setattr(steps, "_status_with_devices", lambda setup: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(model_choice, "status_with_devices", lambda data_dir: measured_status())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     setup = make_setup(tmp_path)
     asking = setup.asking
     assert isinstance(asking, Chosen)
@@ -184,6 +203,17 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     steps.model(setup)
     assert asking.default == "Qwen/Qwen3-4B"
     assert asking.choices["Qwen/Qwen3-4B"].endswith("  begun")
+
+
+def test_machines_that_are_off_or_have_no_device_are_not_waited_for() -> None:
+    status = make_status()
+    assert model_choice.still_measuring(status) == []
+    for member in status.members:
+        member.node.devices[0].state = "starting"
+    status.members[0].state = "dead"
+    status.members[1].node.ClearField("devices")
+    status.members[2].state = "alive"
+    assert model_choice.still_measuring(status) == ["old-laptop"]
 
 
 def test_only_those_who_may_come_are_waited_for() -> None:
@@ -203,3 +233,5 @@ def test_contradicting_flags_are_told(run: Run) -> None:
     result = run("setup", "--yes", "--cluster", "a", "--join", "1234-5678")
     assert result.code == 2
     assert "give one of them" in result.err
+    alone = run("setup", "--host", "studio")
+    assert (alone.code, "--host goes with --join" in alone.err) == (2, True)

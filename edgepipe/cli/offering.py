@@ -1,0 +1,45 @@
+"""A conversation in a cluster without a model: offer those that fit, and fetch the one that is chosen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from edgepipe.cli.admin import run_async, status_if_running
+from edgepipe.cli.models import pull_model, tell_node
+from edgepipe.cli.wizard.asking import Asking, Back, Quit, Terminal, say
+from edgepipe.cli.wizard.model_choice import SKIP, choose_model
+
+_INTERRUPTED = 130
+
+
+def offer_model(data_dir: Path, models_dir: Path) -> str:
+    """Fetch a model for a person at a terminal whose cluster has none. Return its name.
+
+    Empty where there is no node, no person, a model already, or where none is wanted. Raises typer.Exit(130) where
+    the person stops, and what ``ModelStore.pull`` raises.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return ""
+    status = run_async(status_if_running(data_dir))
+    if status is None or status.engines or any(one.complete for it in status.members for one in it.node.models):
+        return ""
+    return fetch_chosen(Terminal(), data_dir, models_dir)
+
+
+def fetch_chosen(asking: Asking, data_dir: Path, models_dir: Path) -> str:
+    """Ask which model to fetch, and fetch it. Return its name; empty: none is wanted. Raises as ``offer_model``."""
+    say("No machine of this cluster has a model yet.")
+    try:
+        chosen = choose_model(asking, data_dir=data_dir, models_dir=models_dir)
+    except Back:
+        return ""
+    except Quit:
+        raise typer.Exit(_INTERRUPTED) from None
+    if chosen == SKIP:
+        return ""
+    result = pull_model(models_dir, chosen)
+    tell_node(data_dir)
+    return result.model_id

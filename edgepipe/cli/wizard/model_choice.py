@@ -1,0 +1,78 @@
+"""Which model to fetch: those that fit the cluster, with the best one preselected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgepipe.cli.admin import connect, run_async
+from edgepipe.cli.wizard.asking import Asking, Choice, filled, say
+from edgepipe.cli.wizard.fits import best_fit, fitting_models
+from edgepipe.errors import EdgepipeError
+from edgepipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgepipe.wire.v1 import node_pb2 as pb
+
+SKIP = "skip"
+_OTHER = "other"
+_DEVICE_S, _LOOK_S = 60.0, 0.2  # measuring a device takes 2-10 s, importing torch from a cold disk more
+
+
+def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
+    """Ask which model to fetch. Return what ``models pull`` calls it, or SKIP. Raises Back and Quit."""
+    status = status_with_devices(data_dir)
+    good, bad = fitting_models(status) if status is not None else ([], [])
+    alive = [member.node for member in status.members if member.state == "alive"] if status is not None else []
+    free = sum(device.free_bytes for node in alive for device in node.devices)
+    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
+    for one in bad:
+        say(f"       {one.text}", style="dim")
+    here, begun = on_disk(models_dir, [one.source for one in good])
+    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
+    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
+    choices += [
+        Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
+        Choice(value=SKIP, text="none now"),
+    ]
+    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
+    best = best_fit(preferred)
+    answer = asking.choose("Which model?", choices, default=best.source if best is not None else SKIP)
+    return asking.text("Model:", check=filled) if answer == _OTHER else answer
+
+
+def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Which of the models are here, and of which an interrupted pull left a part."""
+    from edgepipe.model.store import ModelStore
+
+    store = ModelStore(models_dir)
+    here = {model.id for model in store.list() if model.whole}.intersection(sources)
+    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
+
+
+def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
+    """Return the status once every device of a machine that is on was measured, or after a while; None without it."""
+
+    async def ask() -> pb.ClusterStatus:
+        async with connect(data_dir) as admin:
+            status = await admin.status()
+            for _ in range(round(_DEVICE_S / _LOOK_S)):
+                if not still_measuring(status):
+                    break
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+                status = await admin.status()
+            return status
+
+    say("     measuring devices ...", style="dim")
+    with suppress(EdgepipeError):
+        return run_async(ask())
+    return None
+
+
+def still_measuring(status: pb.ClusterStatus) -> list[str]:
+    """Names of the nodes that are on and have a device without figures."""
+    alive = [member.node for member in status.members if member.state == "alive"]
+    return [node.name for node in alive if any(device.state == "starting" for device in node.devices)]
