@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import MAX_REGEX_CHARS, RequestBody
@@ -47,7 +47,8 @@ def _response_format(value: Mapping[str, Any], name: str) -> AnswerForm | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return _json(value.get("schema", _JSON_OBJECT), f"{name}.schema")
+        schema = value.get("schema")
+        return _json(_JSON_OBJECT if schema is None else schema, f"{name}.schema")
     if kind != "json_schema":
         raise bad_request(
             "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format.type"
@@ -74,12 +75,7 @@ def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | Non
 
 def _json(value: object, param: str) -> AnswerForm:
     """A schema, or the text of one."""
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = cast("object", json.loads(value))
-        except (ValueError, RecursionError) as exc:
-            raise bad_request(f"{param} is not valid JSON", param=param, code="invalid_schema") from exc
+    schema = parse_json_object(value.encode(), name=param, param=param) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param} must be an object", param=param)
     checked = checked_schema(cast("Mapping[str, Any]", schema), param=param)

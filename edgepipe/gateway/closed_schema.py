@@ -7,8 +7,10 @@ that joins them allows the keys of all. An object that names no keys at all stay
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
+from urllib.parse import unquote
 
 from edgepipe.errors import RequestInvalid
 
@@ -17,8 +19,9 @@ Schema = Mapping[str, Any]
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other in a row would take millions
+_MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other could take millions
 _OPENING = ("additionalProperties", "unevaluatedProperties")
+_INDEX = re.compile(r"[0-9]{1,5}")
 
 
 def closed_schema(schema: Schema) -> Schema:
@@ -36,14 +39,19 @@ def closed_parameters(schema: Schema) -> Schema:
     return closed_schema({"type": "object", **none, **schema})
 
 
-def resolved(root: Schema, reference: object) -> Schema | None:
+def resolved(root: Schema, reference: str) -> Schema | None:
     """Return the object that a JSON pointer into the schema points at (RFC 6901), or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     node: object = root
-    for part in reference.removeprefix("#").split("/")[1:]:
+    for part in unquote(reference).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node = cast("dict[str, object]", node).get(name)
+        elif isinstance(node, list) and _INDEX.fullmatch(name):
+            node = next(iter(cast("list[object]", node)[int(name) :]), None)
+        else:
+            return None
     return _schema(node)
 
 
@@ -54,6 +62,7 @@ class _Closer:
         self._root = root
         self._steps = 0
         self._names: dict[int, frozenset[str]] = {}
+        self._targets: dict[str, Schema | None] = {}  # of references
         self._joined: set[int] = set()  # parts that others close, since they describe an object together
         left = [root]
         while left:
@@ -79,9 +88,10 @@ class _Closer:
 
     def _closed(self, node: Schema, fields: dict[str, Any]) -> dict[str, Any]:
         beyond = self._joins(node) or any(id(part) in self._joined for part in self._parts(node))
-        if not (beyond or "properties" in node) or self._is_open(node):
+        own: object = fields.get("properties", {})
+        if not (beyond or "properties" in node) or self._is_open(node) or not isinstance(own, dict):
             return fields
-        own = cast("dict[str, Any]", fields.get("properties", {}))
+        own = cast("dict[str, Any]", own)
         missing: dict[str, Any] = {name: {} for name in sorted(self._names_of(node) - own.keys())}
         return fields | {"properties": own | missing, "additionalProperties": False}
 
@@ -97,6 +107,7 @@ class _Closer:
         if id(node) not in self._names:
             named = (_own_names(each) for each in [node, *self._all_parts(node)])
             self._names[id(node)] = frozenset().union(*named)
+            self._count(len(self._names[id(node)]))
         return self._names[id(node)]
 
     def _is_open(self, node: Schema) -> bool:
@@ -121,7 +132,7 @@ class _Closer:
         if self._steps > _MAX_STEPS:
             raise RequestInvalid(
                 "the output cannot be bound to this schema",
-                fact="its parts refer to each other in rows that are too long",
+                fact="its parts refer to each other too often",
                 next_step="write what belongs together in one place",
             )
 
@@ -133,8 +144,15 @@ class _Closer:
 
     def _all_of(self, node: Schema) -> Iterator[Schema]:
         yield from _list(node, "allOf")
-        if (target := resolved(self._root, node.get("$ref"))) is not None:
+        if (target := self._target(node.get("$ref"))) is not None:
             yield target
+
+    def _target(self, reference: object) -> Schema | None:
+        if not isinstance(reference, str):
+            return None
+        if reference not in self._targets:
+            self._targets[reference] = resolved(self._root, reference)
+        return self._targets[reference]
 
 
 def _own_names(node: Schema) -> set[str]:

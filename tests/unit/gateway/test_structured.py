@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
+from edgepipe.gateway.closed_schema import closed_schema
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
@@ -173,6 +175,10 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
         (_schema({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)}}), SCHEMA),
         (_schema({"$ref": "#"}), SCHEMA),
+        (_schema({"$ref": "#/$defs/%61", "$defs": {"a": {"$ref": "#/$defs/%61"}}}), SCHEMA),
+        (_schema({"type": "object", "properties": []}), SCHEMA),
+        (_schema({"type": "object", "properties": None}), SCHEMA),
+        (_schema({"allOf": [{"properties": {"a": {}}}, {}], "properties": []}), SCHEMA),
         (_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1"}, "b/": {"$ref": "#/$defs/a"}}}), SCHEMA),
         (_schema({"type": "string", "pattern": "(("}), SCHEMA),
         (_schema({"type": "string", "pattern": "(?=a)a"}), SCHEMA),
@@ -233,6 +239,17 @@ TO_A = {"$ref": "#/$defs/A"}
         ({"allOf": [A | {"additionalProperties": True}, B]}, ['{"a": 1, "b": 2, "x": 3}'], []),
         ({"enum": [{"properties": {}, "x": 1}]}, ['{"properties": {}, "x": 1}'], []),
         (
+            {"allOf": [{"$ref": "#/$defs/A%3CB%3E"}, B], "$defs": {"A<B>": A}},
+            ['{"a": 1, "b": 2}'],
+            ['{"a": 1, "b": 2, "x": 3}'],
+        ),
+        (
+            {"properties": {"p": {"anyOf": [A, B]}, "q": {"allOf": [{"$ref": "#/properties/p/anyOf/0"}, B]}}},
+            ['{"q": {"a": 1, "b": 2}}'],
+            ['{"q": {"a": 1, "b": 2, "x": 3}}'],
+        ),
+        (A | {"$defs": {"s": {"$anchor": "s", "allOf": [{"$ref": "#s"}, B]}}}, ['{"a": 1}'], ['{"a": 1, "b": 2}']),
+        (
             {"type": "object", "properties": {}, "patternProperties": {"^x": {"type": "integer"}}},
             ['{"x1": 1}'],
             ['{"y": 1}'],
@@ -283,6 +300,7 @@ ROME, LIE = '{"city": "Rome"}', '{"town": "Rome"}'
         ({"json_schema": CITY_SCHEMA}, ROME, LIE),
         ({"structured_outputs": {"json": CITY_SCHEMA}}, ROME, LIE),
         ({"response_format": {"type": "json_object", "schema": CITY_SCHEMA}}, ROME, LIE),
+        ({"response_format": {"type": "json_object", "schema": None}}, LIE, "[1]"),
         ({"structured_outputs": {"json_object": True}}, LIE, "[1]"),
         ({"guided_choice": ["yes", 'no "é"\n/']}, 'no "é"\n/', "yesno"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
@@ -306,6 +324,9 @@ async def test_every_way_to_ask_for_a_form(
     [
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_json": '{"items": ' * 40 + "{}" + "}" * 40}, "guided_json"),
+        ({"guided_json": '{"type": "string", "type": "null"}'}, "guided_json"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
         ({"json_schema": {"type": "nothing"}}, "json_schema"),
         ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
         ({"guided_choice": []}, "guided_choice"),
@@ -363,6 +384,27 @@ async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:
     grammar = (await plan(**_schema(tree))).grammar
     assert takes(vocabulary, grammar, '{"below": [{"below": []}]}') == "ends"
     assert takes(vocabulary, grammar, '{"below": [3') == "refuses"
+
+
+def test_the_work_of_closing_a_schema_is_bounded() -> None:
+    """Both hold up a gateway for seconds otherwise: a long pointer that is followed often, and many keys of many."""
+    definitions = {f"d{i}": {"properties": {}, "allOf": [{"$ref": "#/$defs/D"}]} for i in range(700)}
+    keys = {f"{i:x}": {} for i in range(1800)}
+    with pytest.raises(RequestInvalid):
+        closed_schema({"$defs": {"D": {"properties": keys}, **definitions}})
+    target = CountedText("#" + "/a" * 10_000)
+    closed_schema({"$defs": {"D": {"$ref": target}, **definitions}})
+    assert target.num_read == 1
+
+
+class CountedText(str):
+    """Counts how often it is read as a pointer."""
+
+    num_read = 0
+
+    def startswith(self, *args: Any) -> bool:
+        self.num_read += 1
+        return super().startswith(*args)
 
 
 async def test_patterns_that_explode_elsewhere_compile(vocabulary: GrammarTokenizer) -> None:
