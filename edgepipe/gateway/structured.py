@@ -2,17 +2,16 @@
 is accepted.
 
 ``plan_output`` takes the fields as they stand in the body; everything that is wrong with them is a 400 that names the
-field. Compiling runs in a thread. The tools of a chat also go into its prompt: through the model's template where that
-knows tools, else as ``tool_instructions`` in front of the conversation.
+field. Compiling runs in a child process. The tools of a chat also go into its prompt: through the model's template if
+it knows tools, else as ``tool_instructions`` in front of the conversation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,11 +19,12 @@ from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import AnswerForm
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.closed_schema import closed_parameters
-from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.grammar_trial import GrammarTooHard
+from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import check_grammar, json_grammar, json_rule, lark_grammar
+from edgepipe.sampling.grammar import json_grammar, json_rule, lark_grammar
 
 MAX_CACHED_GRAMMARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -40,15 +40,17 @@ class OutputPlan:
 
 
 class GrammarCompiler:
-    """Checks grammars off the loop, and remembers which are good."""
+    """Checks grammars, and remembers which are good."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[GrammarSpec], Awaitable[None]]) -> None:
+        """``check``: as ``GrammarTrial.check``."""
+        self._check = check
         self._good: OrderedDict[str, None] = OrderedDict()
 
     async def check(self, grammar: GrammarSpec) -> None:
-        """Raises RequestInvalid if it cannot be compiled."""
+        """See GrammarTrial."""
         if grammar.text not in self._good:
-            await asyncio.to_thread(check_grammar, grammar)
+            await self._check(grammar)
             self._good[grammar.text] = None
             while len(self._good) > MAX_CACHED_GRAMMARS:
                 self._good.popitem(last=False)
@@ -75,11 +77,14 @@ async def plan_output(
         grammar = _tool_grammar(chosen, tool_format, forced=forced, several=several)
     if grammar is None:
         return OutputPlan()
+    param = "tools" if form is None else form.param
     try:
         await compiler.check(grammar)
+    except GrammarTooHard as exc:
+        raise _too_hard(param) from exc
     except RequestInvalid as exc:
         await _find_bad_tool(functions, compiler)
-        raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
+        raise invalid_schema(exc, param=param) from exc
     if not chosen:
         return OutputPlan(grammar=grammar)
     shown = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
@@ -106,10 +111,18 @@ def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
     """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
     for index, schema in enumerate(functions.values()):
+        param = f"tools.{index}.function.parameters"
         try:
             await compiler.check(json_grammar(schema))
+        except GrammarTooHard as exc:
+            raise _too_hard(param) from exc
         except RequestInvalid as exc:
-            raise invalid_schema(exc, param=f"tools.{index}.function.parameters") from exc
+            raise invalid_schema(exc, param=param) from exc
+
+
+def _too_hard(param: str) -> HttpProblem:
+    text = "the output cannot be bound to this schema: compiling it takes too much work; use simpler patterns"
+    return bad_request(text, param=param, code="invalid_schema")
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -220,6 +221,15 @@ async def test_a_schema_becomes_a_grammar(served: Served) -> None:
     assert served.engine.submits[1].sampling.grammar
     await served.chat(response_format={"type": "text"})
     assert not served.engine.submits[2].sampling.grammar
+
+
+async def test_a_schema_that_would_compile_for_hours_is_refused(served: Served) -> None:
+    patterns = [{"type": "string", "pattern": f".*a.{{{i}}}b"} for i in range(24)]
+    schema = {"type": "object", "properties": {"x": {"allOf": patterns}}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    hard, easy = await asyncio.gather(served.chat(response_format=wanted), served.chat(tools=[LOOK]))
+    assert (hard.status_code, hard.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
+    assert easy.status_code == 200
 
 
 async def test_template_keywords_reach_the_template(served: Served) -> None:

@@ -10,6 +10,7 @@ import pytest
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.closed_schema import closed_schema
+from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
@@ -17,7 +18,7 @@ from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer
+from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
 
 CITY = {"$ref": "#/$defs/city"}
 TOOLS: list[dict[str, Any]] = [
@@ -74,7 +75,11 @@ async def plan(**fields: Any) -> OutputPlan:
     tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
     kind = fields.pop("kind", ToolFormat.HERMES)
     form = answer_form(CompletionBody(prompt=["x"], **fields))
-    return await plan_output(tool_format=kind, compiler=GrammarCompiler(), form=form, **tools)
+    return await plan_output(tool_format=kind, compiler=GrammarCompiler(_checked_here), form=form, **tools)
+
+
+async def _checked_here(grammar: GrammarSpec) -> None:
+    check_grammar(grammar)
 
 
 async def test_nothing_asked_is_nothing_bound() -> None:
@@ -348,6 +353,20 @@ async def test_a_form_that_cannot_be_is_a_400_that_names_the_field(fields: dict[
     with pytest.raises(HttpProblem) as caught:
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
+    """Another tool's mistake was found first, and then each tool by itself is tried."""
+
+    async def check(grammar: GrammarSpec) -> None:
+        if "start: %json" in grammar.text and "city" in grammar.text:
+            raise GrammarTooHard
+        check_grammar(grammar)
+
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "nothing"}}}}}
+    with pytest.raises(HttpProblem) as caught:
+        await plan_output(tools=[TOOLS[0], bad], tool_format=ToolFormat.HERMES, compiler=GrammarCompiler(check))
+    assert (caught.value.status, caught.value.param) == (400, "tools.0.function.parameters")
 
 
 async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) -> None:
