@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -41,6 +41,7 @@ from edgepipe.gateway.schema import (
     RawTools,
     Stops,
     Text,
+    misfit,
     validate,
 )
 from edgepipe.gateway.text import Delta
@@ -53,13 +54,24 @@ _MOST_LEFT_S = 1e9  # beyond it, a time is for good
 _FOREVER = "0001-01-01T00:00:00Z"  # of models that stay until they are stopped
 
 
-class Options(Checked):
+class GoBody(Checked):
+    """A body as Ollama's own server reads it: null is as good as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
+
+
+class Options(GoBody):
     """How to draw; what only concerns Ollama's own engine has no effect."""
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -78,20 +90,20 @@ class Options(Checked):
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
 
-class CalledFunction(Checked):
+class CalledFunction(GoBody):
     """A call in an earlier turn; arguments are an object here."""
 
     name: Text
     arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
 
 
-class Call(Checked):
+class Call(GoBody):
     """A call in an earlier turn."""
 
     function: CalledFunction
 
 
-class Turn(Checked):
+class Turn(GoBody):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -117,7 +129,7 @@ class Turn(Checked):
         return fields
 
 
-class OllamaBody(Checked):
+class OllamaBody(GoBody):
     """What both endpoints take."""
 
     refused: ClassVar[RefusedFields] = OLLAMA
@@ -183,8 +195,14 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool = False  # without the chat template
     images: Annotated[list[Text], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> OllamaGenerateBody:
+        if self.raw and self.system:
+            raise misfit("system", "system is only allowed without raw: true")
+        return self
 
-class ShowBody(Checked):
+
+class ShowBody(GoBody):
     """``POST /api/show``."""
 
     model: Text | None = None
@@ -284,7 +302,7 @@ class OllamaDoor:
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
         body = await self._read(request, OllamaGenerateBody)
-        if body.raw:
+        if body.raw and body.prompt:
             kept_s = body.keep_s()
             name = _known_name(self.desk.models, body.model)
             fields = body.shared_fields(await (await self.desk.loads.entry(name)).assets())

@@ -115,7 +115,7 @@ Biases = Annotated[_BiasMap | None, BeforeValidator(_biases, json_schema_input_t
 _MISFIT, _UNSUPPORTED = "misfit", "unsupported"
 
 
-def _misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
+def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
     """Make the error of a field that contradicts another one, or that is not supported."""
     return PydanticCustomError(kind, "{message}", {"field": field, "message": message})
 
@@ -133,7 +133,7 @@ class Checked(BaseModel):
         given = cast("dict[str, object]", raw) if isinstance(raw, dict) else dict[str, object]()
         for name, refused in cls.refused.items():
             if not refused.takes(given.get(name)):
-                raise _misfit(name, refused.message(name), kind=_UNSUPPORTED)
+                raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
         return cast("object", raw)
 
 
@@ -303,9 +303,9 @@ class RequestBody(Checked):
     @model_validator(mode="after")
     def _consistent(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
-            raise _misfit("stream_options", "stream_options is only allowed with stream: true")
+            raise misfit("stream_options", "stream_options is only allowed with stream: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _misfit("best_of", "best_of is only supported equal to n")
+            raise misfit("best_of", "best_of is only supported equal to n")
         return self
 
 
@@ -340,7 +340,7 @@ class Message(Checked):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls and self.function_call is None:
-            raise _misfit("content", f"content is required for role '{self.role}'")
+            raise misfit("content", f"content is required for role '{self.role}'")
         return self
 
 
@@ -381,7 +381,7 @@ class ChatBody(RequestBody):
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise _misfit("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+            raise misfit("top_logprobs", "top_logprobs is only allowed with logprobs: true")
         return self
 
 
@@ -413,7 +413,7 @@ class TokenizeBody(Checked):
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise _misfit("prompt", "either prompt or messages is required")
+            raise misfit("prompt", "either prompt or messages is required")
         return self
 
 
@@ -444,5 +444,5 @@ def _problem(exc: ValidationError) -> HttpProblem:
 
 
 _CODES = {"missing": "missing_required_parameter", _UNSUPPORTED: "unsupported_parameter"}
-_TYPE_NAMES = ("str", "list", "int", "dict")
+_TYPE_NAMES = ("str", "list", "int", "float", "dict")
 """Of union members: pydantic puts them into an error's place, but no request has such a field."""
