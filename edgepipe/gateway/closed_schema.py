@@ -36,7 +36,7 @@ def closed_parameters(schema: Schema) -> Schema:
     """
     shapes = {*_MAPS, *_LISTS, *_OPENING, "$ref", "required", "minProperties", "enum", "const"}
     none: dict[str, Any] = {"properties": {}} if not shapes & schema.keys() else {}
-    return closed_schema({"type": "object", **none, **schema})
+    return closed_schema({**none, **schema, "type": "object"})
 
 
 def resolved(root: Schema, reference: str) -> Schema | None:

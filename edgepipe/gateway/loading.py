@@ -44,8 +44,8 @@ class ModelLoads:
         try:
             return self._models.get(name)
         except CapacityError:
-            if wanted not in self._asked:
-                raise
+            if wanted not in self._asked or self._asked[wanted] is not None:
+                raise  # a user serves it, perhaps after a request's attempt failed
         except EdgepipeError:
             if wanted not in self._loadable:
                 raise

@@ -144,6 +144,9 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         if schema is not None and not isinstance(schema, Mapping):
             raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
         schema = cast("Mapping[str, Any]", schema or {})
+        kinds = schema.get("type", "object")
+        if "object" not in (cast("list[object]", kinds) if isinstance(kinds, list) else [kinds]):
+            raise bad_request("a function's parameters must be of type 'object'", param=f"{param}.parameters")
         found[name] = checked_schema(schema, param=f"{param}.parameters", close=closed_parameters)
     return found
 

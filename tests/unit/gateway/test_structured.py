@@ -200,6 +200,13 @@ SCHEMA = "response_format.json_schema.schema"
             {"tools": [TOOLS[0], {"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}]},
             "tools.1.function.parameters",
         ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": kind}}}]},
+                "tools.0.function.parameters",
+            )
+            for kind in ("string", "array", ["array", "null"], [], {}, None)
+        ),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
@@ -265,25 +272,20 @@ TO_A = {"$ref": "#/$defs/A"}
 async def test_objects_that_name_their_keys_have_no_others(
     vocabulary: GrammarTokenizer, schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    for bound, around in (
-        (await plan(**_schema(schema)), "{}"),
-        (
-            await plan(
-                tools=[{"type": "function", "function": {"name": "f", "parameters": {**schema}}}],
-                tool_choice="required",
-                kind=ToolFormat.MISTRAL_ARGS,
-            ),
-            "[TOOL_CALLS]f[ARGS]{}",
-        ),
-    ):
-        if schema != {"type": "object"} or around == "{}":
-            assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in good] == ["ends"] * len(
-                good
-            )
-        assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in bad] == ["refuses"] * len(bad)
+    bound = [((await plan(**_schema(schema))).grammar, "{}")]
+    if schema.get("type") != "array" and schema != {"type": "object"}:  # parameters are objects, of keys that are named
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema}}}]
+        called = await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)
+        bound.append((called.grammar, "[TOOL_CALLS]f[ARGS]{}"))
+    for grammar, around in bound:
+        assert {takes(vocabulary, grammar, around.replace("{}", text)) for text in good} == {"ends"}
+        assert {takes(vocabulary, grammar, around.replace("{}", text)) for text in bad} <= {"refuses"}
 
 
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"type": ["object", "null"]}],
+)
 async def test_a_function_that_names_no_parameters_takes_none(
     vocabulary: GrammarTokenizer, parameters: dict[str, Any] | None
 ) -> None:
@@ -291,6 +293,7 @@ async def test_a_function_that_names_no_parameters_takes_none(
     grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
     assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
     assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
+    assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]null") == "refuses"
 
 
 CITY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
