@@ -271,6 +271,7 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
             ({"max_tokens": 8}, "length"),
             ({"max_tokens": 30}, "length"),
             ({"stop": "oon"}, "stop"),
+            ({"stop": "ol_ca"}, "stop"),
         ]
         for fields, reason in cases:
             response = await served.chat(tools=[LOOK], stream=stream, **fields)
@@ -281,7 +282,7 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
             assert choices[-1]["finish_reason"] == reason
             pieces = [piece for message in messages for piece in message.get("tool_calls", ())]
             arguments = "".join(piece["function"]["arguments"] for piece in pieces)
-            assert arguments == ('{"at": "the m' if reason == "stop" else "")
+            assert arguments == ('{"at": "the m' if fields.get("stop") == "oon" else "")
 
 
 async def test_without_tools_what_looks_like_a_call_is_text() -> None:
