@@ -55,6 +55,17 @@ def resolved(root: Schema, reference: str) -> Schema | None:
     return _schema(node)
 
 
+def needed_parts(root: Schema, node: Schema) -> Iterator[Schema]:
+    """Yield the schemas that every value of this one must fit, as far as it names them."""
+    yield from _list(node, "allOf")
+    for key in ("anyOf", "oneOf"):
+        if len(choices := list(_list(node, key))) == 1:
+            yield from choices
+    reference = node.get("$ref")
+    if isinstance(reference, str) and (target := resolved(root, reference)) is not None:
+        yield target
+
+
 class _Closer:
     """Copies the schemas of one document. Nodes are known by ``id``: the document outlives the closer."""
 

@@ -180,6 +180,8 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
         (_schema({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)}}), SCHEMA),
         (_schema({"$ref": "#"}), SCHEMA),
+        (_schema({"allOf": [{"$ref": "#"}]}), SCHEMA),
+        (_schema({"anyOf": [{"oneOf": [{"$ref": "#"}]}]}), SCHEMA),
         (_schema({"$ref": "#/$defs/%61", "$defs": {"a": {"$ref": "#/$defs/%61"}}}), SCHEMA),
         (_schema({"type": "object", "properties": []}), SCHEMA),
         (_schema({"type": "object", "properties": None}), SCHEMA),
