@@ -1,4 +1,4 @@
-"""Ollama's endpoints, for the clients that speak nothing else. Each body becomes one of ours; only shapes differ."""
+"""Ollama's endpoints. Each body becomes one of ours (OpenAI's); only the form of the answers differs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ from edgepipe.gateway.unloading import keep_s
 from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # beyond it, a time is for good
 _FOREVER = "0001-01-01T00:00:00Z"  # of models that stay until they are stopped
 
@@ -66,7 +67,7 @@ class GoBody(Checked):
 
 
 class Options(GoBody):
-    """How to draw; what only concerns Ollama's own engine has no effect."""
+    """How to sample. Options of Ollama's own engine have no effect."""
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
@@ -82,7 +83,7 @@ class Options(GoBody):
     frequency_penalty: Penalty = 0.0
 
     def fields(self, own: Mapping[str, float]) -> dict[str, Any]:
-        """As they stand in our bodies: as given, else as the model wants it (``own``), else as Ollama has it."""
+        """Return fields of our bodies: as given, else the model's defaults (``own``), else Ollama's."""
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         if self.repeat_penalty is not None:
             fields["repetition_penalty"] = self.repeat_penalty
@@ -115,7 +116,7 @@ class Turn(GoBody):
     thinking: LongText | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
-        """As it stands in our bodies."""
+        """Return the fields of our body."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
         fields |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.thinking}
         if self.tool_calls:
@@ -141,10 +142,10 @@ class OllamaBody(GoBody):
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
-    keep_alive: Annotated[float, Field(allow_inf_nan=False)] | Text | None = None
+    keep_alive: Annotated[float, Field(ge=-_MOST_KEPT_S, le=_MOST_KEPT_S, allow_inf_nan=False)] | Text | None = None
 
     def keep_s(self) -> float | None:
-        """How long the model stays after the answer; inf: for good; None: not said. Raises HttpProblem."""
+        """Return how long the model stays after the answer (inf: for good), None if not given. Raises HttpProblem."""
         if self.keep_alive is None:
             return None
         if isinstance(self.keep_alive, (int, float)):
@@ -157,7 +158,7 @@ class OllamaBody(GoBody):
             ) from None
 
     def response_format(self) -> dict[str, Any] | None:
-        """As it stands in our bodies. Raises HttpProblem."""
+        """Return the field of our bodies. Raises HttpProblem."""
         if not self.format:
             return None
         if isinstance(self.format, dict):
@@ -167,11 +168,11 @@ class OllamaBody(GoBody):
         return {"type": "json_object"}
 
     def shared_fields(self, assets: Assets) -> dict[str, Any]:
-        """Options as they stand in our bodies."""
+        """Return the options as fields of our bodies."""
         return (self.options or Options()).fields(assets.sampling)
 
     def chat_fields(self) -> dict[str, Any]:
-        """What concerns conversations, as it stands in our bodies."""
+        """Return the fields of our bodies that concern conversations."""
         fields: dict[str, Any] = {"logprobs": self.logprobs or self.top_logprobs > 0, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, bool):
             fields["chat_template_kwargs"] = {"enable_thinking": self.think}
@@ -387,7 +388,7 @@ class OllamaDoor:
         return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
 
     def _unload(self, name: str) -> None:
-        """Raises ModelUnknown for what is neither served nor could be loaded."""
+        """Unload a model. Raises ModelUnknown if it is neither served nor could be loaded."""
         try:
             self.desk.keep_alives.want(self.desk.models.get(name).served, 0.0)
         except ModelUnknown:
