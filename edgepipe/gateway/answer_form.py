@@ -1,5 +1,5 @@
-"""The form that an answer is bound to, as a grammar: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and
-``guided_*``, llama.cpp's ``json_schema``. Everything that is wrong with them is a 400 that names the field."""
+"""Turn the field that binds an answer's form into a grammar: OpenAI's ``response_format``, vLLM's
+``structured_outputs`` and ``guided_*``, llama.cpp's ``json_schema``. A bad field is a 400 that names it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AnswerForm:
 
 
 def answer_form(body: RequestBody) -> AnswerForm | None:
-    """Return the form that a request asks for. Raises HttpProblem, also where it asks for two."""
+    """Return the form that a request asks for. Raises HttpProblem, also for two forms."""
     forms: list[AnswerForm] = []
     for name, read in _FIELDS.items():
         if (value := getattr(body, name)) is not None and (form := read(value, name)) is not None:
@@ -60,7 +60,7 @@ def _response_format(value: Mapping[str, Any], name: str) -> AnswerForm | None:
 
 
 def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | None:
-    """vLLM's: exactly one form, and options of its backends that change nothing here."""
+    """vLLM's field: exactly one form. Options of vLLM's backends are refused unless they change nothing."""
     forms = [key for key in _STRUCTURED if value.get(key) not in (None, False)]
     for key, option in value.items():
         if key not in _STRUCTURED and key != "disable_fallback" and option not in (None, False):

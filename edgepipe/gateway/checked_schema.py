@@ -1,4 +1,4 @@
-"""Check the JSON schemas of a request before they become grammars. Everything wrong is a 400 that names the field."""
+"""Check the JSON schemas of a request before they become grammars. A bad schema is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def _objects(schema: Schema) -> Iterator[Schema]:
 
 
 def invalid_schema(error: RequestInvalid, *, param: str) -> HttpProblem:
-    """Make the problem of a schema, with the field that holds it."""
+    """Make the problem of a schema; ``param`` is the field that holds it."""
     message = ". ".join(line.rstrip(".") for line in error.lines())
     return bad_request(message, param=param, code="invalid_schema")

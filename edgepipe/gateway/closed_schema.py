@@ -1,8 +1,8 @@
-"""Close the objects of a JSON schema: one that names its keys and does not mention ``additionalProperties`` allows no
-other keys. JSON Schema itself would allow any, and small models invent them; clients expect what is done here.
+"""Close the objects of a JSON schema: an object that names keys but not ``additionalProperties`` allows no other keys.
 
-Parts that describe one object together (``allOf``, or ``anyOf`` beside ``properties``) stay as they are, and the schema
-that joins them allows the keys of all. An object that names no keys at all stays free.
+JSON Schema itself allows any other key, and small models invent some. Other servers close objects, so clients expect
+it. Several parts may describe one object (``allOf``, or ``anyOf`` beside ``properties``): then the parts stay as they
+are, and the schema that joins them allows the keys of all parts. An object that names no keys stays free.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _list(node: Schema, key: str) -> Iterator[Schema]:
 
 
 def _children(node: Schema) -> Iterator[Schema]:
-    """Yield every schema that stands directly in this one."""
+    """Yield the schemas that are direct parts of this one."""
     for key in _MAPS:
         for each in cast("dict[str, object]", node[key]).values() if isinstance(node.get(key), dict) else ():
             if (schema := _schema(each)) is not None:

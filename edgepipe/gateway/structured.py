@@ -1,9 +1,8 @@
-"""What a request wants its output to look like: an answer's form and ``tools`` to a grammar, checked before the request
-is accepted.
+"""Turn an answer's form and ``tools`` into a grammar, and check it before the request is accepted.
 
-``plan_output`` takes the fields as they stand in the body; everything that is wrong with them is a 400 that names the
-field. Compiling runs in a child process. The tools of a chat also go into its prompt: through the model's template if
-it knows tools, else as ``tool_instructions`` in front of the conversation.
+``plan_output`` takes fields of the body; a bad field is a 400 that names it. Compiling runs in a child process.
+The tools of a chat also go into its prompt: through the model's template if it knows tools, else as
+``tool_instructions`` in front of the conversation.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ async def plan_output(
     tool_format: ToolFormat,
     compiler: GrammarCompiler,
 ) -> OutputPlan:
-    """The fields of a chat request as a plan for its output. Raises HttpProblem (400) with the field at fault."""
+    """Plan the output of a request. Raises HttpProblem (400) with the field at fault."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
     several = parallel_tool_calls is not False and not _names_one(tool_choice)
@@ -92,13 +91,13 @@ async def plan_output(
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a prompt that nobody answers. Raises HttpProblem (400) with the field at fault."""
+    """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the field at fault."""
     _functions(tools)
     return tuple(tools or ())
 
 
 def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told of its tools where its chat template does not know them (Hermes' way of writing calls)."""
+    """Describe the tools to a model whose chat template does not. It is to write calls as Hermes' models do."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "You may call functions to answer. Their signatures stand between <tools> and </tools>:\n"
@@ -126,7 +125,7 @@ def _too_hard(param: str) -> HttpProblem:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Schemas of the arguments by name."""
+    """Return the schemas of the arguments, by function name."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise bad_request(f"at most {MAX_TOOLS} tools can be given", param="tools")
     found: dict[str, Mapping[str, Any]] = {}
@@ -214,7 +213,7 @@ def _function_name(value: object) -> str | None:
 def _tool_grammar(
     functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
 ) -> GrammarSpec:
-    """Calls as the family writes them; free text around them unless they are forced."""
+    """Make the grammar of calls as the family writes them, with free text around them unless a call is forced."""
     calls = [_call_rule(index, name, kind, schema) for index, (name, schema) in enumerate(functions.items())]
     rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
     try:
@@ -224,7 +223,7 @@ def _tool_grammar(
 
 
 def _call_rule(index: int, name: str, kind: ToolFormat, schema: Mapping[str, Any]) -> str:
-    """One function's call. The schema stands alone, so that references in it mean what they meant."""
+    """Make the rule of one function's call. It embeds the schema whole: references are relative to the schema."""
     if kind is ToolFormat.MISTRAL_ARGS:
         return f"call_{index}: {json.dumps(name + '[ARGS]')} {json_rule(schema)}"
     key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
@@ -237,7 +236,7 @@ def _any(rule: str, count: int) -> str:
 
 
 _TEXT = r"TEXT: /(.|\n)*/"
-"""Free text. Where a lazy ``opening`` may begin as well, it ends there: what follows is bound."""
+"""Free text. It ends where a lazy ``opening`` matches; the grammar binds what follows."""
 
 
 def _start(calls: str, *, several: bool) -> str:
