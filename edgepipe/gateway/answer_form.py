@@ -1,14 +1,14 @@
-"""The form that an answer is bound to, as a grammar: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and
-``guided_*``, llama.cpp's ``json_schema``. Everything that is wrong with them is a 400 that names the field."""
+"""Turn the field that binds an answer's form into a grammar: OpenAI's ``response_format``, vLLM's
+``structured_outputs`` and ``guided_*``, llama.cpp's ``json_schema``. A bad field is a 400 that names it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import MAX_REGEX_CHARS, RequestBody
@@ -32,7 +32,7 @@ class AnswerForm:
 
 
 def answer_form(body: RequestBody) -> AnswerForm | None:
-    """Return the form that a request asks for. Raises HttpProblem, also where it asks for two."""
+    """Return the form that a request asks for. Raises HttpProblem, also for two forms."""
     forms: list[AnswerForm] = []
     for name, read in _FIELDS.items():
         if (value := getattr(body, name)) is not None and (form := read(value, name)) is not None:
@@ -47,7 +47,8 @@ def _response_format(value: Mapping[str, Any], name: str) -> AnswerForm | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return _json(value.get("schema", _JSON_OBJECT), f"{name}.schema")
+        schema = value.get("schema")
+        return _json(_JSON_OBJECT if schema is None else schema, f"{name}.schema")
     if kind != "json_schema":
         raise bad_request(
             "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format.type"
@@ -59,7 +60,7 @@ def _response_format(value: Mapping[str, Any], name: str) -> AnswerForm | None:
 
 
 def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | None:
-    """vLLM's: exactly one form, and options of its backends that change nothing here."""
+    """vLLM's field: exactly one form. Options of vLLM's backends are refused unless they change nothing."""
     forms = [key for key in _STRUCTURED if value.get(key) not in (None, False)]
     for key, option in value.items():
         if key not in _STRUCTURED and key != "disable_fallback" and option not in (None, False):
@@ -74,12 +75,7 @@ def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | Non
 
 def _json(value: object, param: str) -> AnswerForm:
     """A schema, or the text of one."""
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = cast("object", json.loads(value))
-        except (ValueError, RecursionError) as exc:
-            raise bad_request(f"{param} is not valid JSON", param=param, code="invalid_schema") from exc
+    schema = parse_json_object(value.encode(), name=param, param=param) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param} must be an object", param=param)
     checked = checked_schema(cast("Mapping[str, Any]", schema), param=param)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from edgepipe.gateway.body import MAX_BODY_BYTES, parse_json_object, read_body
 from edgepipe.gateway.body_child import GOOD, kind_name, unpack
 from edgepipe.gateway.models import ModelTable
-from edgepipe.gateway.problems import RETRY_AFTER_S, HttpProblem
+from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.schema import BodyT, validate
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
@@ -42,9 +42,7 @@ class BodyReader:
         try:
             answer = await self.child.ask(asked, b"\n", body, within_s=_READ_S, most_bytes=_MOST_BYTES)
         except (TimeoutError, ChildEnded) as exc:
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            message = "the body could not be read: this machine has too little time or memory now"
-            raise HttpProblem(status=503, message=message, code="busy", headers=headers) from exc
+            raise busy("the body could not be read: this machine has too little time or memory now") from exc
         if answer[:1] != GOOD:
             raise HttpProblem(**cast("dict[str, Any]", json.loads(answer[1:])))
         return unpack(kind, memoryview(answer)[1:])

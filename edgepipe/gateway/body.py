@@ -60,8 +60,11 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
                 left -= len(chunk)
 
 
-def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The body as an object. Refuses NaN, Infinity, keys given twice, lone surrogates and deep nesting with a 400."""
+def parse_json_object(body: bytes, *, name: str = "the body", param: str | None = None) -> dict[str, Any]:
+    """The body as an object. Refuses NaN, Infinity, keys given twice, lone surrogates and deep nesting with a 400.
+
+    ``name`` and ``param`` are for that problem, where the JSON is the text of a field.
+    """
     try:
         value: object = json.loads(
             body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -70,13 +73,13 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as exc:
-        raise bad_request("the body is nested too deeply", code="invalid_json") from exc
+        raise bad_request(f"{name} is nested too deeply", param=param, code="invalid_json") from exc
     except UnicodeError as exc:
-        raise bad_request("the body is not valid UTF-8 text", code="invalid_json") from exc
+        raise bad_request(f"{name} is not valid UTF-8 text", param=param, code="invalid_json") from exc
     except ValueError as exc:
-        raise bad_request(f"the body is not valid JSON: {str(exc)[:200]}", code="invalid_json") from exc
+        raise bad_request(f"{name} is not valid JSON: {str(exc)[:200]}", param=param, code="invalid_json") from exc
     if not isinstance(value, dict):
-        raise bad_request("the body must be a JSON object", code="invalid_json")
+        raise bad_request(f"{name} must be a JSON object", param=param, code="invalid_json")
     return cast("dict[str, Any]", value)
 
 

@@ -1,14 +1,16 @@
-"""Close the objects of a JSON schema: one that names its keys and does not mention ``additionalProperties`` allows no
-other keys. JSON Schema itself would allow any, and small models invent them; clients expect what is done here.
+"""Close the objects of a JSON schema: an object that names keys but not ``additionalProperties`` allows no other keys.
 
-Parts that describe one object together (``allOf``, or ``anyOf`` beside ``properties``) stay as they are, and the schema
-that joins them allows the keys of all. An object that names no keys at all stays free.
+JSON Schema itself allows any other key, and small models invent some. Other servers close objects, so clients expect
+it. Several parts may describe one object (``allOf``, or ``anyOf`` beside ``properties``): then the parts stay as they
+are, and the schema that joins them allows the keys of all parts. An object that names no keys stays free.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
+from urllib.parse import unquote
 
 from edgepipe.errors import RequestInvalid
 
@@ -17,8 +19,9 @@ Schema = Mapping[str, Any]
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other in a row would take millions
+_MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other could take millions
 _OPENING = ("additionalProperties", "unevaluatedProperties")
+_INDEX = re.compile(r"[0-9]{1,5}")
 
 
 def closed_schema(schema: Schema) -> Schema:
@@ -33,18 +36,34 @@ def closed_parameters(schema: Schema) -> Schema:
     """
     shapes = {*_MAPS, *_LISTS, *_OPENING, "$ref", "required", "minProperties", "enum", "const"}
     none: dict[str, Any] = {"properties": {}} if not shapes & schema.keys() else {}
-    return closed_schema({"type": "object", **none, **schema})
+    return closed_schema({**none, **schema, "type": "object"})
 
 
-def resolved(root: Schema, reference: object) -> Schema | None:
+def resolved(root: Schema, reference: str) -> Schema | None:
     """Return the object that a JSON pointer into the schema points at (RFC 6901), or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     node: object = root
-    for part in reference.removeprefix("#").split("/")[1:]:
+    for part in unquote(reference).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        node = cast("dict[str, object]", node).get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node = cast("dict[str, object]", node).get(name)
+        elif isinstance(node, list) and _INDEX.fullmatch(name):
+            node = next(iter(cast("list[object]", node)[int(name) :]), None)
+        else:
+            return None
     return _schema(node)
+
+
+def needed_parts(root: Schema, node: Schema) -> Iterator[Schema]:
+    """Yield the schemas that every value of this one must fit, as far as it names them."""
+    yield from _list(node, "allOf")
+    for key in ("anyOf", "oneOf"):
+        if len(choices := list(_list(node, key))) == 1:
+            yield from choices
+    reference = node.get("$ref")
+    if isinstance(reference, str) and (target := resolved(root, reference)) is not None:
+        yield target
 
 
 class _Closer:
@@ -54,6 +73,7 @@ class _Closer:
         self._root = root
         self._steps = 0
         self._names: dict[int, frozenset[str]] = {}
+        self._targets: dict[str, Schema | None] = {}  # of references
         self._joined: set[int] = set()  # parts that others close, since they describe an object together
         left = [root]
         while left:
@@ -79,9 +99,10 @@ class _Closer:
 
     def _closed(self, node: Schema, fields: dict[str, Any]) -> dict[str, Any]:
         beyond = self._joins(node) or any(id(part) in self._joined for part in self._parts(node))
-        if not (beyond or "properties" in node) or self._is_open(node):
+        own: object = fields.get("properties", {})
+        if not (beyond or "properties" in node) or self._is_open(node) or not isinstance(own, dict):
             return fields
-        own = cast("dict[str, Any]", fields.get("properties", {}))
+        own = cast("dict[str, Any]", own)
         missing: dict[str, Any] = {name: {} for name in sorted(self._names_of(node) - own.keys())}
         return fields | {"properties": own | missing, "additionalProperties": False}
 
@@ -97,6 +118,7 @@ class _Closer:
         if id(node) not in self._names:
             named = (_own_names(each) for each in [node, *self._all_parts(node)])
             self._names[id(node)] = frozenset().union(*named)
+            self._count(len(self._names[id(node)]))
         return self._names[id(node)]
 
     def _is_open(self, node: Schema) -> bool:
@@ -121,7 +143,7 @@ class _Closer:
         if self._steps > _MAX_STEPS:
             raise RequestInvalid(
                 "the output cannot be bound to this schema",
-                fact="its parts refer to each other in rows that are too long",
+                fact="its parts refer to each other too often",
                 next_step="write what belongs together in one place",
             )
 
@@ -133,8 +155,15 @@ class _Closer:
 
     def _all_of(self, node: Schema) -> Iterator[Schema]:
         yield from _list(node, "allOf")
-        if (target := resolved(self._root, node.get("$ref"))) is not None:
+        if (target := self._target(node.get("$ref"))) is not None:
             yield target
+
+    def _target(self, reference: object) -> Schema | None:
+        if not isinstance(reference, str):
+            return None
+        if reference not in self._targets:
+            self._targets[reference] = resolved(self._root, reference)
+        return self._targets[reference]
 
 
 def _own_names(node: Schema) -> set[str]:
@@ -157,7 +186,7 @@ def _list(node: Schema, key: str) -> Iterator[Schema]:
 
 
 def _children(node: Schema) -> Iterator[Schema]:
-    """Yield every schema that stands directly in this one."""
+    """Yield the schemas that are direct parts of this one."""
     for key in _MAPS:
         for each in cast("dict[str, object]", node[key]).values() if isinstance(node.get(key), dict) else ():
             if (schema := _schema(each)) is not None:

@@ -172,5 +172,5 @@ def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
     if reason is not None:
         if reason == "stop" and scanner.num_calls and not scanner.in_call:
             reason = "tool_calls"
-        content += scanner.finish(cut_off=reason == "length")
+        content += scanner.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None))
     return replace(delta, text=content, calls=scanned.calls, finish_reason=reason)

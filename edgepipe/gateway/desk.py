@@ -69,7 +69,7 @@ class Desk:
     new_seed: Callable[[], int]  # for requests without a seed
     admission: Admission
     metrics: RequestMetrics
-    compiler: GrammarCompiler = field(default_factory=GrammarCompiler)
+    compiler: GrammarCompiler
 
     async def chat(self, body: ChatBody, *, owner: str) -> Order:
         """A conversation's next turn. Raises HttpProblem, EdgepipeError."""

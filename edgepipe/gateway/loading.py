@@ -1,4 +1,4 @@
-"""Models that are on some disk of the cluster and not served: a request for one has it loaded, and waits a while."""
+"""Load models that are on a disk of the cluster but not served: a request for one starts this, and waits a while."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
 
-WAIT_S = 60.0  # clients give up later; who waits longer than this asks again
+WAIT_S = 60.0  # clients give up later; after this, a request gets a 503 and may be sent again
 
 
 class ModelLoads:
     """Finds the model of a request, served or loadable."""
 
     def __init__(self, models: ModelTable, *, load: Callable[[str], None], wait_s: float = WAIT_S) -> None:
-        """``load`` asks for a model and returns at once; ``failed`` tells if nothing comes of it."""
+        """``load`` asks for a model and returns at once; ``failed`` reports that it was not loaded."""
         self._models = models
         self._load = load
         self._wait_s = wait_s
@@ -31,21 +31,21 @@ class ModelLoads:
         return name in self._loadable
 
     def failed(self, model: str, error: EdgepipeError) -> None:
-        """Loading it was tried in vain: whoever waits is told why."""
+        """Report that a model was not loaded: requests that wait for it end with the error."""
         self._asked[model] = error
         self._models.notify()
 
     async def entry(self, name: str | None) -> ModelEntry:
-        """As ``ModelTable.get``. A model that can be loaded is, and waited for.
+        """Return the entry of a model, as ``ModelTable.get``. Load the model first if a request may.
 
-        Raises what ``get`` raises, why it was not loaded, or CapacityError if that takes longer.
+        Raises what ``get`` raises, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
         wanted = name or ""
         try:
             return self._models.get(name)
         except CapacityError:
-            if wanted not in self._asked:
-                raise
+            if wanted not in self._asked or self._asked[wanted] is not None:
+                raise  # a user serves it, perhaps after a request's attempt failed
         except EdgepipeError:
             if wanted not in self._loadable:
                 raise
@@ -55,7 +55,7 @@ class ModelLoads:
 
     async def _waited_for(self, name: str) -> ModelEntry:
         fact = ""
-        coming = False  # what is said of it before may be of an earlier attempt
+        coming = False  # until then, the view's errors may be of an earlier attempt
         try:
             async with asyncio.timeout(self._wait_s):
                 while (why := self._asked.get(name)) is None:

@@ -13,7 +13,7 @@ _LOWEST = -9999.0  # stands for a token that cannot come: JSON has no infinity
 
 
 def chat_logprobs(assets: Assets, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Of the tokens that have text: theirs, joined, is the answer's."""
+    """Format the tokens that have text: their texts, joined, are the answer."""
     content: list[dict[str, Any]] = []
     for token, entry in zip(ids, logprobs, strict=True):
         if assets.token_bytes(token):
@@ -31,7 +31,7 @@ def _chat_token(assets: Assets, token: int, logprob: float) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """Those of one choice of a completion, piece by piece: offsets count on through the text that the client gets."""
+    """Formats one choice of a completion, piece by piece. Offsets count through the text that the client gets."""
 
     def __init__(self, assets: Assets, *, before: Sequence[int] = ()) -> None:
         """``before``: tokens whose text the choice continues, and that are not echoed."""
@@ -40,7 +40,7 @@ class TextLogprobs:
         self._offset = 0  # characters
 
     def add(self, ids: Iterable[int], logprobs: Iterable[TokenLogprobs | None]) -> dict[str, Any]:
-        """The next tokens; None for one that has no log-probability (the first of an echoed prompt)."""
+        """Format the next tokens; an entry is None for the first token of an echoed prompt, which has no score."""
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(ids, logprobs, strict=True):
             text = self._assets.token_text(token)
@@ -52,11 +52,11 @@ class TextLogprobs:
         return part
 
     def move_to(self, offset: int) -> None:
-        """Count on from here: an echoed prompt is shown as the client wrote it."""
+        """Set the next token's offset: the client gets an echoed prompt as it was written."""
         self._offset = offset
 
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
-        """The token that came is among them, whether or not it is one of the likeliest."""
+        """Return the likeliest tokens, and the sampled one even if it is not among them."""
         return {sampled: _finite(entry.logprob)} | {
             self._assets.token_text(token): _finite(value) for token, value in reversed(entry.top)
         }

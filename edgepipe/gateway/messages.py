@@ -1,4 +1,4 @@
-"""What engines and the daemon tell, from ``engine.proto`` and ``node.proto`` to the gateway's values."""
+"""Convert reports of engines and of the daemon (``engine.proto``, ``node.proto``) to the gateway's values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 
 def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
-    """What an engine reports of requests, in order. Raises RemoteProtocolError."""
+    """Yield an engine's reports of requests, in order. Raises RemoteProtocolError."""
     for read in event.prompt_reads:
         yield PromptRead(
             request_id=RequestId(read.request_id),
@@ -56,7 +56,7 @@ def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
 
 
 def served_models(view: node_pb2.ClusterView) -> list[ServedModel]:
-    """The models that a cluster view tells of."""
+    """Return the models of a cluster view."""
     return [_served(entry) for entry in view.served]
 
 

@@ -1,4 +1,4 @@
-"""Ollama's endpoints, for the clients that speak nothing else. Each body becomes one of ours; only shapes differ."""
+"""Ollama's endpoints. Each body becomes one of ours (OpenAI's); only the form of the answers differs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -41,6 +41,7 @@ from edgepipe.gateway.schema import (
     RawTools,
     Stops,
     Text,
+    misfit,
     validate,
 )
 from edgepipe.gateway.text import Delta
@@ -49,17 +50,29 @@ from edgepipe.gateway.unloading import keep_s
 from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # beyond it, a time is for good
 _FOREVER = "0001-01-01T00:00:00Z"  # of models that stay until they are stopped
 
 
-class Options(Checked):
-    """How to draw; what only concerns Ollama's own engine has no effect."""
+class GoBody(Checked):
+    """A body as Ollama's own server reads it: null is as good as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
+
+
+class Options(GoBody):
+    """How to sample. Options of Ollama's own engine have no effect."""
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -70,7 +83,7 @@ class Options(Checked):
     frequency_penalty: Penalty = 0.0
 
     def fields(self, own: Mapping[str, float]) -> dict[str, Any]:
-        """As they stand in our bodies: as given, else as the model wants it (``own``), else as Ollama has it."""
+        """Return fields of our bodies: as given, else the model's defaults (``own``), else Ollama's."""
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         if self.repeat_penalty is not None:
             fields["repetition_penalty"] = self.repeat_penalty
@@ -78,20 +91,20 @@ class Options(Checked):
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
 
-class CalledFunction(Checked):
+class CalledFunction(GoBody):
     """A call in an earlier turn; arguments are an object here."""
 
     name: Text
     arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
 
 
-class Call(Checked):
+class Call(GoBody):
     """A call in an earlier turn."""
 
     function: CalledFunction
 
 
-class Turn(Checked):
+class Turn(GoBody):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -103,7 +116,7 @@ class Turn(Checked):
     thinking: LongText | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
-        """As it stands in our bodies."""
+        """Return the fields of our body."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
         fields |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.thinking}
         if self.tool_calls:
@@ -117,7 +130,7 @@ class Turn(Checked):
         return fields
 
 
-class OllamaBody(Checked):
+class OllamaBody(GoBody):
     """What both endpoints take."""
 
     refused: ClassVar[RefusedFields] = OLLAMA
@@ -129,10 +142,10 @@ class OllamaBody(Checked):
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
-    keep_alive: Annotated[float, Field(allow_inf_nan=False)] | Text | None = None
+    keep_alive: Annotated[float, Field(ge=-_MOST_KEPT_S, le=_MOST_KEPT_S, allow_inf_nan=False)] | Text | None = None
 
     def keep_s(self) -> float | None:
-        """How long the model stays after the answer; inf: for good; None: not said. Raises HttpProblem."""
+        """Return how long the model stays after the answer (inf: for good), None if not given. Raises HttpProblem."""
         if self.keep_alive is None:
             return None
         if isinstance(self.keep_alive, (int, float)):
@@ -145,7 +158,7 @@ class OllamaBody(Checked):
             ) from None
 
     def response_format(self) -> dict[str, Any] | None:
-        """As it stands in our bodies. Raises HttpProblem."""
+        """Return the field of our bodies. Raises HttpProblem."""
         if not self.format:
             return None
         if isinstance(self.format, dict):
@@ -155,11 +168,11 @@ class OllamaBody(Checked):
         return {"type": "json_object"}
 
     def shared_fields(self, assets: Assets) -> dict[str, Any]:
-        """Options as they stand in our bodies."""
+        """Return the options as fields of our bodies."""
         return (self.options or Options()).fields(assets.sampling)
 
     def chat_fields(self) -> dict[str, Any]:
-        """What concerns conversations, as it stands in our bodies."""
+        """Return the fields of our bodies that concern conversations."""
         fields: dict[str, Any] = {"logprobs": self.logprobs or self.top_logprobs > 0, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, bool):
             fields["chat_template_kwargs"] = {"enable_thinking": self.think}
@@ -183,8 +196,14 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool = False  # without the chat template
     images: Annotated[list[Text], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> OllamaGenerateBody:
+        if self.raw and self.system:
+            raise misfit("system", "system is only allowed without raw: true")
+        return self
 
-class ShowBody(Checked):
+
+class ShowBody(GoBody):
     """``POST /api/show``."""
 
     model: Text | None = None
@@ -284,7 +303,7 @@ class OllamaDoor:
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
         body = await self._read(request, OllamaGenerateBody)
-        if body.raw:
+        if body.raw and body.prompt:
             kept_s = body.keep_s()
             name = _known_name(self.desk.models, body.model)
             fields = body.shared_fields(await (await self.desk.loads.entry(name)).assets())
@@ -369,7 +388,7 @@ class OllamaDoor:
         return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
 
     def _unload(self, name: str) -> None:
-        """Raises ModelUnknown for what is neither served nor could be loaded."""
+        """Unload a model. Raises ModelUnknown if it is neither served nor could be loaded."""
         try:
             self.desk.keep_alives.want(self.desk.models.get(name).served, 0.0)
         except ModelUnknown:

@@ -40,7 +40,7 @@ SAMPLING: RefusedFields = {
     "repeat_last_n": Refused((-1, 64), "repetition_penalty, which counts the whole text"),
     "penalize_newline": Refused((True,)),
 }
-"""How to draw: of llama.cpp, and of Ollama's options."""
+"""How to sample: fields of llama.cpp, and of Ollama's options."""
 
 GENERATION: RefusedFields = {
     **SAMPLING,
@@ -59,31 +59,38 @@ GENERATION: RefusedFields = {
     "return_tokens_as_token_ids": Refused((False,), "return_token_ids"),
     "skip_special_tokens": Refused((True,)),
     "structural_tag": Refused(),
+    "thinking_token_budget": Refused(),
     "truncate_prompt_tokens": Refused(),
     "use_beam_search": Refused((False,)),
     "vllm_xargs": Refused(({},)),
     # llama.cpp and SGLang
+    "custom_logit_processor": Refused(),
     "dry_multiplier": Refused(_ZERO),
     "dynatemp_range": Refused(_ZERO),
     "ebnf": Refused((), "guided_regex or guided_json"),
     "grammar": Refused(("",), "guided_regex or guided_json"),
     "lora": Refused(([],)),
+    "lora_path": Refused(),
     "min_keep": Refused((0,)),
     "n_cmpl": Refused((1,), "n"),
     "n_indent": Refused((0,)),
     "n_predict": Refused((-1,), "max_tokens"),
     "n_probs": Refused((0,), "logprobs"),
+    "no_stop_trim": Refused((False,)),
     "post_sampling_probs": Refused((False,)),
     "regex": Refused((), "guided_regex"),
     "repeat_penalty": Refused(_ONE, "repetition_penalty"),
     "response_fields": Refused(([],)),
+    "return_hidden_states": Refused((False,)),
     "return_tokens": Refused((False,), "return_token_ids"),
     "samplers": Refused(([],)),
+    "session_params": Refused(),
+    "stop_regex": Refused(([], ""), "stop"),
     "t_max_predict_ms": Refused((0, -1)),
     "top_n_sigma": Refused((-1, -1.0)),
     "xtc_probability": Refused(_ZERO),
 }
-"""Of both of OpenAI's endpoints."""
+"""Fields of both of OpenAI's endpoints."""
 
 CONVERSATION: RefusedFields = {
     "add_generation_prompt": Refused((True,)),
@@ -147,7 +154,7 @@ NO_EFFECT: Mapping[str, str] = {
     "dry_penalty_last_n": "only with dry_multiplier, which is refused",
     "dry_sequence_breakers": "only with dry_multiplier, which is refused",
     "dynatemp_exponent": "only with dynatemp_range, which is refused",
-    "guided_decoding_backend": "there is one",
+    "guided_decoding_backend": "edgepipe has only one",
     "id_slot": "every request finds a place by itself",
     "include_obfuscation": "part of stream_options: nothing is padded",
     "metadata": "nothing is stored",
@@ -155,8 +162,8 @@ NO_EFFECT: Mapping[str, str] = {
     "mirostat_tau": "only with mirostat, which is refused",
     "n_keep": "a prompt that is too long is refused, never cut",
     "num_keep": "a prompt that is too long is refused, never cut",
-    "prediction": "it would only be faster",
-    "priority": "service_tier says who goes first",
+    "prediction": "it would change nothing but the speed",
+    "priority": "service_tier sets the order of requests",
     "prompt_cache_key": "what prompts have in common is always computed once",
     "prompt_cache_options": "what prompts have in common is always computed once",
     "prompt_cache_retention": "what prompts have in common is always computed once",
@@ -164,15 +171,15 @@ NO_EFFECT: Mapping[str, str] = {
     "refusal": "of a turn: content is shown to models",
     "request_id": "the header X-Request-Id names a request",
     "return_progress": "progress is not sent",
-    "safety_identifier": "nobody is told",
+    "safety_identifier": "edgepipe reports to nobody",
     "shift": "a prompt that is too long is refused, never cut",
     "spaces_between_special_tokens": "special tokens are not shown",
     "store": "nothing is stored",
     "strict": "of tools and of json_schema: answers are always bound",
     "timings_per_token": "/metrics has times",
     "truncate": "a prompt that is too long is refused, never cut",
-    "user": "nobody is told",
-    "verbose": "/api/show always tells all",
+    "user": "edgepipe reports to nobody",
+    "verbose": "/api/show always sends everything",
     "xtc_threshold": "only with xtc_probability, which is refused",
     **dict.fromkeys(
         (

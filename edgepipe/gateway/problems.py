@@ -48,6 +48,11 @@ def bad_request(message: str, *, param: str | None = None, code: str = "invalid_
     return HttpProblem(status=400, message=message, param=param, code=code)
 
 
+def busy(message: str) -> HttpProblem:
+    """This machine cannot do the work now."""
+    return HttpProblem(status=503, message=message, code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
 def from_error(error: EdgepipeError, *, param: str | None = None) -> HttpProblem:
     """Any error of the tree as a response; capacity errors say when to try again."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else {}

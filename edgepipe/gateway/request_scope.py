@@ -35,8 +35,8 @@ class RequestScope:
 
 
 def _with_path(scope: Scope) -> Scope:
-    """The scope of a request that may have come as if through a proxy: its target names the host, whatever the header
-    says (RFC 9112, 3.2.2)."""
+    """Return the scope with the path of an absolute target, as clients of proxies send it. The target names the host,
+    whatever the header says (RFC 9112, 3.2.2)."""
     target = _ABSOLUTE.fullmatch(scope["path"])
     if target is None:
         return scope

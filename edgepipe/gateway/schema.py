@@ -1,4 +1,4 @@
-"""What may stand in a request, with bounds on everything (OpenAI's fields, and those that benchmarks send)."""
+"""Define the fields of every request, each with bounds: OpenAI's, and those that benchmarks send."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _biases(value: object) -> object:
         if not re.fullmatch(r"[0-9]{1,10}", text):
             raise ValueError(f"its key '{text[:32]}' is no token id")
         if int(text) in biases:
-            raise ValueError(f"token {int(text)} stands there twice")
+            raise ValueError(f"it has token {int(text)} twice")
         biases[int(text)] = bias
     return biases
 
@@ -115,7 +115,7 @@ Biases = Annotated[_BiasMap | None, BeforeValidator(_biases, json_schema_input_t
 _MISFIT, _UNSUPPORTED = "misfit", "unsupported"
 
 
-def _misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
+def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
     """Make the error of a field that contradicts another one, or that is not supported."""
     return PydanticCustomError(kind, "{message}", {"field": field, "message": message})
 
@@ -133,7 +133,7 @@ class Checked(BaseModel):
         given = cast("dict[str, object]", raw) if isinstance(raw, dict) else dict[str, object]()
         for name, refused in cls.refused.items():
             if not refused.takes(given.get(name)):
-                raise _misfit(name, refused.message(name), kind=_UNSUPPORTED)
+                raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
         return cast("object", raw)
 
 
@@ -156,33 +156,23 @@ class StreamOptions(Checked):
 
 
 _FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-_TOOL_SCHEMA = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": _FUNCTION_NAME,
-                "description": {"type": "string"},
-                "parameters": {"type": "object", "description": "JSON schema of the arguments."},
-            },
-        },
-    },
-}
+
+
+def _function_schema(**more: Any) -> dict[str, Any]:
+    """The schema of an object that names a function; ``more``: what it may also have."""
+    function = {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME, **more}}
+    properties = {"type": {"const": "function"}, "function": function}
+    return {"type": "object", "required": ["type", "function"], "properties": properties}
+
+
+_TOOL_SCHEMA = _function_schema(
+    description={"type": "string"},
+    parameters={"type": "object", "description": "JSON schema of the arguments."},
+)
 _CHOICE_SCHEMA = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME}},
-            },
-        },
+        _function_schema(),
         {
             "type": "object",
             "required": ["type", "allowed_tools"],
@@ -230,7 +220,7 @@ _FORM_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class JsonSize:
-    """A bound on a value that is free in form, as an annotation: checked, and told in the API's document."""
+    """An annotation that bounds the size of a value of any form. The API's document shows the bound."""
 
     most_chars: int  # of JSON
 
@@ -249,10 +239,10 @@ class JsonSize:
 
 
 JSON_SIZE = "x-max-json-characters"
-"""The keyword of that bound in the API's document."""
+"""The keyword of ``JsonSize`` in the API's document."""
 
 
-# Read by edgepipe.gateway.structured and answer_form, which check them; here is what the API's document tells of them.
+# ``structured`` and ``answer_form`` check these fields. The schemas here are for the API's document.
 _RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
 RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
 RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
@@ -303,9 +293,9 @@ class RequestBody(Checked):
     @model_validator(mode="after")
     def _consistent(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
-            raise _misfit("stream_options", "stream_options is only allowed with stream: true")
+            raise misfit("stream_options", "stream_options is only allowed with stream: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _misfit("best_of", "best_of is only supported equal to n")
+            raise misfit("best_of", "best_of is only supported equal to n")
         return self
 
 
@@ -340,7 +330,7 @@ class Message(Checked):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls and self.function_call is None:
-            raise _misfit("content", f"content is required for role '{self.role}'")
+            raise misfit("content", f"content is required for role '{self.role}'")
         return self
 
 
@@ -381,7 +371,7 @@ class ChatBody(RequestBody):
     @model_validator(mode="after")
     def _fits_together(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise _misfit("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+            raise misfit("top_logprobs", "top_logprobs is only allowed with logprobs: true")
         return self
 
 
@@ -413,7 +403,7 @@ class TokenizeBody(Checked):
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise _misfit("prompt", "either prompt or messages is required")
+            raise misfit("prompt", "either prompt or messages is required")
         return self
 
 
@@ -425,7 +415,7 @@ class DetokenizeBody(Checked):
 
 
 def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
-    """The body as a checked value. Raises HttpProblem 400 that names the first bad field."""
+    """Return the checked body. Raises HttpProblem 400 that names the first bad field."""
     try:
         return kind.model_validate(raw)
     except ValidationError as exc:
@@ -444,5 +434,5 @@ def _problem(exc: ValidationError) -> HttpProblem:
 
 
 _CODES = {"missing": "missing_required_parameter", _UNSUPPORTED: "unsupported_parameter"}
-_TYPE_NAMES = ("str", "list", "int", "dict")
+_TYPE_NAMES = ("str", "list", "int", "float", "dict")
 """Of union members: pydantic puts them into an error's place, but no request has such a field."""

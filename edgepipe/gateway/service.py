@@ -24,12 +24,14 @@ from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, Co
 from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.messages import served_models
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
 from edgepipe.gateway.status import StatusPages
 from edgepipe.gateway.streams import StreamTimeouts
+from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.security.mutual_tls import Security
@@ -79,6 +81,7 @@ class Gateway:
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
         self._loads = ModelLoads(self._models, load=load_model)
+        self._grammar_trial = GrammarTrial()
         self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model)
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
         desk = Desk(
@@ -90,6 +93,7 @@ class Gateway:
             new_seed=new_seed,
             admission=self._admission,
             metrics=metrics.requests,
+            compiler=GrammarCompiler(self._grammar_trial.check),
         )
         pages = StatusPages(models=self._models, clock=clock, metrics=metrics)
         self._bodies = BodyReader(models=self._models)
@@ -119,6 +123,7 @@ class Gateway:
                     self._reconcile(tasks)
         finally:
             await self._bodies.child.end()
+            await self._grammar_trial.child.end()
             for entry in self._entries.values():
                 await entry.close()
 

@@ -1,18 +1,16 @@
-"""What a request wants its output to look like: an answer's form and ``tools`` to a grammar, checked before the request
-is accepted.
+"""Turn an answer's form and ``tools`` into a grammar, and check it before the request is accepted.
 
-``plan_output`` takes the fields as they stand in the body; everything that is wrong with them is a 400 that names the
-field. Compiling runs in a thread. The tools of a chat also go into its prompt: through the model's template where that
-knows tools, else as ``tool_instructions`` in front of the conversation.
+``plan_output`` takes fields of the body; a bad field is a 400 that names it. Compiling runs in a child process.
+The tools of a chat also go into its prompt: through the model's template if it knows tools, else as
+``tool_instructions`` in front of the conversation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,11 +18,12 @@ from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import AnswerForm
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.closed_schema import closed_parameters
-from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.grammar_trial import GrammarTooHard
+from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import check_grammar, json_grammar, json_rule, lark_grammar
+from edgepipe.sampling.grammar import json_grammar, json_rule, lark_grammar
 
 MAX_CACHED_GRAMMARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -40,15 +39,17 @@ class OutputPlan:
 
 
 class GrammarCompiler:
-    """Checks grammars off the loop, and remembers which are good."""
+    """Checks grammars, and remembers which are good."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[GrammarSpec], Awaitable[None]]) -> None:
+        """``check``: as ``GrammarTrial.check``."""
+        self._check = check
         self._good: OrderedDict[str, None] = OrderedDict()
 
     async def check(self, grammar: GrammarSpec) -> None:
-        """Raises RequestInvalid if it cannot be compiled."""
+        """See GrammarTrial."""
         if grammar.text not in self._good:
-            await asyncio.to_thread(check_grammar, grammar)
+            await self._check(grammar)
             self._good[grammar.text] = None
             while len(self._good) > MAX_CACHED_GRAMMARS:
                 self._good.popitem(last=False)
@@ -64,7 +65,7 @@ async def plan_output(
     tool_format: ToolFormat,
     compiler: GrammarCompiler,
 ) -> OutputPlan:
-    """The fields of a chat request as a plan for its output. Raises HttpProblem (400) with the field at fault."""
+    """Plan the output of a request. Raises HttpProblem (400) with the field at fault."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
     several = parallel_tool_calls is not False and not _names_one(tool_choice)
@@ -75,11 +76,14 @@ async def plan_output(
         grammar = _tool_grammar(chosen, tool_format, forced=forced, several=several)
     if grammar is None:
         return OutputPlan()
+    param = "tools" if form is None else form.param
     try:
         await compiler.check(grammar)
+    except GrammarTooHard as exc:
+        raise _too_hard(param) from exc
     except RequestInvalid as exc:
         await _find_bad_tool(functions, compiler)
-        raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
+        raise invalid_schema(exc, param=param) from exc
     if not chosen:
         return OutputPlan(grammar=grammar)
     shown = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
@@ -87,13 +91,13 @@ async def plan_output(
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a prompt that nobody answers. Raises HttpProblem (400) with the field at fault."""
+    """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the field at fault."""
     _functions(tools)
     return tuple(tools or ())
 
 
 def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told of its tools where its chat template does not know them (Hermes' way of writing calls)."""
+    """Describe the tools to a model whose chat template does not. It is to write calls as Hermes' models do."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "You may call functions to answer. Their signatures stand between <tools> and </tools>:\n"
@@ -106,14 +110,22 @@ def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
     """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
     for index, schema in enumerate(functions.values()):
+        param = f"tools.{index}.function.parameters"
         try:
             await compiler.check(json_grammar(schema))
+        except GrammarTooHard as exc:
+            raise _too_hard(param) from exc
         except RequestInvalid as exc:
-            raise invalid_schema(exc, param=f"tools.{index}.function.parameters") from exc
+            raise invalid_schema(exc, param=param) from exc
+
+
+def _too_hard(param: str) -> HttpProblem:
+    text = "the output cannot be bound to this schema: compiling it takes too much work; use simpler patterns"
+    return bad_request(text, param=param, code="invalid_schema")
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Schemas of the arguments by name."""
+    """Return the schemas of the arguments, by function name."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise bad_request(f"at most {MAX_TOOLS} tools can be given", param="tools")
     found: dict[str, Mapping[str, Any]] = {}
@@ -131,6 +143,9 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         if schema is not None and not isinstance(schema, Mapping):
             raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
         schema = cast("Mapping[str, Any]", schema or {})
+        kinds = schema.get("type", "object")
+        if "object" not in (cast("list[object]", kinds) if isinstance(kinds, list) else [kinds]):
+            raise bad_request("a function's parameters must be of type 'object'", param=f"{param}.parameters")
         found[name] = checked_schema(schema, param=f"{param}.parameters", close=closed_parameters)
     return found
 
@@ -198,7 +213,7 @@ def _function_name(value: object) -> str | None:
 def _tool_grammar(
     functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
 ) -> GrammarSpec:
-    """Calls as the family writes them; free text around them unless they are forced."""
+    """Make the grammar of calls as the family writes them, with free text around them unless a call is forced."""
     calls = [_call_rule(index, name, kind, schema) for index, (name, schema) in enumerate(functions.items())]
     rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
     try:
@@ -208,7 +223,7 @@ def _tool_grammar(
 
 
 def _call_rule(index: int, name: str, kind: ToolFormat, schema: Mapping[str, Any]) -> str:
-    """One function's call. The schema stands alone, so that references in it mean what they meant."""
+    """Make the rule of one function's call. It embeds the schema whole: references are relative to the schema."""
     if kind is ToolFormat.MISTRAL_ARGS:
         return f"call_{index}: {json.dumps(name + '[ARGS]')} {json_rule(schema)}"
     key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
@@ -221,7 +236,7 @@ def _any(rule: str, count: int) -> str:
 
 
 _TEXT = r"TEXT: /(.|\n)*/"
-"""Free text. Where a lazy ``opening`` may begin as well, it ends there: what follows is bound."""
+"""Free text. It ends where a lazy ``opening`` matches; the grammar binds what follows."""
 
 
 def _start(calls: str, *, several: bool) -> str:

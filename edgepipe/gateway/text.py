@@ -33,16 +33,17 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Text that is now safe to show, and whether a stop string ended it (which is not shown)."""
+    def push(self, piece: str) -> tuple[str, str]:
+        """Return the text that is now safe to show, and the stop string that ended it (which is not shown) or ""."""
         text = self._held + piece
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            return text[:start], text[start:end]
         keep = self._may_continue(text)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep], ""
 
     def finish(self) -> str:
         """Text that turned out to be no stop string."""
@@ -67,6 +68,7 @@ class Delta:
     ids: tuple[int, ...]
     finish_reason: str | None = None  # "stop" | "length" | "tool_calls" in the last one
     stopped_at: int | None = None  # number of tokens kept, when a stop string ended the choice here
+    stopped_by: str = ""  # that stop string
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
     calls: tuple[CallDelta, ...] = ()  # pieces of tool calls
 
@@ -98,13 +100,13 @@ class ChoiceText:
             shown, stopped = self._matcher.push(self._decode(token_id))
             pieces.append(shown)
             if stopped:
-                return self._stop(pieces, ids[: index + 1])
+                return self._stop(pieces, ids[: index + 1], stopped)
         if ending is None:
             return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids))
         shown, stopped = self._matcher.push(self._detokenizer.finish())
         pieces.append(shown)
         if stopped:
-            return self._stop(pieces, ids)
+            return self._stop(pieces, ids, stopped)
         pieces.append(self._matcher.finish())
         self.finished = True
         return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids), finish_reason=ending)
@@ -113,7 +115,7 @@ class ChoiceText:
         """The engine ends on a stop id, so it is the last one: it counts, and its text is not shown."""
         return "" if token_id in self._stop_token_ids else self._detokenizer.add(token_id)
 
-    def _stop(self, pieces: list[str], ids: Sequence[int]) -> Delta:
+    def _stop(self, pieces: list[str], ids: Sequence[int], stopped_by: str) -> Delta:
         self.finished = True
         return Delta(
             choice=self._choice,
@@ -121,4 +123,5 @@ class ChoiceText:
             ids=tuple(ids),
             finish_reason="stop",
             stopped_at=self.num_tokens,
+            stopped_by=stopped_by,
         )

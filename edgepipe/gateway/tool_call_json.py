@@ -1,4 +1,4 @@
-"""The JSON of one tool call, read as it arrives: its arguments go out before they have ended."""
+"""Read the JSON of one tool call as it arrives, and pass its arguments on before they have ended."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class CallObject:
 
 
 class CallArguments:
-    """The arguments of a call whose name came before them: one JSON object, from its brace on, told as it comes."""
+    """The arguments of a call whose name is known: one JSON object, from its brace on, passed on as it comes."""
 
     raw = ""  # that this is a call is certain
 

@@ -37,10 +37,13 @@ class ToolCallScanner:
         """Take the next piece."""
         return self._reader.push(text)
 
-    def finish(self, *, cut_off: bool = False) -> str:
-        """Content that was held back, at the end of the text. ``cut_off``: the text would have gone on, so what may be
-        the beginning of a call is dropped, too."""
-        return self._reader.finish(cut_off=cut_off)
+    def finish(self, *, followed_by: str | None = None) -> str:
+        """Return the content that was held back, at the end of the text.
+
+        followed_by  how the text went on, as far as it is known, if it was cut off: what may be the beginning of a call
+                     is dropped then
+        """
+        return self._reader.finish(followed_by=followed_by)
 
 
 class _Reader:
@@ -81,15 +84,21 @@ class _Reader:
         between_calls = self._state == self._group and self._begun > 0
         return self._state not in (self._start, self._text) and not between_calls
 
-    def finish(self, *, cut_off: bool) -> str:
+    def finish(self, *, followed_by: str | None) -> str:
         """See ToolCallScanner."""
-        dropped = self.in_call or (cut_off and self._state == self._text and self._pending != "")
+        dropped = self.in_call or (followed_by is not None and self._may_open(followed_by))
         if not dropped and self._state in (self._start, self._text):
             self._show("".join([*self._marks, self._pending]))
         if not dropped and not self.calls.count:
             self._content += self._spaces
         self._marks, self._spaces, self._pending, self._object = [], [], "", None
         return self._scanned().content
+
+    def _may_open(self, more: str) -> bool:
+        """Return whether what is held back begins the opening if this follows."""
+        text = self._pending + more
+        held = self._state == self._text and self._pending != ""
+        return held and (self._opening.startswith(text) or text.startswith(self._opening))
 
     def _scanned(self) -> Scanned:
         content, self._content = "".join(self._content), []

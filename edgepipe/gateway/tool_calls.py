@@ -1,4 +1,4 @@
-"""Tool calls: how each family of models writes them, and what is told of one."""
+"""Tool calls: how each family of models writes them, and the pieces that clients get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ToolFormat(Enum):
 
 
 def detect_format(template: str) -> ToolFormat:
-    """What a model's chat template speaks; Hermes' where it speaks of none: the most common, and easy to be taught."""
+    """Return the format that a chat template mentions, else Hermes': the most common, and easy to teach in a prompt."""
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL_ARGS if "[ARGS]" in template else ToolFormat.MISTRAL
     if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters"' in template):
@@ -37,13 +37,13 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a piece of text gave."""
+    """Content and calls that were found in a piece of text."""
 
     content: str = ""  # what is no call
     calls: tuple[CallDelta, ...] = ()
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """The id of a choice's ``index``-th call: a function of the request, so that a resumed answer has the same."""
+    """Return the id of a choice's ``index``-th call. It depends on the request only: a resumed answer has the same."""
     digest = hashlib.sha256(f"{request_id}/{choice}/{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"

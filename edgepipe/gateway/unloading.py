@@ -1,4 +1,4 @@
-"""Models that a request loaded are given back when no request has wanted them for as long as it was said."""
+"""Unload models that a request loaded, once no request has used them for the time that ``keep_alive`` set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d*)?|\.\d+")
 
 
 def keep_s(text: str) -> float:
-    """Seconds that Ollama's ``keep_alive`` means: ``1h30m``, ``300``; below 0: for good. Raises ValueError."""
+    """Return the seconds of Ollama's ``keep_alive`` (``1h30m``, ``300``); inf if it is negative. Raises ValueError."""
     size = text.removeprefix("-")
     if _NUMBER.fullmatch(size):
         seconds = float(size)
@@ -35,10 +35,10 @@ def keep_s(text: str) -> float:
 
 
 class KeepAlives:
-    """Remembers for each loaded model what the newest request that said anything wants, and asks for its end."""
+    """Keeps the newest ``keep_alive`` of each loaded model, and unloads the model when that time is over."""
 
     def __init__(self, models: ModelTable, *, clock: Clock, unload: Callable[[str], None]) -> None:
-        """``unload`` has a model stopped, and returns at once."""
+        """``unload`` asks for a model to be stopped, and returns at once."""
         self._models = models
         self._clock = clock
         self._unload = unload
@@ -48,7 +48,7 @@ class KeepAlives:
 
     @contextmanager
     def use(self, served: ServedModel, keep_s: float | None) -> Generator[None]:
-        """A request runs; from its end on the model stays for so long, or for as long as was said before."""
+        """Count a request as running. The model's time starts at its end, see ``want``."""
         self._used[served.pipeline_id] += 1
         try:
             yield
@@ -57,7 +57,7 @@ class KeepAlives:
             self.want(served, keep_s)
 
     def want(self, served: ServedModel, keep_s: float | None) -> None:
-        """From now on the model stays for so long (inf: for good), or for as long as was said before."""
+        """Start the model's time anew: ``keep_s`` seconds (inf: for good), or what an earlier request set (None)."""
         if keep_s is not None:
             self._keep_s[served.pipeline_id] = keep_s
         self._idle_since_s.pop(served.pipeline_id, None)
@@ -65,20 +65,20 @@ class KeepAlives:
             self._models.notify()
 
     def left_s(self, served: ServedModel) -> float:
-        """How long the model stays if nobody asks it anything; inf: until it is stopped."""
+        """Return the seconds until an idle model is unloaded; inf if it stays until a user stops it."""
         keep_s = self._keep_s.get(served.pipeline_id, math.inf) if served.on_request else math.inf
         now_s = self._clock.monotonic_s()
         return max(0.0, self._idle_since_s.get(served.pipeline_id, now_s) + max(keep_s, GRACE_S) - now_s)
 
     async def run(self) -> None:
-        """Ask for the end of what has been idle for long enough, until cancelled."""
+        """Unload models whose time is over, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look()):
                     await self._models.changed()
 
     def _look(self) -> float | None:
-        """Seconds to the next end; None while none is due at any time."""
+        """Unload what is due. Return the seconds until the next model is due, None if none is."""
         now_s = self._clock.monotonic_s()
         served = {one.pipeline_id: one for one in self._models.served if one.on_request}
         for gone in (self._keep_s.keys() | self._used.keys()) - served.keys():

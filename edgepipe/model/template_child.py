@@ -6,10 +6,8 @@ Frames of JSON on stdin and stdout (``edgepipe.model.frames``): it answers each 
 The sandbox stops a template from reaching Python, not from working for ever, so the kernel bounds it too:
 
 - CPU: one interval timer of process time per rendering, whose signal kills even inside a single long operation.
-- Memory: the address space may grow by ``MEMORY_BYTES`` over what the interpreter with jinja2 has already mapped. The
-  limit counts address space, and a bare interpreter maps 20 to 300 MB of it depending on the platform without using it,
-  so an absolute limit would mean something else on each machine. Where the kernel does not enforce it (macOS), a second
-  timer looks at the resident size between two operations.
+- Memory: the address space may grow by ``MEMORY_BYTES`` over what the interpreter with jinja2 has already mapped. Where
+  the kernel does not enforce it (macOS), a second timer looks at the resident size between two operations.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edgepipe.model.child_memory import limit_memory
 from edgepipe.model.frames import answer_frames
 
 CPU_S = 1.0
@@ -104,16 +103,6 @@ def _detail(error: Exception) -> str:
     return str(error)[:MAX_DETAIL_CHARS]
 
 
-def limit_memory() -> None:
-    """Bound the address space from here on. Platforms that refuse are left to the watch."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
-    except (OSError, ValueError):
-        signal.signal(signal.SIGALRM, _make_watch())
-
-
 def _make_watch() -> Any:
     unit = 1 if sys.platform == "darwin" else 1024
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + MEMORY_BYTES
@@ -145,7 +134,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     compile_template = lru_cache(maxsize=8)(make_environment().from_string)
     compile_template("{{ 1 }}").render()  # jinja2 imports lazily; all of it should be mapped before the limit is taken
-    limit_memory()
+    if not limit_memory(MEMORY_BYTES):
+        signal.signal(signal.SIGALRM, _make_watch())
 
     def answer(frame: bytes) -> bytes:
         told = _answer(json.loads(frame), compile_template)

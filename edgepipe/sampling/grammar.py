@@ -1,7 +1,7 @@
 """Grammars: from a JSON schema or a Lark text to masks of the tokens that may come next (llguidance).
 
 The library is imported when the first grammar is made. It drops the GIL while it compiles and while it computes a
-mask, and its bounds on work are counted, not timed: what is refused here is refused on every machine.
+mask, and its bounds on work are counted, not timed: what it refuses is refused on every machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lark_grammar(text: str) -> GrammarSpec:
 
 
 def check_grammar(spec: GrammarSpec) -> None:
-    """Compile the grammar and throw it away: some ms, up to a second for the largest; not for an event loop.
+    """Compile the grammar and throw it away: some ms, up to a second for the largest, without end for hostile patterns.
 
     Raises RequestInvalid with what is wrong.
     """
@@ -67,11 +67,16 @@ def check_grammar(spec: GrammarSpec) -> None:
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(spec.text)
     if failed:
-        raise RequestInvalid(
-            "the output cannot be bound to this schema",
-            fact=_reason(messages[0]),
-            next_step="change the schema; docs/usage.md lists what is supported",
-        )
+        raise unusable_schema(_reason(messages[0]))
+
+
+def unusable_schema(fact: str) -> RequestInvalid:
+    """Make the error of a schema that the library refuses."""
+    return RequestInvalid(
+        "the output cannot be bound to this schema",
+        fact=fact,
+        next_step="change the schema; docs/usage.md lists what is supported",
+    )
 
 
 def _reason(message: str) -> str:

@@ -1,5 +1,5 @@
 """Every field of every request is used, refused by name, or listed in the docs as taken without effect: those that our
-own bodies define, and those that clients of OpenAI, vLLM, llama.cpp and Ollama send."""
+own bodies define, and those that clients of OpenAI, vLLM, SGLang, llama.cpp and Ollama send."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ VLLM = """
 best_of use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
 ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens prompt_logprobs
 allowed_token_ids bad_words echo add_special_tokens structured_outputs guided_json guided_regex guided_choice
-guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern priority request_id
-logits_processors return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs
+guided_grammar structural_tag thinking_token_budget guided_decoding_backend guided_whitespace_pattern priority
+request_id logits_processors return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs
 """.split()
 VLLM_CHAT = """
 include_reasoning add_generation_prompt continue_final_message documents chat_template mm_processor_kwargs
@@ -122,6 +122,10 @@ dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_
 mirostat_eta grammar json_schema seed ignore_eos logit_bias n_probs min_keep t_max_predict_ms id_slot
 cache_prompt return_tokens samplers timings_per_token return_progress post_sampling_probs response_fields lora
 top_n_sigma
+""".split()
+SGLANG = """
+top_k min_p min_tokens regex ebnf repetition_penalty stop_token_ids stop_regex no_stop_trim ignore_eos
+skip_special_tokens lora_path session_params custom_logit_processor return_hidden_states
 """.split()
 LLAMA_CPP_CHAT = """
 reasoning_format thinking_forced_open parse_tool_calls chat_template_kwargs enable_thinking
@@ -151,14 +155,14 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[Checked], Mapping[str, Any], S
         {"messages": USER},
         ChatBody,
         CHAT,
-        [*OPENAI_CHAT, *VLLM, *VLLM_CHAT, *LLAMA_CPP, *LLAMA_CPP_CHAT, "prompt", "suffix"],
+        [*OPENAI_CHAT, *VLLM, *VLLM_CHAT, *LLAMA_CPP, *LLAMA_CPP_CHAT, *SGLANG, "prompt", "suffix"],
     ),
     "completion": (
         TEXT_PATH,
         {"prompt": "hi"},
         CompletionBody,
         COMPLETION,
-        [*OPENAI_TEXT, *VLLM, *LLAMA_CPP, "prompt_embeds", "messages", "tools", "tool_choice", "regex", "ebnf"],
+        [*OPENAI_TEXT, *VLLM, *LLAMA_CPP, *SGLANG, "prompt_embeds", "messages", "tools", "tool_choice"],
     ),
     "stream_options": (
         CHAT_PATH,

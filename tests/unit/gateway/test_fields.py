@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -222,6 +223,15 @@ async def test_a_schema_becomes_a_grammar(served: Served) -> None:
     assert not served.engine.submits[2].sampling.grammar
 
 
+async def test_a_schema_that_would_compile_for_hours_is_refused(served: Served) -> None:
+    patterns = [{"type": "string", "pattern": f".*a.{{{i}}}b"} for i in range(24)]
+    schema = {"type": "object", "properties": {"x": {"allOf": patterns}}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    hard, easy = await asyncio.gather(served.chat(response_format=wanted), served.chat(tools=[LOOK]))
+    assert (hard.status_code, hard.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
+    assert easy.status_code == 200
+
+
 async def test_template_keywords_reach_the_template(served: Served) -> None:
     await served.chat("x", chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert bytes(served.engine.submits[0].prompt).startswith(b"[enable_thinking=False][reasoning_effort=low]user: x")
@@ -261,6 +271,7 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
             ({"max_tokens": 8}, "length"),
             ({"max_tokens": 30}, "length"),
             ({"stop": "oon"}, "stop"),
+            ({"stop": "ol_ca"}, "stop"),
         ]
         for fields, reason in cases:
             response = await served.chat(tools=[LOOK], stream=stream, **fields)
@@ -271,7 +282,7 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(stream: bool) -> None:
             assert choices[-1]["finish_reason"] == reason
             pieces = [piece for message in messages for piece in message.get("tool_calls", ())]
             arguments = "".join(piece["function"]["arguments"] for piece in pieces)
-            assert arguments == ('{"at": "the m' if reason == "stop" else "")
+            assert arguments == ('{"at": "the m' if fields.get("stop") == "oon" else "")
 
 
 async def test_without_tools_what_looks_like_a_call_is_text() -> None:

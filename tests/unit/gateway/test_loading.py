@@ -67,3 +67,19 @@ async def test_who_has_waited_long_is_told_to_come_again() -> None:
     assert told.value.next_step == "try again in a moment"
     with pytest.raises(ModelUnknown):
         await loads.entry("other")
+
+
+async def test_an_earlier_failure_is_not_that_of_a_model_which_a_user_serves() -> None:
+    asked: list[str] = []
+    async with serving(FakeEngine(), load_model=asked.append) as served:
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
+        asking = asyncio.create_task(served.chat(model="big"))
+        async with asyncio.timeout(10):
+            while not asked:  # noqa: ASYNC110 - the gateway reports to a list
+                await asyncio.sleep(0.001)
+        served.gateway.not_loaded("big", NoFeasiblePlacement("the model needs about 64 GB, 20 GB are free"))
+        assert (await asking).status_code == NoFeasiblePlacement.http_status
+        served.gateway.update(view_of(served.address, names=("big",), state="loading", loadable=("big",)))
+        response = await served.chat(model="big")
+        assert "not ready yet" in response.json()["error"]["message"]
+        assert response.headers["retry-after"]

@@ -97,6 +97,29 @@ async def test_thinking_is_told_to_the_template(served: Served) -> None:
         assert bytes(served.engine.submits[-1].prompt).startswith(told)
 
 
+async def test_null_is_as_good_as_absent(served: Served) -> None:
+    """Ollama is written in Go, whose decoder leaves a field as it was."""
+    call = {"id": None, "function": {"name": "look", "arguments": None}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    options = {"temperature": None, "presence_penalty": None, "top_k": -1}
+    for fields in ({}, dict.fromkeys(("stream", "logprobs", "top_logprobs", "format", "keep_alive", "tools"))):
+        response = await _post(served, "/api/chat", messages=messages, options=options, **fields)
+        assert response.status_code == 200, response.text
+        assert len(_lines(response.text)) > 1
+    response = await _post(served, "/api/generate", prompt="x", raw=None, system=None)
+    assert bytes(served.engine.submits[-1].prompt) == b"user: x\nassistant:"
+    (line,) = _lines((await _post(served, "/api/generate", prompt=None)).text)
+    assert line["done_reason"] == "load"
+
+
+async def test_a_raw_prompt_takes_no_system_text_and_an_empty_one_only_loads(served: Served) -> None:
+    response = await _post(served, "/api/generate", prompt="x", system="be brief", raw=True)
+    assert (response.status_code, response.json()["error"]) == (400, "system is only allowed without raw: true")
+    (line,) = _lines((await _post(served, "/api/generate", prompt="", raw=True)).text)
+    assert line["done_reason"] == "load"
+    assert served.engine.submits == []
+
+
 async def test_no_messages_only_ask_that_the_model_be_there(served: Served) -> None:
     (line,) = _lines((await _post(served, "/api/chat", messages=[])).text)
     assert (line["done"], line["done_reason"]) == (True, "load")
@@ -180,6 +203,7 @@ async def test_errors_are_one_line_of_text(served: Served, path: str, body: dict
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: "),
         ({"format": {"type": "wizard"}}, "format: "),
         ({"options": {"temperature": -1}}, "options.temperature: "),
+        ({"keep_alive": True}, "keep_alive: "),
     ],
 )
 async def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], name: str) -> None:

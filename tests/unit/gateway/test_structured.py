@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
+from edgepipe.gateway.closed_schema import closed_schema
+from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
@@ -15,7 +18,7 @@ from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer
+from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
 
 CITY = {"$ref": "#/$defs/city"}
 TOOLS: list[dict[str, Any]] = [
@@ -72,7 +75,11 @@ async def plan(**fields: Any) -> OutputPlan:
     tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
     kind = fields.pop("kind", ToolFormat.HERMES)
     form = answer_form(CompletionBody(prompt=["x"], **fields))
-    return await plan_output(tool_format=kind, compiler=GrammarCompiler(), form=form, **tools)
+    return await plan_output(tool_format=kind, compiler=GrammarCompiler(_checked_here), form=form, **tools)
+
+
+async def _checked_here(grammar: GrammarSpec) -> None:
+    check_grammar(grammar)
 
 
 async def test_nothing_asked_is_nothing_bound() -> None:
@@ -173,6 +180,12 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"$ref": "#/$defs/gone"}), SCHEMA),
         (_schema({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)}}), SCHEMA),
         (_schema({"$ref": "#"}), SCHEMA),
+        (_schema({"allOf": [{"$ref": "#"}]}), SCHEMA),
+        (_schema({"anyOf": [{"oneOf": [{"$ref": "#"}]}]}), SCHEMA),
+        (_schema({"$ref": "#/$defs/%61", "$defs": {"a": {"$ref": "#/$defs/%61"}}}), SCHEMA),
+        (_schema({"type": "object", "properties": []}), SCHEMA),
+        (_schema({"type": "object", "properties": None}), SCHEMA),
+        (_schema({"allOf": [{"properties": {"a": {}}}, {}], "properties": []}), SCHEMA),
         (_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1"}, "b/": {"$ref": "#/$defs/a"}}}), SCHEMA),
         (_schema({"type": "string", "pattern": "(("}), SCHEMA),
         (_schema({"type": "string", "pattern": "(?=a)a"}), SCHEMA),
@@ -188,6 +201,13 @@ SCHEMA = "response_format.json_schema.schema"
         (
             {"tools": [TOOLS[0], {"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}]},
             "tools.1.function.parameters",
+        ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": kind}}}]},
+                "tools.0.function.parameters",
+            )
+            for kind in ("string", "array", ["array", "null"], [], {}, None)
         ),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
@@ -233,6 +253,17 @@ TO_A = {"$ref": "#/$defs/A"}
         ({"allOf": [A | {"additionalProperties": True}, B]}, ['{"a": 1, "b": 2, "x": 3}'], []),
         ({"enum": [{"properties": {}, "x": 1}]}, ['{"properties": {}, "x": 1}'], []),
         (
+            {"allOf": [{"$ref": "#/$defs/A%3CB%3E"}, B], "$defs": {"A<B>": A}},
+            ['{"a": 1, "b": 2}'],
+            ['{"a": 1, "b": 2, "x": 3}'],
+        ),
+        (
+            {"properties": {"p": {"anyOf": [A, B]}, "q": {"allOf": [{"$ref": "#/properties/p/anyOf/0"}, B]}}},
+            ['{"q": {"a": 1, "b": 2}}'],
+            ['{"q": {"a": 1, "b": 2, "x": 3}}'],
+        ),
+        (A | {"$defs": {"s": {"$anchor": "s", "allOf": [{"$ref": "#s"}, B]}}}, ['{"a": 1}'], ['{"a": 1, "b": 2}']),
+        (
             {"type": "object", "properties": {}, "patternProperties": {"^x": {"type": "integer"}}},
             ['{"x1": 1}'],
             ['{"y": 1}'],
@@ -243,25 +274,20 @@ TO_A = {"$ref": "#/$defs/A"}
 async def test_objects_that_name_their_keys_have_no_others(
     vocabulary: GrammarTokenizer, schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    for bound, around in (
-        (await plan(**_schema(schema)), "{}"),
-        (
-            await plan(
-                tools=[{"type": "function", "function": {"name": "f", "parameters": {**schema}}}],
-                tool_choice="required",
-                kind=ToolFormat.MISTRAL_ARGS,
-            ),
-            "[TOOL_CALLS]f[ARGS]{}",
-        ),
-    ):
-        if schema != {"type": "object"} or around == "{}":
-            assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in good] == ["ends"] * len(
-                good
-            )
-        assert [takes(vocabulary, bound.grammar, around.replace("{}", text)) for text in bad] == ["refuses"] * len(bad)
+    bound = [((await plan(**_schema(schema))).grammar, "{}")]
+    if schema.get("type") != "array" and schema != {"type": "object"}:  # parameters are objects, of keys that are named
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema}}}]
+        called = await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)
+        bound.append((called.grammar, "[TOOL_CALLS]f[ARGS]{}"))
+    for grammar, around in bound:
+        assert {takes(vocabulary, grammar, around.replace("{}", text)) for text in good} == {"ends"}
+        assert {takes(vocabulary, grammar, around.replace("{}", text)) for text in bad} <= {"refuses"}
 
 
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"type": ["object", "null"]}],
+)
 async def test_a_function_that_names_no_parameters_takes_none(
     vocabulary: GrammarTokenizer, parameters: dict[str, Any] | None
 ) -> None:
@@ -269,6 +295,7 @@ async def test_a_function_that_names_no_parameters_takes_none(
     grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
     assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
     assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
+    assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]null") == "refuses"
 
 
 CITY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -283,6 +310,7 @@ ROME, LIE = '{"city": "Rome"}', '{"town": "Rome"}'
         ({"json_schema": CITY_SCHEMA}, ROME, LIE),
         ({"structured_outputs": {"json": CITY_SCHEMA}}, ROME, LIE),
         ({"response_format": {"type": "json_object", "schema": CITY_SCHEMA}}, ROME, LIE),
+        ({"response_format": {"type": "json_object", "schema": None}}, LIE, "[1]"),
         ({"structured_outputs": {"json_object": True}}, LIE, "[1]"),
         ({"guided_choice": ["yes", 'no "é"\n/']}, 'no "é"\n/', "yesno"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
@@ -306,6 +334,9 @@ async def test_every_way_to_ask_for_a_form(
     [
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_json": '{"items": ' * 40 + "{}" + "}" * 40}, "guided_json"),
+        ({"guided_json": '{"type": "string", "type": "null"}'}, "guided_json"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
         ({"json_schema": {"type": "nothing"}}, "json_schema"),
         ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
         ({"guided_choice": []}, "guided_choice"),
@@ -327,6 +358,20 @@ async def test_a_form_that_cannot_be_is_a_400_that_names_the_field(fields: dict[
     with pytest.raises(HttpProblem) as caught:
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
+    """Another tool's mistake was found first, and then each tool by itself is tried."""
+
+    async def check(grammar: GrammarSpec) -> None:
+        if "start: %json" in grammar.text and "city" in grammar.text:
+            raise GrammarTooHard
+        check_grammar(grammar)
+
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "nothing"}}}}}
+    with pytest.raises(HttpProblem) as caught:
+        await plan_output(tools=[TOOLS[0], bad], tool_format=ToolFormat.HERMES, compiler=GrammarCompiler(check))
+    assert (caught.value.status, caught.value.param) == (400, "tools.0.function.parameters")
 
 
 async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) -> None:
@@ -363,6 +408,27 @@ async def test_a_schema_may_hold_itself(vocabulary: GrammarTokenizer) -> None:
     grammar = (await plan(**_schema(tree))).grammar
     assert takes(vocabulary, grammar, '{"below": [{"below": []}]}') == "ends"
     assert takes(vocabulary, grammar, '{"below": [3') == "refuses"
+
+
+def test_the_work_of_closing_a_schema_is_bounded() -> None:
+    """Both hold up a gateway for seconds otherwise: a long pointer that is followed often, and many keys of many."""
+    definitions = {f"d{i}": {"properties": {}, "allOf": [{"$ref": "#/$defs/D"}]} for i in range(700)}
+    keys = {f"{i:x}": {} for i in range(1800)}
+    with pytest.raises(RequestInvalid):
+        closed_schema({"$defs": {"D": {"properties": keys}, **definitions}})
+    target = CountedText("#" + "/a" * 10_000)
+    closed_schema({"$defs": {"D": {"$ref": target}, **definitions}})
+    assert target.num_read == 1
+
+
+class CountedText(str):
+    """Counts how often it is read as a pointer."""
+
+    num_read = 0
+
+    def startswith(self, *args: Any) -> bool:
+        self.num_read += 1
+        return super().startswith(*args)
 
 
 async def test_patterns_that_explode_elsewhere_compile(vocabulary: GrammarTokenizer) -> None:

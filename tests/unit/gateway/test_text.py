@@ -18,13 +18,14 @@ TEXTS = st.text(ALPHABET, max_size=24)
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4)
 
 
-def reference(text: str, stops: list[str]) -> tuple[str, bool]:
+def reference(text: str, stops: list[str]) -> tuple[str, str]:
     """Read character by character; the first moment at which the text ends with a stop string ends it."""
     for end in range(1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
         if matching:
-            return text[: end - max(map(len, matching))], True
-    return text, False
+            stop = max(matching, key=len)
+            return text[: end - len(stop)], stop
+    return text, ""
 
 
 @st.composite
@@ -38,7 +39,7 @@ def pieces(draw: st.DrawFn, whole: str) -> list[str]:
 @given(st.data(), TEXTS, STOPS)
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(data: st.DataObject, text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
-    shown, stopped = "", False
+    shown, stopped = "", ""
     for piece in data.draw(pieces(text)):
         part, stopped = matcher.push(piece)
         shown += part
@@ -74,9 +75,9 @@ def _run(ids: list[int], stops: list[str], groups: list[int]) -> tuple[str, tupl
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["STOP"])
-    assert matcher.push("a ST") == ("a ", False)
-    assert matcher.push("A S") == ("STA ", False)
-    assert matcher.push("TOPx") == ("", True)
+    assert matcher.push("a ST") == ("a ", "")
+    assert matcher.push("A S") == ("STA ", "")
+    assert matcher.push("TOPx") == ("", "STOP")
 
 
 def test_a_character_cut_by_the_token_limit_is_shown_as_well_as_it_can_be() -> None:

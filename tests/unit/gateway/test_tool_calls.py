@@ -16,7 +16,7 @@ NAMED = '[TOOL_CALLS]sum[ARGS]{"a": [1, 2], "s": "}\\" ]"}'
 ARGUMENTS = {"a": [1, 2], "s": '}" ]'}
 
 
-def scan(kind: ToolFormat, pieces: list[str], *, cut_off: bool = False) -> Scanned:
+def scan(kind: ToolFormat, pieces: list[str], *, followed_by: str | None = None) -> Scanned:
     """All that the pieces give, with every call's parts joined."""
     scanner = ToolCallScanner(kind, new_id=lambda index: f"id{index}")
     content, parts = "", list[CallDelta]()
@@ -25,7 +25,7 @@ def scan(kind: ToolFormat, pieces: list[str], *, cut_off: bool = False) -> Scann
         parts += result.calls
         indices = [call.index for call in result.calls]
         assert len(set(indices)) == len(indices), "clients take one entry of an index"
-    content += scanner.finish(cut_off=cut_off)
+    content += scanner.finish(followed_by=followed_by)
     joined: list[CallDelta] = []
     for part in parts:
         if part.name:
@@ -142,14 +142,28 @@ def test_a_call_cut_off_keeps_what_came() -> None:
 )
 def test_wherever_a_call_is_cut_off_its_markup_is_no_content(kind: ToolFormat, text: str, content: str) -> None:
     for end in range(len(content) + 1, len(text)):
-        found = scan(kind, list(text[:end]), cut_off=True)
+        found = scan(kind, list(text[:end]), followed_by="")
         assert found.content.rstrip() == content, text[:end]
         assert all(call.name == "sum" for call in found.calls)
 
 
 def test_an_opening_that_a_whole_text_ends_with_is_text() -> None:
     assert scan(ToolFormat.HERMES, ["1 <"]).content == "1 <"
-    assert scan(ToolFormat.HERMES, ["1 <tool"], cut_off=True).content == "1"
+    assert scan(ToolFormat.HERMES, ["1 <tool"], followed_by="").content == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ("x <tool_", "call", "x"),
+        ("x <", "tool_call>{", "x"),
+        ("x <", "b>", "x <"),
+        ("x <tool", "box>", "x <tool"),
+        ("x", "<tool_call>", "x"),
+    ],
+)
+def test_a_stop_string_inside_an_opening_leaves_none_of_it(text: str, stop: str, content: str) -> None:
+    assert scan(ToolFormat.HERMES, list(text), followed_by=stop).content.rstrip() == content
 
 
 PIECES = ["{", "}", '"', '"name": "f"', ",", ":", " ", "\\", "a"]
