@@ -10,7 +10,7 @@ vouchers come first (by the number that their signers gave the adds). Owners hav
 
 That a removed owner's word is bounded by its removal, and not by when it was said, is the whole point: a machine that
 was removed can sign what it likes with any date. That the elder wins is a choice that has to be made: two statements
-that deny each other tell nobody which was made first. ``docs/decisions/trust.md`` has the argument.
+that deny each other tell nobody which was made first. ``docs/adr/trust.md`` has the argument.
 
 PURE. The cost is one pass over the statements that are held, of which there are at most
 ``MAX_OWNERS * MAX_PER_SIGNER``.

@@ -4,7 +4,7 @@ An owner of the cluster may say anything. A plain member may have a model served
 tell where the stages of its own engine are, and hand its engine over. Another engine than the recorded one is believed
 only by who knows by itself that the recorded one's node is gone: nobody can take requests over by claiming a higher
 number. Where two sides of a partition believed different engines, an owner's node says which it holds; without one the
-newer claim yields (``engine_keeper``). ``docs/decisions/serving.md`` has the reasons.
+newer claim yields (``engine_keeper``). ``docs/adr/serving.md`` has the reasons.
 
 PURE: no clock, no keys.
 """
