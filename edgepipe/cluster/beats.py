@@ -132,17 +132,16 @@ class Speaker:
         return self.beat(conversation)
 
     def _add_trust(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
-        """Add the digest when it changed, with the new statements. While the other side's digest differs, also add our
-        keys (first at once, then ever more seldom) and a piece of the statements that the other side lacks."""
+        """Add the digest when it changed, with the new statements. While the other side's digest differs, also add a
+        piece of the statements that it lacks, and our keys: first at once, then ever more seldom."""
         digest, held = self._trust.digest, self._trust.held()
         if conversation.told_digest != digest:
             beat.trust_digest = conversation.told_digest = digest
             if conversation.held is not None:
                 known = {*conversation.held, *conversation.theirs}
                 conversation.to_tell.extend(statement for key, statement in held.items() if key not in known)
-                conversation.keys_at_s = max(
-                    conversation.keys_at_s, now + _KEYS_AGAIN_S
-                )  # these may be all that differ
+                # The new statements may be the only difference: send them before the keys.
+                conversation.keys_at_s = max(conversation.keys_at_s, now + _KEYS_AGAIN_S)
         conversation.held = held
         if conversation.heard_digest == digest:
             conversation.to_tell.clear()

@@ -1,7 +1,7 @@
 """Membership of the cluster as a state machine: events go in, dialling commands and changes come out.
 
-Every node talks to every other node itself. So a node believes about another node only what it heard from that node,
-and it repeats no other node's death. PURE: no clock, no network; the shell is ``heartbeats.py``.
+Every node talks to every other node itself. So a node judges another node only by its own contact with it, and it
+repeats no other node's death. PURE: no clock, no network; the shell is ``heartbeats.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 _MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
 _LATE_S = 0.25  # a tick later than this shows this process's own lag, not the others' silence
-_LAG_MEMORY_S = 10.0  # after its own lag this process is more patient for so long, by that lag
+_LAG_MEMORY_S = 10.0  # for so long after its own lag this process is more patient, by that lag
 _SLEEPY_S = 1.0  # beats that were in flight when a node went to sleep do not wake it
 _MAX_TARGETS_PER_NODE = 8  # a machine has a few addresses; false ones in its name must not displace the right one
 

@@ -210,7 +210,7 @@ class _Machine:
         try:
             return ChaCha20Poly1305(self._keys.seal).decrypt(nonce, sealed, self._transcript)
         except InvalidTag as exc:
-            raise PairingRejected("what came at the end of the pairing was changed on the way", fact=_ATTACK) from exc
+            raise PairingRejected("the last message of the pairing was changed on the way", fact=_ATTACK) from exc
 
 
 class HostPairing(_Machine):
@@ -232,7 +232,7 @@ class HostPairing(_Machine):
 
     def welcome(self, store: TrustStore, addresses: Mapping[str, str]) -> bytes:
         """Return the last message to the joiner, which is in ``store`` by now, with the members' addresses."""
-        assert self._state is _State.WELCOME, "only who has proven the code is welcome"
+        assert self._state is _State.WELCOME, "only a joiner that has proven the code is welcome"
         welcome = pb.PairWelcome(trust=store.to_wire())
         for node_id, address in addresses.items():
             welcome.addresses.add(node_id=node_id, address=address)

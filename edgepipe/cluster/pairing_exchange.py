@@ -183,7 +183,7 @@ class PairingWindow:
         except TimeoutError:
             accepted = None
         if reader.at_eof():
-            raise PeerClosed("the other machine went away before anybody answered")
+            raise PeerClosed("the other machine left before the person here answered")
         if not accepted:
             self._over.set()
             raise _not_let_in(answered=accepted is not None)
@@ -193,7 +193,7 @@ class PairingWindow:
             async with asyncio.timeout(_MESSAGE_S):
                 pairing.receive(await _read(reader, most_bytes=MAX_MESSAGE_BYTES))
         except (TimeoutError, OSError, EdgepipeError) as exc:
-            logger.warning("%s was let in and did not say that it has joined: %s", pairing.other.name, exc)
+            logger.warning("%s was admitted and did not confirm that it has joined: %s", pairing.other.name, exc)
         return not pairing.done
 
     def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
@@ -277,7 +277,7 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     except TimeoutError as exc:
         raise ConnectTimeout(
             f"{host}:{port} does not answer",
-            fact=f"waited {_CONNECT_S:.0f} s; a firewall there may drop what comes",
+            fact=f"waited {_CONNECT_S:.0f} s; a firewall there may drop connections",
             next_step="edgepipe doctor",
         ) from exc
     except OSError as exc:

@@ -8,7 +8,7 @@ _SLEPT_S = 2.0  # clocks are read one after the other, and a busy machine may pa
 
 
 class BootClock(Protocol):
-    """Two clocks whose difference is the time slept."""
+    """Two clocks; their difference grows by the time slept."""
 
     def monotonic_s(self) -> float:
         """Seconds awake since an arbitrary start."""

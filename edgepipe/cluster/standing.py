@@ -110,7 +110,7 @@ class _Hearing:
 def _keeps(removal: Statement, statement: Statement) -> bool:
     """Return whether a statement still counts although ``removal`` removes its signer.
 
-    Removals of the earlier form have no such list. They keep what that form always let count, and only of that form:
+    Removals of the earlier form have no such list. They keep, of the same form:
     the signer's removals of nodes other than the remover, and its add of the remover.
     """
     if removal.number:

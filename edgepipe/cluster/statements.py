@@ -91,10 +91,10 @@ def decode(wire: pb.TrustStatement) -> Statement:
         raise TrustInvalid("a trust statement cannot be read") from exc
     kind = body.WhichOneof("statement")
     if kind is None:
-        raise TrustInvalid("a trust statement says nothing that is known here", fact="it may come from a newer version")
+        raise TrustInvalid("a trust statement has a kind unknown here", fact="it may come from a newer version")
     body.DiscardUnknownFields()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
     if body.SerializeToString(deterministic=True) != wire.body:
-        raise TrustInvalid("a trust statement holds more than is known here", fact="it may come from a newer version")
+        raise TrustInvalid("a trust statement has fields unknown here", fact="it may come from a newer version")
     if not _NODE_ID.fullmatch(body.signer):
         raise TrustInvalid("a trust statement has no signer")
     if kind == "found":

@@ -259,7 +259,7 @@ def require_owner(store: TrustStore, signer: NodeId) -> None:
     if not is_owner(store, signer):
         names = ", ".join(owner.name for owner in store.owners())
         raise TrustInvalid(
-            "only an owner of the cluster may change who belongs to it",
+            "only an owner of the cluster may change its members",
             fact=f"this node is a member; owners: {names or 'none is left'}",
             next_step="run the command on an owner's machine",
         )

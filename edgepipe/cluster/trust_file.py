@@ -89,7 +89,7 @@ def _whole(data: bytes) -> TrustStore:
     head = len(_MAGIC) + _HASH_BYTES
     body = data[head:]
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : head]:
-        raise TrustInvalid(f"it holds {len(data)} bytes that are not what was written")
+        raise TrustInvalid(f"its {len(data)} bytes do not match their hash")
     try:
         return read_store(pb.TrustSet.FromString(body).statements)
     except DecodeError as exc:

@@ -31,7 +31,7 @@ _NAME_CHARS = 6  # of a node id, to name a peer by it
 _WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
 MAX_PIECE_STATEMENTS = 256  # in one beat; a member that sends more is ignored for a while
 _MAX_PIECES = 4  # of one member, waiting to be checked
-_NEW_STATEMENTS = 1024  # that one member may send at once; then the rate below applies
+_NEW_STATEMENTS = 1024  # limit of one member at once; then the rate below applies
 _NEW_PER_S = 8.0
 _BAD_COSTS = 64  # a bad statement costs as much as so many new ones
 
@@ -177,7 +177,7 @@ class TrustKeeper:
             self._heard.set()
 
     async def take_in(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
-        """Merge a member's statements. None of them counts without an owner's signature."""
+        """Merge a member's statements; only those with an owner's signature count."""
         async with self._merging:
             merged = await asyncio.to_thread(merge, self._store, statements)
             for reason in merged.refused:
@@ -225,7 +225,7 @@ class TrustKeeper:
             raise TrustInvalid(
                 f"'{peer.name}' alone added other nodes, which would go with it",
                 fact=", ".join(other.name for other in others),
-                next_step="say what becomes of them: --keep-added or --drop-added",
+                next_step="choose for them: --keep-added or --drop-added",
             )
         await self._say(statements)
         return others

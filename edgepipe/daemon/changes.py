@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 
 class Changes:
-    """A broadcast without contents: listeners check for themselves what is new."""
+    """A broadcast without contents: listeners read the new state themselves."""
 
     def __init__(self) -> None:
         self._listeners: set[asyncio.Event] = set()

@@ -1,4 +1,4 @@
-"""PURE: the steps that one hop still owes its receiver, and how many of them may be written now."""
+"""PURE: the steps that one hop still owes its receiver, and the limit on writing them."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Outgoing(Protocol):
     async def run(self) -> None:
         """Keep the link up until cancelled; redial a broken stream and send unacknowledged steps again.
 
-        Raises LinkError when the other side stays away or takes nothing for as long as the target allows, StaleEpoch
-        when the other side obeys a newer epoch, StageLost when the epoch has ended there, and RemoteProtocolError when
+        Raises LinkError when the other side stays away or takes nothing for as long as the target allows. Raises
+        StaleEpoch when it obeys a newer epoch, StageLost when the epoch has ended there, and RemoteProtocolError when
         the ends do not agree.
         """
         ...

@@ -81,7 +81,7 @@ class RingStream:
         async for message in messages:
             frame = message.frame
             if not message.HasField("frame"):
-                raise RemoteProtocolError("the link carries something that is no frame")
+                raise RemoteProtocolError("the link carried a message without a frame")
             if frame.epoch != self._epoch:
                 self.strays += 1
                 logger.debug("frame of epoch %s dropped", epoch_from_wire(frame.epoch))

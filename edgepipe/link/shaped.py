@@ -1,9 +1,9 @@
 """Emulates a network inside the transport: a node's data leaves at a rate and arrives after a delay. Needs no root.
 
-Rate and delay are separate, as on a wire: messages queue for the rate, but any number of them may be delayed at a time.
+Rate and delay are separate, as on a wire: messages queue for the rate, and any number may be in the delay.
 Activations take both; small messages (plans, reports, credits) take only the delay.
 
-The sender hands activations to the real transport when their first byte leaves, and the receiving end holds them until
+The sender hands activations to the real transport when their first byte leaves. The receiving end holds them until
 their last byte would arrive: hosts copy and encrypt while a wire transmits, not afterwards. Both ends share a clock,
 since one machine emulates them. With two clocks, a frame is held too long by at most its own passage.
 """

@@ -1,7 +1,7 @@
 """Keys and self-signed certificates: a process proves its identity with its own and checks those of others.
 
-Processes pin whole certificates, so no authority signs anything. But gRPC takes every pinned certificate for a root:
-only the critical key usage ``digitalSignature`` keeps its owner from signing another certificate in a false name. So a
+Processes pin whole certificates, so no authority signs anything. But gRPC takes every pinned certificate for a root.
+Only the critical key usage ``digitalSignature`` keeps its owner from signing another certificate in a false name. So a
 certificate is accepted only in exactly the form that ``make_key_pair`` gives it.
 """
 
@@ -140,7 +140,7 @@ def _what_is_wrong(certificate: x509.Certificate, fingerprint: Fingerprint) -> s
     if (certificate.not_valid_before_utc, certificate.not_valid_after_utc) != (_NOT_BEFORE, _NOT_AFTER):
         return "it is not valid from 2020 to 2049"
     if sorted(certificate.extensions, key=_by_oid) != sorted(wanted, key=_by_oid):
-        return "it may be used for more, or less, than proving who its owner is"
+        return "its permitted uses are not exactly ours"
     try:
         certificate.verify_directly_issued_by(certificate)
     except (InvalidSignature, ValueError, TypeError):

@@ -36,7 +36,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Cut = Callable[[AccessDenied], None]
 
 MAX_CALLS_PER_CALLER = 64  # an eighth of a server's limit: no member keeps the others out
-_FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}  # a last beat tells a removed node of its removal
+_FAREWELL_S = {
+    "/edgepipe.wire.v1.Node/Heartbeat": 1.0
+}  # for a last beat, which reports the removal to the removed node
 _MAX_CONNECTIONS = 4096  # remembered, so that each connection is counted once
 _TLS = b"TLSv1.3"  # two ends of edgepipe agree on it; an older version means a foreign end, or a machine in the middle
 

@@ -159,7 +159,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:
-    """Return the node's options, with those that the pipeline overrides."""
+    """Return the node's options, with the pipeline's overrides."""
     options = BackendOptions(
         device=settings.device,
         dtype=settings.dtype,

@@ -116,7 +116,7 @@ class DeviceHost:
     async def prepare(
         self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
     ) -> AsyncGenerator[pb.PrepareEvent]:
-        """Reserve memory and load a stage; yield progress, then ``prepared``. On failure release all of it.
+        """Reserve memory and load a stage; yield progress, then ``prepared``. On failure release everything.
 
         A living stage that holds the same shard stays as it is, with its weights and KV. The stage takes plans only
         from ``engine`` (None: from any engine, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
@@ -291,7 +291,7 @@ class DeviceHost:
                     report = await hold.reports.get()
             except TimeoutError as exc:
                 raise SendTimeout(
-                    "the stage does not get on with loading",
+                    "the stage makes no progress with loading",
                     fact=f"silent for {self._timeouts.load_s:.0f} s",
                     node=self._node_name,
                 ) from exc

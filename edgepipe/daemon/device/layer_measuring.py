@@ -93,7 +93,7 @@ class LayerMeasuring:
         if spare.exited.is_set():
             raise spare.error().on_node(self._node_name)
         raise SendTimeout(
-            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+            "the device makes no progress with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
         )
 
     def _key(self, request: pb.ProfileLayerRequest) -> str:

@@ -94,7 +94,7 @@ class MemoryLedger:
         return self._held
 
     def reserve(self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int) -> Reservation:
-        """Reserve memory for weights and for ``kv_tokens`` of KV, or for as many of them as a fair share of it holds.
+        """Reserve memory for weights and ``kv_tokens`` of KV, or for fewer tokens if a fair share holds no more.
 
         Replaces the reservation of ``holder``. Raises NoFeasiblePlacement with the missing bytes; then nothing changes.
         """
@@ -114,7 +114,7 @@ class MemoryLedger:
         return held
 
     def loaded(self, holder: str, *, weight_bytes: int) -> Reservation:
-        """Record the real size of the loaded weights: what they took beyond their share reduces the KV's."""
+        """Record the real size of the loaded weights; bytes beyond their reservation reduce the KV's."""
         held = self._held.get(holder, Reservation(weight_bytes=weight_bytes, kv_bytes=0))
         if (more := weight_bytes - held.weight_bytes) > 0:
             held = Reservation(weight_bytes=weight_bytes, kv_bytes=max(0, held.kv_bytes - more))

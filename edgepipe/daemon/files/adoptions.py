@@ -118,7 +118,7 @@ class Adoptions:
             self._coming.remove(entry)
 
     def forgotten(self, *, now_s: float) -> list[Adopted]:
-        """Return the held models whose engine is gone for ``FORGET_S``; ``now_s``: monotonic."""
+        """Return the held models without an announced engine for ``FORGET_S``; ``now_s``: monotonic."""
         announced = self._announced_keys()
         self._seen_s = {
             model.key: now_s if model.key in announced else self._seen_s.get(model.key, now_s) for model in self._held

@@ -1,7 +1,7 @@
 """Decides which processes may talk to each other, for the daemon and for its children.
 
 The trust store names the nodes of the cluster. A node's state lists the certificates that its gateway and engines made
-for their life; that state came over a connection that proved the node's identity. A stage learns its one engine from
+for their life. That state came over a connection that proved the node's identity. A stage learns its one engine from
 this module, and its neighbours from that engine.
 """
 

@@ -370,12 +370,12 @@ def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark | None, int]:
         file = passed.enter_context(tempfile.TemporaryFile())
         return StepMark(file.fileno()), file.fileno()
     except OSError as exc:
-        logger.warning("crashes inside steps cannot be told from others: %s", exc)
+        logger.warning("the node cannot distinguish crashes inside steps from other crashes: %s", exc)
         return None, -1
 
 
 def _crashed(status: int | None) -> bool:
-    """Return whether a process broke by itself: SIGKILL and SIGTERM come from people, or from lack of memory."""
+    """Return whether a process crashed on its own: SIGKILL and SIGTERM come from people, or from lack of memory."""
     return status is not None and status != 0 and -status not in (signal.SIGKILL, signal.SIGTERM)
 
 

@@ -26,7 +26,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _YIELD_S = 5.0  # an owner's reachable node has decided long before
-_LOOK_AGAIN_S = 1.0  # between attempts: an engine may have yielded to one whose node was lost just then
+_LOOK_AGAIN_S = 1.0  # between attempts: an engine may have ended for another one that was then lost
 
 
 class EngineKeeper:

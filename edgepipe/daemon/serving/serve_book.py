@@ -207,7 +207,7 @@ class ServeBook:
             self._say(body)
 
     def is_unconfirmed(self, body: pb.ServeBody) -> bool:
-        """Return whether only this node says that a pipeline's engine is here."""
+        """Return whether only this node's record names this node for a pipeline's engine."""
         return (body.engine_node, body.signer) == (self._own, self._own) and not self._is_owner(self._own)
 
     def hand_back(self, other: pb.ServeBody) -> None:
@@ -217,7 +217,7 @@ class ServeBook:
         self._say(body)
 
     def merge(self, source: str, records: Iterable[pb.ServeRecord]) -> list[pb.ServeBody]:
-        """Take the records of another node whose signers may say what they say.
+        """Take another node's records if the rules allow their signers to make them.
 
         Returns the refused ones that name another engine for a model held here."""
         rivals: list[pb.ServeBody] = []
@@ -303,7 +303,7 @@ class ServeBook:
         try:
             self._say(body)
         except AccessDenied as error:
-            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not said: %s", error)
+            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not signed: %s", error)
 
     def _refusal(self, body: pb.ServeBody) -> str:
         held = self._records.get(body.spec.model)

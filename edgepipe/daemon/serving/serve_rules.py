@@ -1,10 +1,10 @@
 """The rules by which a node accepts a signed record about a served model instead of the record it holds.
 
-An owner of the cluster may say anything. A plain member may have a model served that is not, stop a model that it had
-served, report where its own engine's stages are, and hand its engine over. A node believes a new engine only if it
-knows by itself that the recorded engine's node is gone. So no member takes over requests by claiming a higher version.
-Where two sides of a partition believed different engines, an owner's node says which one it holds; without an owner the
-newer claim yields (``engine_keeper``). ``docs/decisions/serving.md`` has the reasons.
+An owner of the cluster may say anything. A plain member may have an unserved model served, and stop the models that it
+had served. It may report where its own engine's stages are, and hand its engine over. A node believes a new engine only
+if it knows by itself that the recorded engine's node is gone. So no member takes over requests by claiming a higher
+version. Where two sides of a partition believed different engines, an owner's node says which one it holds; without an
+owner the newer claim yields (``engine_keeper``). ``docs/decisions/serving.md`` has the reasons.
 
 PURE: no clock, no keys.
 """
@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 8 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a node knows by itself, without the record."""
+    """Knowledge of the node that judges a record, from other sources than that record."""
 
     role: Role | None  # of the new record's signer; None: no member of the cluster
     gone: Callable[[str], bool]  # whether a node is certainly away, or hands its engines over

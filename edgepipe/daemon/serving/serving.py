@@ -183,7 +183,7 @@ class Serving:
     async def _rebalance(
         self, node_id: str, engine: engine_pb2.EngineState, request: pb.ServeRequest
     ) -> AsyncGenerator[pb.ServeEvent]:
-        """Move the model's stages to the best placement now; yield events until they are there."""
+        """Move the model's stages to the best placement now; yield events until they serve there."""
         yield pb.ServeEvent(message=f"placing {engine.model} anew")
         before = epoch_from_wire(engine.epoch)
         if not await self._peers.rebalance(
@@ -244,7 +244,7 @@ class Serving:
         return [node.name for node in self._peers.nodes() if any(device.state == "starting" for device in node.devices)]
 
     def _failed_devices(self) -> list[str]:
-        """Describe each node whose device cannot be used."""
+        """Describe each unusable device with its node."""
         return [
             f"{node.name} cannot: {device.error.what}"
             for node in self._peers.nodes()

@@ -35,7 +35,7 @@ class Surveyor:
     async def known(
         self, model: LocalModel, dtype: str, *, own: str = "", measure: Collection[str] = ()
     ) -> pb.SurveyReply:
-        """Collect earlier measurements without waiting; leave out what is unknown.
+        """Collect earlier measurements without waiting; leave unknown values out.
 
         own      a running pipeline that is placed again: its reservations count as free
         measure  idle nodes: they are measured now, with the links from and to them
