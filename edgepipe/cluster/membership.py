@@ -266,8 +266,8 @@ class Membership:
         return [*commands, *self._give_up(now)]
 
     def dead_limit_s(self, member: Member, *, now: float) -> float:
-        """Return the silence after which ``member`` is dead: 3 x the 99th percentile of its gaps in two minutes, plus
-        this process's recent lag, within the limits."""
+        """Return the silence, within the limits, after which ``member`` is dead: 3 x the 99th percentile of its gaps
+        in two minutes, plus this process's recent lag."""
         lag_s = self._lag_s if now - self._lagged_at_s < _LAG_MEMORY_S else 0.0
         wanted_s = max(self._limits.dead_min_s, 3 * member.gaps.p99_s(now=now)) + lag_s
         return min(wanted_s, self._limits.dead_max_s)

@@ -2,7 +2,7 @@
 
 Eight digits can be guessed: three tries by all addresses together leave 3 chances in 100 million per code. One address
 may use at most two of the three, so that one machine alone cannot close the window. The 128 bits of a long string
-cannot be guessed in any number of tries: there a wrong try costs its address time, and the window stays open.
+cannot be guessed in any number of tries. There a wrong try costs its address time, and the window stays open.
 """
 
 from __future__ import annotations

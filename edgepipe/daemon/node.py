@@ -62,8 +62,8 @@ def _address(config: Config, available: list[Interface]) -> str:
 
 
 async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool) -> None:
-    """Run nodes until one was stopped. A new node replaces the old one when another node has its identity, when it has
-    joined another cluster, and when the machine's address has changed."""
+    """Run nodes until one was stopped. A node is replaced by a new one when another node has the same identity, after it
+    joined another cluster, and after the machine's address changed."""
     clock, cluster = SystemClock(), config.cluster
     while True:
         with writable(data_dir.path):

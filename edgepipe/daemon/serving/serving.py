@@ -411,8 +411,8 @@ def model_matches(wanted: str, name: str) -> bool:
 def _check_served_as_asked(
     request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str, held: pb.ServeBody | None
 ) -> None:
-    """Raise PlanInvalid if another model has this name, or the model is served over other nodes or layers or with other
-    settings than the caller wants."""
+    """Raise PlanInvalid if the served model has other content, other nodes, other layers or other settings than the
+    caller wants."""
     if engine.manifest_hash and engine.manifest_hash != manifest_hash:
         raise PlanInvalid(
             f"another model is served by the name {engine.model}",
