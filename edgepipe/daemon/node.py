@@ -62,7 +62,7 @@ def _address(config: Config, available: list[Interface]) -> str:
 
 
 async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool) -> None:
-    """Run nodes until one was stopped. A node is replaced by a new one when another node has the same identity, after it
+    """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
     clock, cluster = SystemClock(), config.cluster
     while True:
