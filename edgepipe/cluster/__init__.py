@@ -1,1 +1,1 @@
-"""Who is in the cluster: membership (a pure core), discovery, heartbeats."""
+"""Members of the cluster: membership (a pure core), discovery, heartbeats, trust, pairing."""

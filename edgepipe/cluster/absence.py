@@ -1,4 +1,4 @@
-"""What people read about machines that are away."""
+"""Text for people about machines that are away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_NAMED = 3
 
 
 def absence_text(absent: Sequence[pb.AbsentNode], *, now_s: float) -> str:
-    """``macbook asleep since 21:14, studio gone since Tue 08:02``; empty while everybody is here. Local time."""
+    """Return ``macbook asleep since 21:14, studio gone since Tue 08:02``; empty if no node is away. Local time."""
     newest = sorted(absent, key=lambda node: -node.since_us)
     named = [
         f"{node.name} {_WORDS.get(node.state, node.state)} since {_time(node.since_us / 1e6, now_s=now_s)}"
@@ -24,7 +24,7 @@ def absence_text(absent: Sequence[pb.AbsentNode], *, now_s: float) -> str:
 
 
 def continuing_text(engine: engine_pb2.EngineState) -> str:
-    """``continuing on 2 machines``, of an engine that works after a recovery; else empty."""
+    """Return ``continuing on 2 machines`` for an engine that works after a recovery; else empty."""
     if engine.state != "ready" or not engine.recoveries:
         return ""
     machines = len({stage.node_id for stage in engine.stages})
@@ -32,7 +32,7 @@ def continuing_text(engine: engine_pb2.EngineState) -> str:
 
 
 def joined(*texts: str) -> str:
-    """``macbook asleep since 21:14; continuing on 2 machines``"""
+    """Join texts: ``macbook asleep since 21:14; continuing on 2 machines``."""
     return "; ".join(text for text in texts if text)
 
 

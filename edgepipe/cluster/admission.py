@@ -1,4 +1,4 @@
-"""Who may hold a heartbeat stream with this node, and why others may not: shown in the status, logged once."""
+"""Decides which nodes may hold a heartbeat stream with this node; the status shows refusals, the log has each once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Admission:
     """Checks greetings and keeps the refusals."""
 
     def __init__(self, hello: common_pb2.Hello) -> None:
-        """``hello``: as this node introduces itself."""
+        """``hello``: this node's introduction."""
         self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address or name -> why it does not join
         self._hello = hello
         self._once = Once(logger)
 
     def require(self, peer: TrustedPeer | None, hello: common_pb2.Hello) -> None:
-        """Raises PairingRejected to who is no member."""
+        """Raise PairingRejected unless the node is a member."""
         if peer is None:
             error = PairingRejected(
                 f"{hello.node_name or hello.node_id} is not paired with this node",
@@ -38,7 +38,7 @@ class Admission:
             raise error
 
     def admit(self, hello: common_pb2.Hello) -> str:
-        """The caller's node id. Raises VersionMismatch, RemoteProtocolError, PairingRejected to another cluster's."""
+        """Return the caller's node id. Raises VersionMismatch, RemoteProtocolError, PairingRejected (other cluster)."""
         who = f"node {(hello.node_name or hello.node_id)[:MAX_HELLO_CHARS]}"
         try:
             check_hello(hello, own_name=self._hello.node_name or "this node")
@@ -56,14 +56,14 @@ class Admission:
         return hello.node_id
 
     def refuse(self, who: str, error: EdgepipeError) -> None:
-        """Note why it does not join."""
+        """Note why a node does not join."""
         self._once.log(logging.WARNING, f"{who} {error.code}", "does not join: %s: %s", who, error)
-        self.refusals[who] = error_from_wire(error_to_wire(error))  # a raised one keeps the messages that it is about
+        self.refusals[who] = error_from_wire(error_to_wire(error))  # a copy: a raised error keeps its messages alive
         self.refusals.move_to_end(who)
         if len(self.refusals) > _MAX_REFUSALS:
             self.refusals.popitem(last=False)
 
 
 def cluster_label(hello: common_pb2.Hello) -> str:
-    """``'home' (4kq3zt)``: two clusters of one name are told apart by their ids."""
+    """Return ``'home' (4kq3zt)``: the ids distinguish two clusters of one name."""
     return f"'{hello.cluster_name or hello.cluster_id}' ({hello.cluster_id[:6]})"

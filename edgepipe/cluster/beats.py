@@ -1,4 +1,4 @@
-"""What one side of a heartbeat stream has said and heard, and what it says next."""
+"""State of one side of a heartbeat stream, and the beats that it sends."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from edgepipe.ids import NodeId
 from edgepipe.security.trust_view import TrustedPeer
 from edgepipe.wire.v1 import common_pb2, node_pb2, trust_pb2
 
-_ECHO_MEMORY = 32  # beats whose sending time is kept: eight seconds
+_ECHO_MEMORY = 32  # beats whose sending time is remembered: eight seconds
 _PIECE_BYTES = 256 << 10  # of statements in one beat: a home's store fits into one
-_MAX_KEYS = 8192  # that are heard; a full store has some 3,000
-_KEYS_AGAIN_S = 1.0  # after which keys are told again if the stores still differ; twice as long every time
+_MAX_KEYS = 8192  # accepted in one beat; a full store has some 3,000
+_KEYS_AGAIN_S = 1.0  # before keys are sent again if the stores still differ; doubles every time
 _KEYS_MOST_S = 60.0
 
 
 class SharedTrust(Protocol):
-    """What two members tell each other of their trust stores; ``TrustKeeper`` is one."""
+    """Exchange of trust stores between two members; ``TrustKeeper`` implements it."""
 
     @property
     def digest(self) -> bytes:
-        """Of all statements."""
+        """The hash of all statements."""
         ...
 
     def held(self) -> Mapping[bytes, Statement]:
-        """All of them by key, in an order in which they can be taken in."""
+        """Return all statements by key, in an order in which another store can take them."""
         ...
 
     def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[trust_pb2.TrustStatement]) -> None:
-        """A member told its digest, and statements that it thinks are news."""
+        """Take a member's digest, and statements that the member thinks are new here."""
         ...
 
     def member(self, fingerprint: str) -> TrustedPeer | None:
-        """Who may call."""
+        """Return the member with that key if it may call this node."""
         ...
 
     def outbound(self) -> tuple[TrustedPeer, ...]:
-        """Who may be called."""
+        """Return the members that this node may call."""
         ...
 
     def changes(self) -> AsyncIterator[None]:
-        """Yields at once and then after every change."""
+        """Yield at once and then after every change."""
         ...
 
 
@@ -66,29 +66,29 @@ class Conversation:
     told_at_s: float = float("-inf")
     told_digest: bytes = b""
     heard_digest: bytes = b""
-    told_in: int = 0  # the beat that told the state
-    held: Mapping[bytes, Statement] | None = None  # own statements when news of them was last looked for
+    told_in: int = 0  # the beat with the state
+    held: Mapping[bytes, Statement] | None = None  # own statements at the last search for new ones
     to_tell: deque[Statement] = field(default_factory=deque[Statement])
-    theirs: set[bytes] = field(default_factory=set[bytes])  # keys of what the other side told or said that it holds
-    keys_at_s: float = 0.0  # keys are told from then on, if the stores still differ
+    theirs: set[bytes] = field(default_factory=set[bytes])  # keys that the other side sent or reported
+    keys_at_s: float = 0.0  # when to send keys if the stores still differ
     keys_pause_s: float = _KEYS_AGAIN_S
 
     def heard_keys(self, keys: Iterable[bytes]) -> None:
-        """The other side told what it holds: the rest is told to it."""
+        """Take the keys that the other side holds; send it the other statements."""
         theirs = set(keys)
         if self.held is not None and len(theirs) <= _MAX_KEYS and all(len(key) == KEY_BYTES for key in theirs):
             self.theirs = theirs
-            self.to_tell = deque(one for key, one in self.held.items() if key not in theirs)
+            self.to_tell = deque(statement for key, statement in self.held.items() if key not in theirs)
             self.wake.set()
 
     def heard_statements(self, statements: Iterable[trust_pb2.TrustStatement]) -> None:
-        """The other side told some: they are not told back to it."""
+        """Take statements from the other side: they are not sent back."""
         if len(self.theirs) < _MAX_KEYS:
-            self.theirs.update(key_of(one.body) for one in statements)
+            self.theirs.update(key_of(wire.body) for wire in statements)
 
 
 class Speaker:
-    """Composes this node's beats: its state when that is news, its trust store where the other's differs."""
+    """Composes this node's beats: its state when changed, its trust store where the other side's differs."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Speaker:
         self._timeouts = timeouts
 
     def beat(self, conversation: Conversation, *, first: bool = False) -> node_pb2.Beat:
-        """The next one. ``first``: of its stream."""
+        """Compose the next beat. ``first``: the first of its stream."""
         now = self._clock.monotonic_s()
         conversation.sequence += 1
         conversation.sent_at_s[conversation.sequence] = now
@@ -127,20 +127,21 @@ class Speaker:
         return beat
 
     def farewell(self, conversation: Conversation) -> node_pb2.Beat:
-        """The last beat to a node that was removed: why."""
+        """Compose the last beat to a removed node, with the statements that removed it."""
         conversation.to_tell = deque(self._trust.held().values())
         return self.beat(conversation)
 
     def _add_trust(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
-        """The digest when it changed, with the statements that changed it. While the other's is another: what we hold,
-        at first at once and then ever more seldom, and a piece of what the other lacks."""
+        """Add the digest when it changed, with the new statements. While the other side's digest differs, also add a
+        piece of the statements that it lacks, and our keys: first at once, then ever more seldom."""
         digest, held = self._trust.digest, self._trust.held()
         if conversation.told_digest != digest:
             beat.trust_digest = conversation.told_digest = digest
             if conversation.held is not None:
                 known = {*conversation.held, *conversation.theirs}
-                conversation.to_tell.extend(one for key, one in held.items() if key not in known)
-                conversation.keys_at_s = max(conversation.keys_at_s, now + _KEYS_AGAIN_S)  # it may be all there is
+                conversation.to_tell.extend(statement for key, statement in held.items() if key not in known)
+                # The new statements may be the only difference: send them before the keys.
+                conversation.keys_at_s = max(conversation.keys_at_s, now + _KEYS_AGAIN_S)
         conversation.held = held
         if conversation.heard_digest == digest:
             conversation.to_tell.clear()
@@ -169,7 +170,7 @@ class Speaker:
 
 
 def _piece(statements: deque[Statement]) -> list[Statement]:
-    """Taken from the front, as much as one beat takes."""
+    """Take statements from the front, as many as one beat holds."""
     piece: list[Statement] = []
     room = _PIECE_BYTES
     while statements and len(piece) < MAX_PIECE_STATEMENTS and room > 0:

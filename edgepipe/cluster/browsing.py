@@ -1,4 +1,4 @@
-"""Look once for nodes on every interface, without being one."""
+"""Searches once for nodes on every interface, without being a node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from edgepipe.cluster.discovery import SERVICE_TYPE, Announcement, read_announce
 _LOOKUP_MS = 1000
 _MOST_LOOKUPS = 64  # at a time; a home has a few dozen machines
 _MOST_FOUND = 64
-_SETTLE_S = 0.3  # a second answer to the same question comes within this
+_SETTLE_S = 0.3  # a second answer to the same question comes within this time
 
 
 async def browse(*, listen_s: float, until: Callable[[Announcement], bool] = lambda _: False) -> list[Announcement]:
-    """Every node that announces itself within the time; soon after ``until`` holds for one, no more are waited for.
+    """Return every node that announces itself within the time; end early, soon after ``until`` holds for a node.
 
-    Proves nothing of any.
+    Proves no node's identity.
     """
     try:
         zeroconf = AsyncZeroconf(ip_version=IPVersion.V4Only)
@@ -41,7 +41,7 @@ async def browse(*, listen_s: float, until: Callable[[Announcement], bool] = lam
 
 
 class _Search:
-    """What was found so far."""
+    """The nodes found so far."""
 
     def __init__(self, zeroconf: AsyncZeroconf, until: Callable[[Announcement], bool]) -> None:
         self.found: dict[str, Announcement] = {}
@@ -51,14 +51,14 @@ class _Search:
         self._lookups: set[asyncio.Task[None]] = set()
 
     def changed(self, *, name: str, state_change: ServiceStateChange, **_: object) -> None:
-        """A record came, changed or went."""
+        """Look up a new or changed record."""
         if state_change is not ServiceStateChange.Removed and len(self._lookups) < _MOST_LOOKUPS:
             lookup = asyncio.get_running_loop().create_task(self._look_up(name), name=f"browse:{name}")
             self._lookups.add(lookup)
             lookup.add_done_callback(self._lookups.discard)
 
     async def end(self) -> None:
-        """Give up lookups under way."""
+        """Cancel lookups under way."""
         for lookup in list(self._lookups):
             lookup.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)
@@ -67,8 +67,10 @@ class _Search:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         if not await info.async_request(self._zeroconf.zeroconf, _LOOKUP_MS):
             return
-        one = read_announcement(info)
-        if one is not None and (name in self.found or len(self.found) < _MOST_FOUND or self._until(one)):
-            self.found[name] = one
-            if self._until(one):
+        announcement = read_announcement(info)
+        if announcement is not None and (
+            name in self.found or len(self.found) < _MOST_FOUND or self._until(announcement)
+        ):
+            self.found[name] = announcement
+            if self._until(announcement):
                 self.satisfied.set()

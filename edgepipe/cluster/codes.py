@@ -1,4 +1,4 @@
-"""What a person carries from one machine to the other: eight digits, or a long string for machines without a person."""
+"""Codes that a person carries between machines: eight digits, or a long string for machines without a person."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from edgepipe.ids import NodeId
 CODE_DIGITS = 8
 SECRET_BYTES = 16
 _PREFIX = "EP1-"
-_CHECK_BYTES = 6  # 60 bytes in all: base32 without a rest
+_CHECK_BYTES = 6  # 60 bytes in all: base32 without padding
 _NODE_BYTES = 32  # SHA-256 of a public key
 _LENGTH = 4 + 2 + _NODE_BYTES + SECRET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinCode:
-    """A code as it was typed, understood."""
+    """A parsed code."""
 
     secret: bytes  # for SPAKE2
-    host: str = ""  # of long strings: where to go
+    host: str = ""  # of long strings: the host's address
     port: int = 0
-    node_id: str = ""  # and who must answer there
+    node_id: str = ""  # and the id of the node that must answer there
 
 
 def show_code(digits: str) -> str:
-    """``4821-9037``"""
+    """Format digits as ``4821-9037``."""
     return f"{digits[: CODE_DIGITS // 2]}-{digits[CODE_DIGITS // 2 :]}"
 
 
 def read_code(text: str) -> JoinCode:
-    """A code or a long string. Raises ConfigInvalid for anything else, a mistyped string included."""
+    """Parse a code or a long string. Raises ConfigInvalid for anything else, including a mistyped string."""
     bare = re.sub(r"[\s-]", "", text)
     if bare.isascii() and bare.isdecimal() and len(bare) == CODE_DIGITS:
         return JoinCode(secret=bare.encode())
@@ -52,7 +52,7 @@ def read_code(text: str) -> JoinCode:
 
 
 def show_string(*, host: str, port: int, node_id: NodeId, secret: bytes) -> str:
-    """A long string: where to go, who must be there, and a secret that nobody guesses."""
+    """Make a long string: the host's address, its node id, and a secret that cannot be guessed."""
     packed = ipaddress.IPv4Address(host).packed + port.to_bytes(2, "big") + _unpack_id(node_id) + secret
     return _PREFIX + base64.b32encode(packed + _check(packed)).decode().rstrip("=")
 
@@ -87,10 +87,10 @@ def _unpack_id(node_id: str) -> bytes:
 
 
 def joiner_pake(secret: bytes, joiner: bytes, host: bytes) -> Pake:
-    """The joiner's side of SPAKE2."""
+    """Return the joiner's side of SPAKE2."""
     return SPAKE2_A(secret, idA=joiner, idB=host)
 
 
 def host_pake(secret: bytes, joiner: bytes, host: bytes) -> Pake:
-    """The host's side of SPAKE2."""
+    """Return the host's side of SPAKE2."""
     return SPAKE2_B(secret, idA=joiner, idB=host)

@@ -1,5 +1,5 @@
-"""Find nodes by multicast DNS. What is found is only an address to try: it authorises nothing, and is believed to be
-nothing but short, printable text."""
+"""Finds nodes by multicast DNS. A result is only an address to try: it authorises nothing, and this module checks only
+that it is short, printable text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 SERVICE_TYPE = "_edgepipe._tcp.local."
 _LOOKUP_MS = 2000  # a node answers in milliseconds; lost multicast is asked again within this
-_MAX_LOOKUPS = 64  # at a time; more names than a home has machines means that somebody floods
+_MAX_LOOKUPS = 64  # at a time; more names than a home has machines mean a flood
 _MAX_TXT_BYTES = 1024  # ours have about 250
 _INCARNATION_DIGITS = 10  # of an instance's name, which is a DNS label: at most 63 bytes with the node's 52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a node says of itself in its TXT record."""
+    """A node's description of itself in its TXT record."""
 
     cluster_id: str
     cluster_name: str
@@ -36,7 +36,7 @@ class Announcement:
     incarnation: int = 0
     protocol_version: int = PROTOCOL_VERSION
     edgepipe_version: str = __version__
-    pairing_port: int = 0  # open to who has the code; 0: nobody is being invited
+    pairing_port: int = 0  # for a machine that has the code; 0: no invitation is open
 
     @property
     def address(self) -> str:
@@ -45,23 +45,23 @@ class Announcement:
 
 
 class Discovery:
-    """Announces this node and tells ``on_found`` of others, of any cluster, on one interface."""
+    """Announces this node on one interface, and passes other nodes of any cluster to ``on_found``."""
 
     def __init__(self, own: Announcement, on_found: Callable[[Announcement], None]) -> None:
-        self.problem = ""  # why nobody can be found; empty: it works, as far as this machine can tell
+        self.problem = ""  # why no node can be found; empty: it works, as far as this machine knows
         self._own = own
         self._on_found = on_found
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._lookups: set[asyncio.Task[None]] = set()
         self._info = _service_info(own)
-        self._announced: Any = None  # zeroconf's task that repeats the announcement; kept, so that it is not lost
+        self._announced: Any = None  # zeroconf's task that repeats the announcement; kept against garbage collection
 
     async def start(self) -> None:
         """Register and browse. A network without multicast is no error: peers can be named by hand."""
         try:
             self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
-            # Name: node id and incarnation. Nobody else has it, so the probing wait of 0.75 s can be left out.
+            # Name: node id and incarnation. No other node has it, so the probing wait of 0.75 s can be left out.
             register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
@@ -70,7 +70,7 @@ class Discovery:
             logger.warning("%s; peers are found by remembered addresses and --peer", self.problem)
 
     async def announce_pairing(self, port: int) -> None:
-        """Say at which port a machine may join, or (0) that none may."""
+        """Announce the port where a machine may join; 0: pairing is closed."""
         self._own = replace(self._own, pairing_port=port)
         self._info = _service_info(self._own)
         if self._zeroconf is not None:
@@ -90,7 +90,7 @@ class Discovery:
             self._zeroconf = None
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        """A record came, changed or went. Goodbyes are left to the heartbeats."""
+        """Look up a new or changed record. Heartbeats detect nodes that go."""
         if state_change is ServiceStateChange.Removed or name == self._info.name or len(self._lookups) >= _MAX_LOOKUPS:
             return
         lookup = asyncio.get_running_loop().create_task(self._look_up(zeroconf, name), name=f"mdns:{name}")
@@ -108,7 +108,7 @@ class Discovery:
 
 
 def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
-    """The announcement in a DNS-SD record; None if it is not one of ours to the last character."""
+    """Parse the announcement in a DNS-SD record; None unless every field is well-formed."""
     hosts = info.parsed_addresses(IPVersion.V4Only)
     texts = read_texts(info.properties)
     if not hosts or not info.port or texts is None:
@@ -130,7 +130,7 @@ def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
 
 
 def read_texts(properties: Mapping[bytes, bytes | None]) -> dict[str, str] | None:
-    """The keys and values of a TXT record; None if it is too long, not UTF-8, or holds what no terminal should show."""
+    """Return the keys and values of a TXT record; None if it is too long, not UTF-8 or not printable."""
     if sum(len(key) + len(value or b"") for key, value in properties.items()) > _MAX_TXT_BYTES:
         return None
     try:
@@ -141,7 +141,7 @@ def read_texts(properties: Mapping[bytes, bytes | None]) -> dict[str, str] | Non
 
 
 def _number(text: str) -> int:
-    """Raises ValueError: ``int`` alone takes signs, blanks and digits of other scripts."""
+    """Parse a number. Raises ValueError: ``int`` alone accepts signs, blanks and digits of other scripts."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 5):
         raise ValueError(text)
     return int(text)

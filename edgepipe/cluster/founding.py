@@ -1,4 +1,4 @@
-"""How a node comes by its identity and its cluster at its start, and how several get a common one without pairing."""
+"""How a node gets its identity and its cluster at its start, and how several nodes share a cluster without pairing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MADE_MS = 0  # of the statements of a local cluster; only shown
 
 @dataclass(frozen=True, slots=True)
 class TrustFolders:
-    """Where a data directory keeps what it trusts."""
+    """The paths of identity and trust in a data directory."""
 
     data_dir: Path
 
@@ -46,10 +46,10 @@ class TrustFolders:
 
 
 def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) -> TrustKeeper:
-    """This node's identity and cluster, both made where they are missing: then it is alone, and owns the cluster.
+    """Open this node's identity and cluster; make what is missing: the node is then alone, and owns the cluster.
 
-    ``cluster``: a name, for a new one; where there is a cluster already it must be its name, or empty. Raises
-    ConfigInvalid for another name, and for files that are damaged beyond use or that others may touch.
+    ``cluster``: the name of a new cluster; the name of an existing one, or empty. Raises ConfigInvalid for another
+    name, and for files that are damaged beyond use or that others may touch.
     """
     folders = TrustFolders(data_dir)
     make_private_folder(data_dir)
@@ -93,7 +93,7 @@ def home_of(data_dir: Path) -> Home | None:
 def cluster_of(data_dir: Path) -> Home | None:
     """Return the cluster of the machine of ``data_dir``, running or not; None if it has none yet.
 
-    Nothing is made where nothing is. Raises ConfigInvalid for files that are damaged or that others may touch.
+    Creates no files. Raises ConfigInvalid for files that are damaged or that others may touch.
     """
     folders = TrustFolders(data_dir)
     if not (folders.trust.exists() and folders.identity.exists()):
@@ -107,26 +107,26 @@ def cluster_of(data_dir: Path) -> Home | None:
 
 
 def begin_anew(data_dir: Path) -> None:
-    """A new identity without a cluster: the present key stays with whoever else has it, or was removed."""
+    """Make a new identity without a cluster: another node has the present key, or the key was removed."""
     folders = TrustFolders(data_dir)
     TrustFile(folders.trust).forget()
     replace_identity(folders.identity, make_key_pair())
 
 
 def adopt_cluster(data_dir: Path, store: TrustStore, key_pair: KeyPair) -> None:
-    """Replace this node's cluster by the one that ``key_pair`` was let into. Raises ConfigInvalid."""
+    """Replace this node's cluster by the one that admitted ``key_pair``. Raises ConfigInvalid."""
     folders = TrustFolders(data_dir)
     if load_identity(folders.identity).fingerprint != key_pair.fingerprint:
         replace_identity(folders.identity, key_pair)
     file = TrustFile(folders.trust)
-    file.forget()  # the version before is another cluster's
+    file.forget()  # the version before belongs to another cluster
     _save(file, store)
 
 
 def found_local_cluster(data_dirs: Sequence[Path], *, name: str) -> None:
     """Give data directories on one machine identities in one cluster, as pairing would: for demos, benchmarks, tests.
 
-    The first becomes owner. Their nodes' names are those of the directories. Raises ConfigInvalid.
+    The first becomes owner. Nodes are named after their directories. Raises ConfigInvalid.
     """
     pairs: list[tuple[Path, KeyPair]] = []
     for data_dir in data_dirs:

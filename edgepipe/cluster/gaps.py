@@ -1,4 +1,4 @@
-"""How far apart a node's signs of life were lately. PURE."""
+"""Recent gaps between a node's signs of life. PURE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 _SPAN_S = 120.0
 _MAX_GAPS = 4096  # two minutes of beats on several streams
-_AGE_S = 1.0  # a percentile is worked out again after this
+_AGE_S = 1.0  # a percentile older than this is computed again
 
 
 class GapHistory:
@@ -18,16 +18,16 @@ class GapHistory:
         self._known_at_s = float("-inf")
 
     def add(self, gap_s: float, *, now: float) -> None:
-        """A gap ended."""
+        """Add a gap that has just ended."""
         self._gaps.append((now, gap_s))
 
     def clear(self) -> None:
-        """Forget: what comes is another life."""
+        """Forget all gaps: the node has begun another life."""
         self._gaps.clear()
         self._known_at_s = float("-inf")
 
     def p99_s(self, *, now: float) -> float:
-        """The gap that one in a hundred exceeds; 0 while nothing is known. At most a second old."""
+        """Return the gap that one in a hundred exceeds; 0 while unknown. At most a second old."""
         if now - self._known_at_s >= _AGE_S:
             while self._gaps and now - self._gaps[0][0] > _SPAN_S:
                 self._gaps.popleft()

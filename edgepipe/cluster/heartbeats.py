@@ -37,7 +37,7 @@ _SPREAD_S = 1.0
 
 
 class Heartbeats:
-    """Keeps this node's streams and feeds the membership. ``run`` holds everything; others call in from the loop."""
+    """Keeps this node's streams and feeds the membership. ``run`` owns all tasks; call other methods on its loop."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Heartbeats:
         on_change: Callable[[MemberChanged], None],
         on_identity_taken: Callable[[str], None],
     ) -> None:
-        self.clock_skews_ms: dict[NodeId, float] = {}  # of members: their wall clock minus ours, when last told
+        self.clock_skews_ms: dict[NodeId, float] = {}  # of members: their wall clock minus ours, at their last report
         self._membership = membership
         self._admission = Admission(hello)
         self._speaker = Speaker(
@@ -65,9 +65,9 @@ class Heartbeats:
         self._timeouts = timeouts
         self._on_change = on_change
         self._on_identity_taken = on_identity_taken
-        self._doubtful: set[str] = set()  # addresses where nobody has proved yet to be whom we dialled
-        self._told: dict[NodeId, int] = {}  # the newest version of this node's state that a member has heard
-        self._told_more = asyncio.Event()  # set, and replaced, when one has heard more
+        self._doubtful: set[str] = set()  # dialled addresses where no node has proved its identity yet
+        self._told: dict[NodeId, int] = {}  # the newest version of this node's state that a member has confirmed
+        self._told_more = asyncio.Event()  # set, and replaced, when a member confirms more
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
@@ -77,7 +77,7 @@ class Heartbeats:
 
     @property
     def refusals(self) -> Mapping[str, EdgepipeError]:
-        """Why nodes that were found do not join, by address or name."""
+        """Why discovered nodes do not join, by address or name."""
         return self._admission.refusals
 
     async def run(self) -> None:
@@ -92,23 +92,23 @@ class Heartbeats:
                 self._perform(self._membership.on_tick(now=self._clock.monotonic_s()))
 
     def found(self, address: str, *, node_id: str = "", manual: bool = False) -> None:
-        """Discovery, memory or a person named an address. Of what the network says, only addresses of members count."""
+        """Take an address from discovery, memory or a person. From the network only members' addresses count."""
         if not manual and NodeId(node_id) not in self._trusted():
             return
         self._perform(self._membership.on_address(address, node_id=node_id, manual=manual))
 
     def announce(self) -> None:
-        """This node's state changed: tell everybody now."""
+        """Send this node's changed state to all members now."""
         for wake in self._wakes.values():
             wake.set()
 
     def sleeps(self, *, sleeping: bool) -> None:
-        """Tell everybody that this machine is about to sleep, or that it does not after all or has woken."""
+        """Tell all members that this machine is about to sleep, or that it is awake."""
         self._speaker.sleeping = sleeping
         self.announce()
 
     async def leave(self) -> None:
-        """Tell everybody that this node goes; returns when the streams have ended or after 500 ms."""
+        """Tell all members that this node leaves; return when the streams have ended or after 500 ms."""
         self._speaker.leaving = True
         self.announce()
         dials = list(self._dials.values())
@@ -116,8 +116,8 @@ class Heartbeats:
             await asyncio.wait(dials, timeout=0.5)
 
     async def spread(self) -> None:
-        """Return when every reachable member has answered a beat that told this node's present state, or after a
-        second: who then has not heard it hears it as soon as it is heard itself."""
+        """Return when every reachable member has confirmed this node's present state, or after a second. A member that
+        did not confirm gets the state as soon as it is heard again."""
         wanted = self._state().version
         self.announce()
         with contextlib.suppress(TimeoutError):
@@ -128,9 +128,9 @@ class Heartbeats:
                     await self._told_more.wait()
 
     async def answer(self, beats: AsyncIterator[node_pb2.Beat], context: Context) -> AsyncGenerator[node_pb2.Beat]:
-        """Handler of ``Node.Heartbeat``: one beat back for each that comes.
+        """Serve ``Node.Heartbeat``: answer each beat with one beat.
 
-        Raises VersionMismatch, PairingRejected, and AccessDenied to who speaks in another's name.
+        Raises VersionMismatch, PairingRejected, and AccessDenied to a caller that gives another node's id.
         """
         conversation = Conversation()
         node_id = ""
@@ -149,7 +149,7 @@ class Heartbeats:
         return {peer.node_id for peer in self._trust.outbound()}
 
     async def _follow_trust(self) -> None:
-        """Tell news of trust at once; drop whoever was removed."""
+        """Send changes of trust at once; drop removed nodes."""
         async for _ in self._trust.changes():
             trusted = self._trusted()
             self.announce()
@@ -183,8 +183,8 @@ class Heartbeats:
             self._probes[address] = tasks.create_task(self._probe(address), name=f"probe:{address}")
 
     async def _probe(self, address: str) -> None:
-        """One beat and its answer over a connection of its own: thin TCP streams wait seconds for a packet lost twice,
-        a new one does not wait for theirs."""
+        """Exchange one beat over a new connection: a thin TCP stream waits seconds for a packet lost twice, a new
+        connection does not."""
         try:
             credentials = await self._credentials(address)
             async with make_channel(address, credentials, max_received_bytes=MAX_BEAT_BYTES) as channel:
@@ -200,7 +200,7 @@ class Heartbeats:
             self._probes.pop(address, None)
 
     async def _dial(self, address: str) -> None:
-        """Hold a stream to ``address``, for ever anew."""
+        """Hold a stream to ``address``; dial again whenever it ends."""
         wait_s = self._timeouts.redial_min_s
         while not self._speaker.leaving:
             began_s = self._clock.monotonic_s()
@@ -220,7 +220,7 @@ class Heartbeats:
             await asyncio.sleep(0 if self._speaker.leaving else wait_s)
 
     async def _converse(self, address: str) -> None:
-        """One stream from its opening to its end. Raises what ended it; the far side's clean end is PeerClosed."""
+        """Run one stream to its end. Raises the reason of the end; PeerClosed for a clean end by the far side."""
         credentials = await self._credentials(address)
         async with make_channel(address, credentials, max_received_bytes=MAX_BEAT_BYTES) as channel:
             with translated(address):
@@ -239,21 +239,21 @@ class Heartbeats:
                         while (beat := await _next_beat(call)) is not None:
                             self._hear(conversation, beat, node_id, dialled=address)
                     except grpc.aio.AioRpcError:
-                        pass  # its code is read below
+                        pass  # the call's code is read below
                     sender.cancel()
                 if await call.code() is not grpc.StatusCode.OK:
                     raise PeerClosed(f"{address} closed the connection", fact=await call.details() or "")
 
     async def _credentials(self, address: str) -> Credentials:
-        """For the node that should be there; after a failure in vain, for whichever member is."""
+        """Return credentials for the expected node; after a failure, for any member at that address."""
         expected = "" if address in self._doubtful else self._membership.owner(address)
         self._doubtful.discard(address)
         if expected:
-            self._doubtful.add(address)  # until somebody has answered
+            self._doubtful.add(address)  # until a node has answered
         return await self._security.to_address(address, node_id=expected, timeout_s=self._timeouts.connect_s)
 
     def _reached(self, credentials: Credentials, hello: common_pb2.Hello) -> NodeId:
-        """Who answered. Raises RemoteProtocolError if it gives another's id for its own."""
+        """Return the id of the node that answered. Raises RemoteProtocolError if it gives another id for its own."""
         node_id = self._admission.admit(hello)
         if credentials.node_id and node_id != credentials.node_id:
             raise RemoteProtocolError(f"node {credentials.node_id} says that it is {node_id}")
@@ -271,7 +271,7 @@ class Heartbeats:
         return first
 
     async def _send(self, call: Any, conversation: Conversation) -> None:
-        """A beat every interval, and at once when the state changed."""
+        """Send a beat every interval, and at once when the state changed."""
         self._wakes[id(conversation)] = conversation.wake
         try:
             while True:
@@ -286,7 +286,7 @@ class Heartbeats:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader tells why the stream broke
+            return  # the reader reports why the stream broke
         finally:
             self._wakes.pop(id(conversation), None)
 
@@ -298,9 +298,9 @@ class Heartbeats:
             node_id=node_id,
             state=self._state_of(beat, node_id),
             known=tuple(
-                (one.node_id, one.address)
-                for one in beat.known[:MAX_KNOWN]
-                if one.node_id in trusted and is_address(one.address)
+                (node.node_id, node.address)
+                for node in beat.known[:MAX_KNOWN]
+                if node.node_id in trusted and is_address(node.address)
             ),
             leaving=beat.leaving,
             sleeping=beat.sleeping,
@@ -323,11 +323,11 @@ class Heartbeats:
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
 
     def _state_of(self, beat: node_pb2.Beat, node_id: NodeId) -> node_pb2.NodeState | None:
-        """What a beat tells of its own sender, if that is within bounds."""
+        """Return the sender's own state from a beat, if it is within the limits."""
         if not beat.HasField("state") or beat.state.node_id != node_id:
             return None
         if why := refusal(beat.state):
-            self._admission.refuse(f"node {node_id}", RemoteProtocolError("its state is not taken in", fact=why))
+            self._admission.refuse(f"node {node_id}", RemoteProtocolError("its state is refused", fact=why))
             return None
         return beat.state
 
@@ -339,6 +339,6 @@ class Heartbeats:
 
 
 async def _next_beat(call: Any) -> node_pb2.Beat | None:
-    """The next beat of a call, None at the stream's end. Raises AioRpcError."""
+    """Read the next beat of a call; None at the stream's end. Raises AioRpcError."""
     beat = await call.read()
     return None if beat is grpc.aio.EOF else beat

@@ -1,6 +1,6 @@
-"""Who this node is: an ECDSA P-256 key and a self-signed certificate, in files that only its user can read.
+"""This node's identity: an ECDSA P-256 key and a self-signed certificate, in files that only its user can read.
 
-The node's id is the hash of its public key, so nobody can claim another's id, and a certificate made anew keeps it.
+The node's id is the hash of its public key. So no node can claim another's id, and a new certificate keeps the id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MOST_BYTES = 16 << 10  # both are below 1 KB; more is no key of ours
 
 
 def load_identity(folder: Path) -> KeyPair:
-    """The key pair in ``folder``; made at the first start. Raises ConfigInvalid if others may read the key, if it is
-    damaged, or if the certificate is not the key's."""
+    """Load the key pair in ``folder``; make it at the first start. Raises ConfigInvalid if others may read the key, if
+    it is damaged, or if the certificate is not the key's."""
     make_private_folder(folder)
     try:
         key = read_private(folder / _KEY, most_bytes=_MOST_BYTES)
@@ -38,10 +38,10 @@ def load_identity(folder: Path) -> KeyPair:
 
 
 def replace_identity(folder: Path, pair: KeyPair) -> None:
-    """Make ``pair`` the identity in ``folder``; what was there is gone. Raises ConfigInvalid."""
+    """Make ``pair`` the identity in ``folder``, replacing any other. Raises ConfigInvalid."""
     make_private_folder(folder)
     try:
-        (folder / _KEY).unlink(missing_ok=True)  # last written, so a key is never beside another's certificate
+        (folder / _KEY).unlink(missing_ok=True)  # written last, so a key is never beside another key's certificate
         write_private(folder / _CERTIFICATE, pair.certificate.pem)
         write_private(folder / _KEY, pair.key_pem)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Which of the machine's addresses a node listens on and announces."""
+"""The address that a node listens on and announces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All IPv4 addresses of this machine."""
+    """Return all IPv4 addresses of this machine."""
     return [
         Interface(name=adapter.nice_name, address=ip.ip)
         for adapter in ifaddr.get_adapters()
@@ -35,12 +35,16 @@ def interfaces() -> list[Interface]:
 
 
 def lan_interfaces(available: Iterable[Interface]) -> list[Interface]:
-    """Those that lead to other machines: no loopback, containers or tunnels."""
-    return [one for one in available if not _is_loopback(one.address) and not one.name.startswith(_SKIPPED)]
+    """Return the addresses that lead to other machines: no loopback, containers or tunnels."""
+    return [
+        interface
+        for interface in available
+        if not _is_loopback(interface.address) and not interface.name.startswith(_SKIPPED)
+    ]
 
 
 def own_addresses() -> list[str]:
-    """Every address of this machine, IPv4 and IPv6."""
+    """Return every address of this machine, IPv4 and IPv6."""
     return [ip.ip if isinstance(ip.ip, str) else ip.ip[0] for adapter in ifaddr.get_adapters() for ip in adapter.ips]
 
 
@@ -53,7 +57,7 @@ class LinkLocal:
 
 
 def link_local6(name: str) -> LinkLocal | None:
-    """The link-local IPv6 address of an interface; None if it has none."""
+    """Return the link-local IPv6 address of an interface; None if it has none."""
     for adapter in ifaddr.get_adapters():
         for ip in adapter.ips:
             if adapter.nice_name == name and isinstance(ip.ip, tuple) and str(ip.ip[0]).startswith("fe80"):
@@ -62,25 +66,25 @@ def link_local6(name: str) -> LinkLocal | None:
 
 
 def choose_address(*, interface: str, available: list[Interface], routed: str) -> str:
-    """The address to listen on: the named interface's, else the routed one, else loopback.
+    """Return the address to listen on: the named interface's, else the routed one, else loopback.
 
-    ``routed`` is the address that the routing table picks for the world. Raises ConfigInvalid.
+    ``routed``: this machine's address on the route to the internet. Raises ConfigInvalid.
     """
     if interface:
         return _named(interface, available=available)
     usable = lan_interfaces(available)
     if not usable:
         return LOOPBACK  # a machine without a network can still serve itself
-    return next((one.address for one in usable if one.address == routed), usable[0].address)
+    return next((candidate.address for candidate in usable if candidate.address == routed), usable[0].address)
 
 
 def is_wireless(address: str, available: list[Interface]) -> bool:
-    """Whether an address belongs to a wireless interface, as far as Linux's names tell (wlan0, wlp3s0)."""
-    return any(one.address == address and one.name.startswith("wl") for one in available)
+    """Return whether an address belongs to a wireless interface, as far as Linux's names tell (wlan0, wlp3s0)."""
+    return any(candidate.address == address and candidate.name.startswith("wl") for candidate in available)
 
 
 def routed_address() -> str:
-    """The address that the routing table picks for the world; empty without a route. Sends nothing."""
+    """Return this machine's address on the route to the internet; empty without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_NO_TRAFFIC, 9))
@@ -90,13 +94,13 @@ def routed_address() -> str:
 
 
 def _named(interface: str, *, available: list[Interface]) -> str:
-    found = next((one.address for one in available if interface in (one.name, one.address)), "")
+    found = next((candidate.address for candidate in available if interface in (candidate.name, candidate.address)), "")
     if not found and _is_loopback(interface):
         found = interface
     if not found:
         raise ConfigInvalid(
             f"there is no interface '{interface}'",
-            fact=f"found: {', '.join(f'{one.name} {one.address}' for one in available)}",
+            fact=f"found: {', '.join(f'{candidate.name} {candidate.address}' for candidate in available)}",
             next_step="name one of them with --interface",
         )
     return found

@@ -1,7 +1,7 @@
-"""Who is in the cluster, as a state machine: what was heard goes in, dialling commands and changes come out.
+"""Membership of the cluster as a state machine: events go in, dialling commands and changes come out.
 
-Every node talks to every other itself, so what a node believes of another is only what it heard from it; nobody's
-death is told on. PURE: no clock, no network; the shell is ``heartbeats.py``.
+Every node talks to every other node itself. So a node judges another node only by its own contact with it, and it
+repeats no other node's death. PURE: no clock, no network; the shell is ``heartbeats.py``.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
 
 _MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
-_LATE_S = 0.25  # a tick that comes later than this is this process's own lag, not the others' silence
-_LAG_MEMORY_S = 10.0  # who was slow lately is slow to hear, so for so long it is more patient by what it lagged
-_SLEEPY_S = 1.0  # beats that were under way when a node went to sleep do not wake it
-_MAX_TARGETS_PER_NODE = 8  # a machine has a few addresses; who announces more in its name must not drown the right one
+_LATE_S = 0.25  # a tick later than this shows this process's own lag, not the others' silence
+_LAG_MEMORY_S = 10.0  # for so long after its own lag this process is more patient, by that lag
+_SLEEPY_S = 1.0  # beats that were in flight when a node went to sleep do not wake it
+_MAX_TARGETS_PER_NODE = 8  # a machine has a few addresses; false ones in its name must not displace the right one
 
 
 class MemberStatus(StrEnum):
-    """What this node believes of another."""
+    """The status of another node, as this node believes."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"  # silent for half the dead limit
     DEAD = "dead"
-    ASLEEP = "asleep"  # said that it goes to sleep
-    LEFT = "left"  # said so itself
+    ASLEEP = "asleep"  # it announced that it goes to sleep
+    LEFT = "left"  # it announced that it leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipLimits:
-    """When silence means what; seconds, from ``config.Timeouts``."""
+    """Limits on a node's silence; seconds, from ``config.Timeouts``."""
 
     refused_s: float
     dead_min_s: float
@@ -44,19 +44,19 @@ class MembershipLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A node as this one sees it."""
+    """Another node as this node sees it."""
 
-    node: pb.NodeState  # the newest that it told of itself
+    node: pb.NodeState  # its newest state
     status: MemberStatus
     last_heard_s: float
     rtt_ms: float = 0.0
-    refused_since_s: float | None = None  # first refused connection since it was heard
+    refused_since_s: float | None = None  # first refused connection since its last beat
     gaps: GapHistory = field(default_factory=GapHistory)
     status_since_s: float = 0.0  # DEAD: since it was last heard
 
     @property
     def reachable(self) -> bool:
-        """Whether work may be given to it."""
+        """Whether the node may get work."""
         return self.status in (MemberStatus.ALIVE, MemberStatus.SUSPECT)
 
 
@@ -69,14 +69,14 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """End the stream to ``address`` and dial it no more."""
+    """End the stream to ``address`` and stop dialling it."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberChanged:
-    """A member's status or state is another than before."""
+    """A member's status or state has changed."""
 
     node_id: NodeId
     status: MemberStatus
@@ -84,7 +84,7 @@ class MemberChanged:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask at ``address`` over a new connection: the one that stands may only be held up by lost packets."""
+    """Ask at ``address`` over a new connection: lost packets may delay only the present one."""
 
     address: str
 
@@ -101,7 +101,7 @@ Command = Dial | HangUp | MemberChanged | Probe | IdentityTaken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeardBeat:
-    """One heartbeat as it came in."""
+    """One received heartbeat."""
 
     node_id: NodeId
     state: pb.NodeState | None = None
@@ -114,10 +114,10 @@ class HeardBeat:
 @dataclass(slots=True, kw_only=True)
 class _Target:
     manual: bool  # named by a person: never forgotten
-    node_id: NodeId | None = None  # who answered there, or was said to be there
+    node_id: NodeId | None = None  # the node that answered there, or is said to be there
     answered: bool = False
     dialling: bool = False
-    nobody_since_s: float | None = None  # dialled, and no member of ours
+    nobody_since_s: float | None = None  # dialled since then, and no member answers
 
 
 class Membership:
@@ -135,20 +135,20 @@ class Membership:
         self._lagged_at_s = 0.0
 
     def member(self, node_id: str) -> Member | None:
-        """What is known of a node."""
+        """Return a member, also an unreachable one; None if the node is unknown."""
         return self._members.get(NodeId(node_id))
 
     def reachable(self) -> list[Member]:
-        """Members that work may be given to, by node id; this node itself is not among them."""
+        """Return the members that may get work, by node id, without this node."""
         return [self._members[key] for key in sorted(self._members) if self._members[key].reachable]
 
     def absent(self) -> list[Member]:
-        """Members that went without a goodbye, by node id."""
+        """Return the members that went without a goodbye, by node id."""
         gone = (MemberStatus.DEAD, MemberStatus.ASLEEP)
         return [self._members[key] for key in sorted(self._members) if self._members[key].status in gone]
 
     def broken_links(self) -> list[tuple[NodeId, NodeId]]:
-        """Pairs of reachable members of which at least one does not hear the other. Neither is dead."""
+        """Return pairs of reachable members of which at least one does not hear the other. Neither is dead."""
         known = {member.node.node_id for member in self.reachable()}
         pairs = {
             (min(member.node.node_id, other), max(member.node.node_id, other))
@@ -156,31 +156,31 @@ class Membership:
             for other in member.node.silent
             if other in known
         }
-        return [(NodeId(one), NodeId(other)) for one, other in sorted(pairs)]
+        return [(NodeId(node_id), NodeId(other)) for node_id, other in sorted(pairs)]
 
     def node_ids(self) -> list[NodeId]:
-        """Everybody it knows of, reachable or not, and whoever an address was said to be of."""
+        """Return the ids of all known nodes, reachable or not, and of nodes that an address is said to belong to."""
         hinted = {target.node_id for target in self._targets.values() if target.node_id}
         return sorted({*self._members, *hinted})
 
     def introductions(self) -> list[tuple[str, str]]:
-        """(node id, address) of every reachable member, to be told to others."""
+        """Return (node id, address) of every reachable member, for other nodes."""
         return [(member.node.node_id, member.node.address) for member in self.reachable()]
 
     def owner(self, address: str) -> str:
-        """The id of the node that is, or is said to be, at ``address``; empty if nobody knows."""
+        """Return the id of the node that is, or is said to be, at ``address``; empty if unknown."""
         target = self._targets.get(address)
         return target.node_id or "" if target else ""
 
     def expects(self, address: str) -> bool:
-        """Whether a reachable member should answer at ``address``, so that a broken stream is redialled at once."""
+        """Return whether a reachable member should answer at ``address``: a broken stream is then redialled at once."""
         target = self._targets.get(address)
         member = self._members.get(target.node_id) if target and target.node_id else None
         return member is not None and member.reachable
 
     def on_address(self, address: str, *, manual: bool = False, node_id: str = "") -> list[Command]:
-        """Discovery, a person or another member named an address."""
-        if not address or address in self._own_addresses:  # our id elsewhere is a copy, and meeting it shows that
+        """Take an address that discovery, a person or another member named."""
+        if not address or address in self._own_addresses:  # this node's id elsewhere is a copy, and dialling shows that
             return []
         target = self._targets.get(address)
         room: list[Command] | None = []
@@ -199,7 +199,7 @@ class Membership:
         return [*commands, Dial(address)]
 
     def on_beat(self, beat: HeardBeat, *, now: float) -> list[Command]:
-        """A heartbeat came in, on a stream of either direction."""
+        """Take a heartbeat from a stream of either direction."""
         if beat.node_id == self._node_id:
             return self._on_own_id(beat)
         member = self._members.get(beat.node_id)
@@ -224,7 +224,7 @@ class Membership:
         return commands
 
     def on_refused(self, address: str, *, now: float) -> list[Command]:
-        """A connection to ``address`` was refused: a machine is there and no process listens."""
+        """Take a refused connection to ``address``: the machine is there, and no process listens."""
         target = self._targets.get(address)
         member = self._members.get(target.node_id) if target and target.node_id else None
         if member is None or not member.reachable or self._is_outdated(address, member):
@@ -236,7 +236,7 @@ class Membership:
         return self._set_status(member, MemberStatus.DEAD, since_s=member.last_heard_s)
 
     def on_expelled(self, node_id: NodeId) -> list[Command]:
-        """A node belongs to the cluster no more: it is dropped at once, and so are its addresses."""
+        """Drop a node that no longer belongs to the cluster, and its addresses."""
         member = self._members.pop(node_id, None)
         if member is None:
             return list(self._drop_targets(node_id))
@@ -244,12 +244,12 @@ class Membership:
         return [MemberChanged(node_id, MemberStatus.LEFT), *self._drop_targets(node_id)]
 
     def on_rtt(self, node_id: NodeId, *, rtt_ms: float) -> None:
-        """A round trip was measured; smoothed over about eight beats."""
+        """Take a measured round trip; smooth it over about eight beats."""
         if member := self._members.get(node_id):
             member.rtt_ms = rtt_ms if member.rtt_ms == 0 else member.rtt_ms + (rtt_ms - member.rtt_ms) / 8
 
     def on_tick(self, *, now: float) -> list[Command]:
-        """Silent members become suspect, then dead, then forgotten."""
+        """Mark silent members as suspect, then as dead, then forget them."""
         self._forgive_own_lag(now)
         commands: list[Command] = []
         for member in list(self._members.values()):
@@ -266,14 +266,14 @@ class Membership:
         return [*commands, *self._give_up(now)]
 
     def dead_limit_s(self, member: Member, *, now: float) -> float:
-        """Silence after which ``member`` is dead: 3 x the 99th percentile of its gaps in two minutes, and what this
-        process lagged lately, within the limits."""
+        """Return the silence, within the limits, after which ``member`` is dead: 3 x the 99th percentile of its gaps
+        in two minutes, plus this process's recent lag."""
         lag_s = self._lag_s if now - self._lagged_at_s < _LAG_MEMORY_S else 0.0
         wanted_s = max(self._limits.dead_min_s, 3 * member.gaps.p99_s(now=now)) + lag_s
         return min(wanted_s, self._limits.dead_max_s)
 
     def _is_stale(self, member: Member | None, beat: HeardBeat) -> bool:
-        """A beat of an earlier life, of one that has left, or of a stranger that has not told of itself."""
+        """Return whether to ignore a beat: of an earlier life, of a member that left, of a stranger without a state."""
         if member is None:
             return beat.state is None
         if beat.state is not None and beat.state.incarnation != member.node.incarnation:
@@ -284,7 +284,7 @@ class Membership:
         if beat.state is None:
             return []
         if beat.state.incarnation != self._incarnation:
-            # The one that started later gives way; the other keeps dialling and meets it under its new name.
+            # The node that started later takes a new id; the other keeps dialling and meets it under that id.
             later = self._incarnation > beat.state.incarnation
             return [IdentityTaken(beat.dialled or beat.state.address)] if later else []
         if not beat.dialled:
@@ -321,7 +321,7 @@ class Membership:
         return [MemberChanged(NodeId(member.node.node_id), MemberStatus.ALIVE)] if changed else []
 
     def _bind(self, address: str, node_id: NodeId) -> list[Command]:
-        """One dialled stream per member is enough; its own address wins over others that lead to it."""
+        """Keep one dialled stream per member; its own address wins over others that lead to it."""
         target = self._targets.get(address)
         if target is None:
             return []
@@ -338,8 +338,10 @@ class Membership:
         return commands
 
     def _make_room(self, node_id: str) -> list[Command] | None:
-        """Room for one more address: commands to perform first, None if there is none. Of the addresses that were said
-        to be one node's, the oldest where it never answered makes way: a liar must not keep the right one out."""
+        """Make room for one more address. Return the commands for that; None if there is no room.
+
+        A node with too many addresses loses the oldest that never answered: false ones must not keep the right one out.
+        """
         said = [key for key, target in self._targets.items() if node_id and target.node_id == node_id]
         if len(said) < _MAX_TARGETS_PER_NODE:
             return [] if len(self._targets) < _MAX_TARGETS else None
@@ -353,7 +355,7 @@ class Membership:
         return any(target.dialling and target.node_id == node_id for target in self._targets.values())
 
     def _is_outdated(self, address: str, member: Member) -> bool:
-        """Whether the member has since told another address, which is dialled."""
+        """Return whether the member has since reported another address, which is dialled."""
         own = self._targets.get(member.node.address)
         return address != member.node.address and own is not None and own.dialling
 
@@ -373,7 +375,7 @@ class Membership:
     def _drop_targets(self, node_id: str) -> Iterable[Command]:
         dropped = [address for address, target in self._targets.items() if target.node_id == node_id]
         for address in dropped:
-            if not self._targets[address].manual:  # what a person named is dialled for ever: it may come back
+            if not self._targets[address].manual:  # an address from a person is dialled for ever: the node may return
                 del self._targets[address]
                 yield HangUp(address)
 
@@ -382,7 +384,7 @@ class Membership:
         return list(self._drop_targets(member.node.node_id))
 
     def _give_up(self, now: float) -> list[Command]:
-        """Addresses from the network where no member ever answered are not dialled for ever."""
+        """Stop dialling addresses from the network where no member answered for a long time."""
         lost: list[str] = []
         for address, target in self._targets.items():
             if target.manual or target.node_id in self._members:
@@ -396,9 +398,9 @@ class Membership:
         return [HangUp(address) for address in lost]
 
     def _forgive_own_lag(self, now: float) -> None:
-        """While this process did not run (sleep, stop, load), nobody could be heard: that silence is its own.
+        """Excuse the silence of times in which this process did not run (sleep, stop, load) and could hear no node.
 
-        Who is slow distrusts its own clock first: Lifeguard (Dadgar et al. 2017), section 3.
+        A slow process distrusts its own clock first: Lifeguard (Dadgar et al. 2017), section 3.
         """
         lag_s = 0.0 if self._last_tick_s is None else now - self._last_tick_s - self._limits.tick_s
         self._last_tick_s = now

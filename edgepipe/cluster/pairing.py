@@ -1,8 +1,8 @@
 """How two machines come to trust each other by a short code: both sides of the exchange as state machines.
 
-SPAKE2 (Abdalla and Pointcheval 2005) turns the code into a strong key: each exchange allows one guess, and whoever
-listens learns nothing. The identities of both sides are the hash of both greetings, certificates included, so a machine
-in the middle that swaps a certificate ends up with another key, as with a wrong code.
+SPAKE2 (Abdalla and Pointcheval 2005) turns the code into a strong key: each exchange allows one guess, and an
+eavesdropper learns nothing. The identities of both sides are the hash of both greetings, certificates included. So a
+machine in the middle that swaps a certificate gets another key, as with a wrong code.
 
 ::
 
@@ -16,7 +16,7 @@ in the middle that swaps a certificate ends up with another key, as with a wrong
                                     ◀──      sealed welcome: the trust store, the joiner in it
     sealed "done"                   ──▶
 
-PURE: bytes in, bytes out. ``receive`` computes for some 50 ms: call it in a thread. After an error a machine is spent.
+PURE: bytes in, bytes out. ``receive`` computes for some 50 ms: call it in a thread. After an error make a new machine.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from edgepipe.wire.v1 import common_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 NONCE_BYTES = 16
-MAX_MESSAGE_BYTES = 16 << 10  # of anybody unproven; the greeting with its certificate has 1 KB
-MAX_WELCOME_BYTES = 4 << 20  # from a host that has proven to know the code: the whole trust store
+MAX_MESSAGE_BYTES = 16 << 10  # from a peer that has proven nothing; the greeting with its certificate has 1 KB
+MAX_WELCOME_BYTES = 4 << 20  # from a host that has proven that it knows the code: the whole trust store
 _CONTEXT = b"edgepipe-pair-1"
 _KEY_BYTES = 32
 _ELEMENT_BYTES = 33
@@ -57,11 +57,11 @@ class Pake(Protocol):
     """One side of SPAKE2."""
 
     def start(self) -> bytes:
-        """The element to send."""
+        """Return the element to send."""
         ...
 
     def finish(self, element: bytes, /) -> bytes:
-        """The key. Raises for an element that is none, is the own one, or comes from the same side."""
+        """Return the key. Raises for an invalid element, for the own one, and for one from the same side."""
         ...
 
 
@@ -71,7 +71,7 @@ MakePake = Callable[[bytes, bytes, bytes], Pake]  # password, identity of the jo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """Who takes part: one side's hello."""
+    """One side's hello."""
 
     certificate: Certificate
     name: str
@@ -80,7 +80,7 @@ class Greeting:
 
     @property
     def node_id(self) -> NodeId:
-        """By its key."""
+        """The node id of its key."""
         return NodeId(self.certificate.fingerprint)
 
 
@@ -111,7 +111,7 @@ class _Keys:
 
 
 class _Machine:
-    """What both sides share: order, the transcript, keys."""
+    """The part that both sides share: order, the transcript, keys."""
 
     def __init__(self, party: Party, make_pake: MakePake, *, is_host: bool) -> None:
         self.other: Greeting | None = None
@@ -125,8 +125,8 @@ class _Machine:
         self._keys: _Keys | None = None
 
     def receive(self, data: bytes) -> bytes | None:
-        """Take one message; the one to send back, if any. Raises what ends the exchange: the other side's refusal,
-        PairingRejected, CertificateInvalid, VersionMismatch or RemoteProtocolError."""
+        """Take one message; return the reply, if any. Raises the reason that ends the exchange: the other side's
+        refusal, PairingRejected, CertificateInvalid, VersionMismatch or RemoteProtocolError."""
         try:
             return self._receive(_decode(data), data)
         except BaseException:
@@ -151,7 +151,7 @@ class _Machine:
         )
 
     def _hear_hello(self, message: pb.PairMessage, data: bytes) -> None:
-        """Check the greeting, bind the exchange to both."""
+        """Check the greeting and bind the exchange to both greetings."""
         hello = message.hello
         check_hello(
             common_pb2.Hello(
@@ -210,29 +210,29 @@ class _Machine:
         try:
             return ChaCha20Poly1305(self._keys.seal).decrypt(nonce, sealed, self._transcript)
         except InvalidTag as exc:
-            raise PairingRejected("what came at the end of the pairing was changed on the way", fact=_ATTACK) from exc
+            raise PairingRejected("the last message of the pairing was changed on the way", fact=_ATTACK) from exc
 
 
 class HostPairing(_Machine):
-    """The side that lets in. After the confirmation ``accepted`` says who asks; then ``welcome``."""
+    """The host's side. Once ``confirmed``, ``other`` is the machine that asks; if it is admitted, call ``welcome``."""
 
     def __init__(self, party: Party, make_pake: MakePake) -> None:
         super().__init__(party, make_pake, is_host=True)
-        self.guessed = False  # the other side used up a try: from its element on, until it has proven the code
+        self.guessed = False  # the other side used up a try: from its element until it has proven the code
 
     @property
     def confirmed(self) -> bool:
-        """The other side has proven that it knows the code; a person may be asked."""
+        """Whether the other side has proven that it knows the code, so that a person may be asked."""
         return self._state is _State.WELCOME
 
     @property
     def done(self) -> bool:
-        """The joiner has it on disk."""
+        """Whether the joiner has the store on disk."""
         return self._state is _State.DONE
 
     def welcome(self, store: TrustStore, addresses: Mapping[str, str]) -> bytes:
-        """The last message to the joiner, who is in ``store`` by now; with where members answer."""
-        assert self._state is _State.WELCOME, "only who has proven the code is welcome"
+        """Return the last message to the joiner, which is in ``store`` by now, with the members' addresses."""
+        assert self._state is _State.WELCOME, "only a joiner that has proven the code is welcome"
         welcome = pb.PairWelcome(trust=store.to_wire())
         for node_id, address in addresses.items():
             welcome.addresses.add(node_id=node_id, address=address)
@@ -265,27 +265,27 @@ class HostPairing(_Machine):
 
 
 class JoinerPairing(_Machine):
-    """The side that asks to be let in: send ``hello``, then answer messages until there is a ``store``."""
+    """The joiner's side: send ``hello``, then answer messages until ``store`` is set."""
 
     def __init__(self, party: Party, make_pake: MakePake, *, host: str = "") -> None:
         super().__init__(party, make_pake, is_host=False)
         self.store: TrustStore | None = None
         self.addresses: dict[str, str] = {}
-        self.waiting_s = 0  # how long the host's person may take; 0: nobody was asked yet
+        self.waiting_s = 0  # how long the host's person may take; 0: no person was asked yet
         self._wanted_host = host  # node id of the host, if the code names it
 
     @property
     def hello(self) -> bytes:
-        """The first message."""
+        """The first message to send."""
         return self._hellos[False]
 
     @property
     def proven(self) -> bool:
-        """The host has proven that it knows the code."""
+        """Whether the host has proven that it knows the code."""
         return self._state is _State.WELCOME
 
     def done(self) -> bytes:
-        """The last message: the store is on disk."""
+        """Return the last message: the store is on disk."""
         assert self._state is _State.DONE, "the welcome comes first"
         return _encode(sealed=self._seal(pb.PairDone()))
 
@@ -324,7 +324,7 @@ class JoinerPairing(_Machine):
         if self._party.key_pair.fingerprint not in store.peers or host is None or host.role is not Role.OWNER:
             raise PairingRejected("the host sent a cluster that this machine, or the host itself, is not in")
         self.store = store
-        self.addresses = {one.node_id: one.address for one in welcome.addresses if one.node_id in store.peers}
+        self.addresses = {entry.node_id: entry.address for entry in welcome.addresses if entry.node_id in store.peers}
 
 
 _MOST_WAITING_S = 120
@@ -332,17 +332,17 @@ _ATTACK = "if you are sure that it was right, someone may be tampering"
 
 
 def wrong_code() -> PairingRejected:
-    """What both sides say: a wrong code and a machine in the middle look alike."""
+    """Return the error of both sides: a wrong code and a machine in the middle look the same."""
     return PairingRejected("wrong code", fact=_ATTACK, next_step="type the code as it is shown")
 
 
 def refusal(error: EdgepipeError) -> bytes:
-    """The message that ends an exchange."""
+    """Return the message that ends an exchange."""
     return _encode(refusal=error_to_wire(error))
 
 
 def waiting(at_most_s: int) -> bytes:
-    """The host's word that a person is being asked."""
+    """Return the host's message that a person is being asked."""
     return _encode(waiting=pb.PairWaiting(at_most_s=at_most_s))
 
 

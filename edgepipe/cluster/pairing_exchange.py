@@ -1,4 +1,4 @@
-"""Pairing over TCP: framed messages with deadlines, the joiner's call, and the host's port that is open for minutes."""
+"""Pairing over TCP: framed messages with deadlines, the joiner's call, and the host's port, open for minutes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
 _MESSAGE_S = 10.0  # for the whole exchange until the code is proven; both sides compute for 0.1 s
 _CONNECT_S = 5.0
-_LEAST_ANSWER_S = 0.3  # SPAKE2 here is not constant in time: what it takes is hidden behind this
+_LEAST_ANSWER_S = 0.3  # SPAKE2 here does not take constant time: this least time hides its duration
 _GOODBYE_S = 1.0
-_MAX_CONNECTIONS = 8  # one is served, the others are told to wait
-_ADDRESS_CONNECTIONS = 2  # of them from one address: one machine alone does not fill the port
+_MAX_CONNECTIONS = 8  # one is served, the others must wait
+_ADDRESS_CONNECTIONS = 2  # of these from one address: one machine alone does not fill the port
 ACCEPT_S = 60
 
 OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
@@ -47,18 +47,18 @@ OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What the host's person sees of one exchange."""
+    """One exchange as the host's person sees it."""
 
     address: str  # of the other side
     name: str = ""
     node_id: str = ""
     error: EdgepipeError | None = None  # None: it joined
     tries_left: int = MAX_TRIES
-    silent: bool = False  # it was let in and never said that it had it
+    silent: bool = False  # it was admitted and never confirmed that it joined
 
 
 class PairingWindow:
-    """The host's port: one exchange at a time, as many as ``tries`` allows, one machine that joins."""
+    """The host's port: one exchange at a time, as many as ``tries`` allows, until one machine joins."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class PairingWindow:
         self._server: asyncio.Server | None = None
 
     async def open(self, *, host: str, port: int) -> int:
-        """Listen (port 0: any free one); the port. Raises PortInUse."""
+        """Listen (port 0: any free one); return the port. Raises PortInUse."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=2 * MAX_MESSAGE_BYTES)
         except OSError as exc:
@@ -95,7 +95,7 @@ class PairingWindow:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def until_over(self, *, valid_s: float) -> None:
-        """Return when a machine joined, the tries are used up or the time is; an exchange under way may end."""
+        """Return when a machine joined, no try is left or the time is over. An exchange under way may end first."""
         with suppress(TimeoutError):
             async with asyncio.timeout(valid_s):
                 await self._over.wait()
@@ -104,7 +104,7 @@ class PairingWindow:
             pass
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening and end all connections."""
         self._over.set()
         self._closing = True
         if self._server is not None:
@@ -121,7 +121,7 @@ class PairingWindow:
         address = str(writer.get_extra_info("peername")[0])
         self._tasks[task] = address
         try:
-            beside = sum(one == address for one in self._tasks.values())
+            beside = sum(peer == address for peer in self._tasks.values())
             if self._over.is_set() or len(self._tasks) > _MAX_CONNECTIONS or beside > _ADDRESS_CONNECTIONS:
                 writer.transport.abort()
                 return
@@ -135,7 +135,7 @@ class PairingWindow:
         except (OSError, TimeoutError) as exc:
             logger.debug("pairing connection ended: %s", exc)
         except asyncio.CancelledError:
-            if not self._closing:  # asyncio's server would report a connection that its own close has cancelled
+            if not self._closing:  # asyncio's server would log an error for a connection that its own close cancelled
                 raise
         finally:
             self._tasks.pop(task)
@@ -174,7 +174,7 @@ class PairingWindow:
     async def _welcome(
         self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
     ) -> bool:
-        """Ask, let in, send the store; whether the joiner then said nothing."""
+        """Ask the person, admit the machine, send the store; return whether the joiner then stayed silent."""
         assert pairing.other is not None, "proven means greeted"
         await _send(writer, waiting(ACCEPT_S))
         try:
@@ -183,7 +183,7 @@ class PairingWindow:
         except TimeoutError:
             accepted = None
         if reader.at_eof():
-            raise PeerClosed("the other machine went away before anybody answered")
+            raise PeerClosed("the other machine left before the person here answered")
         if not accepted:
             self._over.set()
             raise _not_let_in(answered=accepted is not None)
@@ -193,13 +193,13 @@ class PairingWindow:
             async with asyncio.timeout(_MESSAGE_S):
                 pairing.receive(await _read(reader, most_bytes=MAX_MESSAGE_BYTES))
         except (TimeoutError, OSError, EdgepipeError) as exc:
-            logger.warning("%s was let in and did not say that it has joined: %s", pairing.other.name, exc)
+            logger.warning("%s was admitted and did not confirm that it has joined: %s", pairing.other.name, exc)
         return not pairing.done
 
     def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
         wrong_code = pairing.guessed and isinstance(error, PairingRejected)
-        told = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
-        error.fact = "; ".join(filter(None, (told, error.fact)))
+        note = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
+        error.fact = "; ".join(filter(None, (note, error.fact)))
         self._on_attempt(self._attempt(pairing, address, error=error))
         if self.tries.used_up:
             self._over.set()
@@ -230,9 +230,9 @@ async def join(
     keep: Callable[[JoinerPairing], None],
     on_waiting: Callable[[], None],
 ) -> None:
-    """The joiner's side: call the host, prove the code, wait for its person, ``keep`` what it sends (in a thread).
+    """Run the joiner's side: call the host, prove the code, wait for its person, ``keep`` its store (in a thread).
 
-    Raises ConnectTimeout, PeerClosed, SendTimeout, and what ``JoinerPairing.receive`` and ``keep`` raise.
+    Raises ConnectTimeout, PeerClosed, SendTimeout, and the errors of ``JoinerPairing.receive`` and ``keep``.
     """
     reader, writer = await _connect(host, port)
     try:
@@ -277,19 +277,19 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     except TimeoutError as exc:
         raise ConnectTimeout(
             f"{host}:{port} does not answer",
-            fact=f"waited {_CONNECT_S:.0f} s; a firewall there may drop what comes",
+            fact=f"waited {_CONNECT_S:.0f} s; a firewall there may drop connections",
             next_step="edgepipe doctor",
         ) from exc
     except OSError as exc:
         raise ConnectTimeout(
-            f"nobody invites at {host}:{port}",
+            f"no machine invites at {host}:{port}",
             fact=exc.strerror or str(exc),
             next_step="on that machine: edgepipe node invite",
         ) from exc
 
 
 async def _read(reader: asyncio.StreamReader, *, most_bytes: int) -> bytes:
-    """One message. Raises PeerClosed, RemoteProtocolError, OSError."""
+    """Read one message. Raises PeerClosed, RemoteProtocolError, OSError."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if not 0 < length <= most_bytes:
@@ -306,7 +306,7 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _end(writer: asyncio.StreamWriter) -> None:
-    """Close, with what was written still going out for a second at most."""
+    """Close the connection; wait at most a second until written data is sent."""
     writer.close()
     try:
         async with asyncio.timeout(_GOODBYE_S):
@@ -318,7 +318,7 @@ async def _end(writer: asyncio.StreamWriter) -> None:
 def _not_let_in(*, answered: bool) -> PairingRejected:
     return PairingRejected(
         "the person at the host did not let this machine in",
-        fact="the answer there was no" if answered else f"nobody answered there within {ACCEPT_S} s",
+        fact="the answer there was no" if answered else f"no answer came there within {ACCEPT_S} s",
         next_step="agree with them, then: edgepipe node invite there, edgepipe node join here",
     )
 

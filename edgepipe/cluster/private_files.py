@@ -1,4 +1,4 @@
-"""Files that belong to this user alone: made so, checked before they are believed, replaced in one step."""
+"""Files that belong to this user alone: created private, checked before use, replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE_MODE = 0o600
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder (0700) where it is missing. Raises ConfigInvalid if it cannot be made or is somebody else's."""
+    """Create a folder (0700) if missing. Raises ConfigInvalid if it cannot be made or belongs to another user."""
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         info = path.lstat()
@@ -30,7 +30,7 @@ def make_private_folder(path: Path) -> None:
 
 @contextmanager
 def writable(path: Path) -> Generator[None]:
-    """Translates what the disk refuses while a node starts. Raises ConfigInvalid."""
+    """Translate disk errors at a node's start into ConfigInvalid."""
     try:
         yield
     except OSError as exc:
@@ -44,7 +44,7 @@ def write_private(path: Path, data: bytes) -> None:
     """Write ``path`` (0600) so that a crash leaves the old content or the new, nothing between. Raises OSError."""
     part = path.with_name(path.name + ".part")
     with suppress(FileNotFoundError):
-        part.unlink()  # what a crash left, or a link that somebody put there
+        part.unlink()  # left by a crash, or a link that another user put there
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
     with os.fdopen(file, "wb") as out:
         out.write(data)
@@ -55,8 +55,8 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_private(path: Path, *, most_bytes: int) -> bytes:
-    """Read a file that only this user may touch. Raises ConfigInvalid, with the command that mends it, if others may,
-    if it is a link or too long; FileNotFoundError if there is none."""
+    """Read a file that only this user may touch. Raises ConfigInvalid, with the command for the repair, if others may
+    touch it, if it is a link or too long; FileNotFoundError if it is missing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
@@ -94,7 +94,7 @@ def _check(path: Path, info: os.stat_result) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the file system lets folders be synced."""
+    """Make a rename survive a power cut, where the file system can sync folders."""
     with suppress(OSError):
         file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:

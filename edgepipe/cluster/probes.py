@@ -1,4 +1,4 @@
-"""Looks at the network layer by layer, so that a person can be told which one is in the way. Changes nothing."""
+"""Checks the network layer by layer, so that a person learns which layer fails. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 _MDNS_PORT = 5353
 _GROUP4, _GROUP6 = "224.0.0.251", "ff02::fb"
-_QUERY = (  # RFC 6762 section 5 and RFC 6763 section 9: "who offers which services?", asked of everybody
+_QUERY = (  # RFC 6762 section 5 and RFC 6763 section 9: asks all machines which services they offer
     struct.pack("!6H", 0, 0, 1, 0, 0, 0)
     + b"".join(bytes([len(part)]) + part for part in (b"_services", b"_dns-sd", b"_udp", b"local"))
     + b"\0"
@@ -27,19 +27,19 @@ _HEADER_BYTES = 20 + 20 + 12  # IPv4, TCP, and the time stamps that are taken of
 
 
 class Reach(StrEnum):
-    """What became of a TCP connection."""
+    """The result of a TCP connection attempt."""
 
     OPEN = "open"
-    REFUSED = "refused"  # the machine answers, nobody listens
+    REFUSED = "refused"  # the machine answers, and no process listens
     TIMEOUT = "timeout"  # something drops the packets, or the machine is off
     NO_ROUTE = "no route"
-    NO_NAME = "no name"  # nobody knows the host's address
-    BLOCKED = "blocked"  # this machine's own system says no
+    NO_NAME = "no name"  # the host's name has no address
+    BLOCKED = "blocked"  # this machine's own system refuses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpProbe:
-    """One try to connect."""
+    """One attempt to connect."""
 
     host: str
     port: int
@@ -52,27 +52,27 @@ class TcpProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MulticastProbe:
-    """What a question to everybody on one interface brought."""
+    """The answers to a multicast question on one interface."""
 
     address: str
     sent: bool
     error: str = ""
     errno: int = 0
-    others: tuple[str, ...] = ()  # addresses of other machines that were heard, each once
+    others: tuple[str, ...] = ()  # addresses of other machines that answered, each once
     waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsProbe:
-    """Whose certificate an address shows."""
+    """The certificate that an address shows."""
 
     certificate_pem: bytes = b""  # empty: no handshake
-    silent: bool = False  # the connection stood, and nothing came
+    silent: bool = False  # connected, and no data came
     error: str = ""
 
 
 async def probe_tcp(host: str, port: int, *, timeout_s: float) -> TcpProbe:
-    """Connect and hang up. Never raises for what the network does."""
+    """Connect and hang up. Failures of the network raise nothing."""
     began = time.monotonic()
 
     def result(reach: Reach, error: OSError | None = None, path_mtu_bytes: int = 0) -> TcpProbe:
@@ -101,7 +101,7 @@ async def probe_tcp(host: str, port: int, *, timeout_s: float) -> TcpProbe:
 
 
 def reach_of(number: int) -> Reach:
-    """What an error of ``connect`` says."""
+    """Translate an error number of ``connect``."""
     if number == errno.ECONNREFUSED:
         return Reach.REFUSED
     if number in (errno.EPERM, errno.EACCES):
@@ -110,7 +110,7 @@ def reach_of(number: int) -> Reach:
 
 
 async def probe_ports(host: str, ports: Iterable[int], *, timeout_s: float) -> list[TcpProbe]:
-    """All of them, some at a time, in order."""
+    """Probe all ports, some at a time; return the results in order."""
     places = asyncio.Semaphore(_PROBES_AT_ONCE)
 
     async def one(port: int) -> TcpProbe:
@@ -124,7 +124,7 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
     """Read the certificate that an address shows, without trusting it and without showing one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # only looked at: who trusts it compares the key
+    context.verify_mode = ssl.CERT_NONE  # only read: a caller that trusts it compares the key
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(timeout_s):
@@ -139,8 +139,8 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
 
 
 async def probe_multicast(address: str, *, own: Sequence[str], listen_s: float, enough: int = 1) -> MulticastProbe:
-    """Ask everybody on the interface of ``address`` (IPv4) for their services, and listen until so many machines that
-    are not ``own`` were heard or the time is over."""
+    """Ask all machines on the interface of ``address`` (IPv4) for their services. Listen until ``enough`` machines
+    other than ``own`` were heard, or the time is over."""
 
     def open_socket() -> socket.socket:
         sock = _mdns_socket(socket.AF_INET)
@@ -157,7 +157,7 @@ async def probe_multicast(address: str, *, own: Sequence[str], listen_s: float, 
 async def probe_multicast6(
     address: str, index: int, *, own: Sequence[str], listen_s: float, enough: int = 1
 ) -> MulticastProbe:
-    """The same over IPv6; ``index`` is the interface's."""
+    """Ask over IPv6, like ``probe_multicast``; ``index``: of the interface."""
 
     def open_socket() -> socket.socket:
         sock = _mdns_socket(socket.AF_INET6)
@@ -209,7 +209,7 @@ async def _probe_multicast(
 
 
 def _mdns_socket(family: int) -> socket.socket:
-    """Bound to the mDNS port beside whoever else is."""
+    """Return a socket bound to the mDNS port, which other programs may use at the same time."""
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
         sock.setblocking(False)
@@ -226,8 +226,8 @@ def _mdns_socket(family: int) -> socket.socket:
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """What Linux knows of the way's largest packet: by what was too large so far, or by what the other end takes.
-    0 elsewhere."""
+    """Return the largest packet that Linux knows to pass: from packets that were too large, or from the other end's
+    limit. 0 on other systems."""
     number = getattr(socket, "IP_MTU", 14)
     try:
         known = sock.getsockopt(socket.IPPROTO_IP, number)
@@ -238,8 +238,8 @@ def _path_mtu(sock: socket.socket) -> int:
 
 
 def neighbour_is_known(host: str, *, table: Path = Path("/proc/net/arp")) -> bool | None:
-    """Whether the machine with that address answered ARP lately: then it is on, and what drops packets is a firewall.
-    None: cannot be told here."""
+    """Return whether the machine with that address answered ARP lately: then it is on, and a firewall drops packets.
+    None: this system does not tell."""
     try:
         lines = table.read_text(encoding="ascii").splitlines()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Notices that the machine slept: one clock stands still meanwhile, another does not. PURE."""
+"""Detects that the machine slept: meanwhile one clock stops, another continues. PURE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SLEPT_S = 2.0  # clocks are read one after the other, and a busy machine may pa
 
 
 class BootClock(Protocol):
-    """Two clocks that differ by what the machine slept."""
+    """Two clocks; their difference grows by the time slept."""
 
     def monotonic_s(self) -> float:
         """Seconds awake since an arbitrary start."""
@@ -20,14 +20,14 @@ class BootClock(Protocol):
 
 
 class SleepWatch:
-    """Look often; a look tells what was slept since the one before."""
+    """Measures the time slept between two calls of ``slept_s``. Call it often."""
 
     def __init__(self, clock: BootClock) -> None:
         self._clock = clock
         self._ahead_s = self._difference_s()
 
     def slept_s(self) -> float:
-        """Seconds slept since the last call; 0 unless it was clearly sleep."""
+        """Return the seconds slept since the last call; 0 unless it was clearly sleep."""
         ahead_s = self._difference_s()
         slept_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
         return slept_s if slept_s >= _SLEPT_S else 0.0

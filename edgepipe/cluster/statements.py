@@ -1,7 +1,7 @@
-"""What owners say about who belongs to the cluster: each statement read, checked for its form, and signed.
+"""Owners' statements on the cluster's members: decoding, checks of their form, signing.
 
-Signatures cover the very bytes that travel, and those bytes are taken in one spelling only: nothing rides along in
-fields that nobody reads. PURE: no clock, no disk; keys are handed in.
+Signatures cover the very bytes that travel, and only one encoding of a statement is valid: no data travels in fields
+that no reader checks. PURE: no clock, no disk; keys are parameters.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from edgepipe.security.certificates import Certificate, KeyPair, read_certificat
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import trust_pb2 as pb
 
-MAX_KEPT = 96  # statements of one signer, as many as are ever held of it: see ``standing.MAX_PER_SIGNER``
-MAX_STATEMENT_BYTES = 4096  # a removal that names so many has 3.2 KB, an add 1.2 KB
+MAX_KEPT = 96  # keys in one removal: as many statements as a store holds of one signer, ``standing.MAX_PER_SIGNER``
+MAX_STATEMENT_BYTES = 4096  # a removal with so many keys has 3.2 KB, an add 1.2 KB
 NONCE_BYTES = 16
 KEY_BYTES = 32
 MAX_NAME_CHARS = 63
-_CONTEXT = b"edgepipe-trust-1"  # keeps a signature made for trust from meaning anything elsewhere
+_CONTEXT = b"edgepipe-trust-1"  # a signature made for trust is valid for nothing else
 _NODE_ID = re.compile(r"[a-z2-7]{52}")
 _CLUSTER_ID = re.compile(r"[a-z2-7]{26}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One statement, decoded and well-formed; its signature is checked by whoever takes it into a store."""
+    """One statement, decoded and well-formed; the store that takes it checks its signature."""
 
     body: bytes
     signature: bytes
@@ -40,45 +40,45 @@ class Statement:
     signer: NodeId
     about: NodeId
     role: Role | None = None  # None: a removal
-    certificate: Certificate | None = None  # of ``about``; none in removals
+    certificate: Certificate | None = None  # of ``about``; None in removals
     name: str = ""
     founds: str = ""  # the cluster's name, in the founding statement only
     cluster_id: str
     made_ms: int
-    number: int  # of its signer's statements; 0: of the earlier form, whose removals say nothing of ``kept``
-    kept: frozenset[bytes] = frozenset()  # in removals: keys of what ``about`` signed and still counts
+    number: int  # counts its signer's statements; 0: the earlier form, whose removals have no ``kept``
+    kept: frozenset[bytes] = frozenset()  # in removals: keys of statements by ``about`` that still count
 
     @property
     def adds_owner(self) -> bool:
-        """Whether it makes somebody an owner."""
+        """Whether it makes a node an owner."""
         return self.role is Role.OWNER
 
 
 def key_of(body: bytes) -> bytes:
-    """``Statement.key`` of a body."""
+    """Return ``Statement.key`` of a body."""
     return hashlib.sha256(body).digest()
 
 
 def certificate_of(statement: Statement) -> Certificate:
-    """Of an add, which always has one."""
+    """Return the certificate of an add, which always has one."""
     assert statement.certificate is not None, "only removals have none"
     return statement.certificate
 
 
 def sign(body: pb.TrustBody, signer: KeyPair) -> pb.TrustStatement:
-    """The statement that travels."""
+    """Sign a body; return the statement as it travels."""
     data = body.SerializeToString(deterministic=True)
     return pb.TrustStatement(body=data, signature=signer.sign(_CONTEXT + data))
 
 
 def verifies(statement: Statement, certificate: Certificate) -> bool:
-    """Whether the certificate's owner signed it."""
+    """Return whether the certificate's key signed the statement."""
     return certificate.verifies(statement.signature, _CONTEXT + statement.body)
 
 
 def to_wire(statements: Iterable[Statement]) -> list[pb.TrustStatement]:
-    """For another member or the disk."""
-    return [pb.TrustStatement(body=one.body, signature=one.signature) for one in statements]
+    """Encode statements for another member or for the disk."""
+    return [pb.TrustStatement(body=statement.body, signature=statement.signature) for statement in statements]
 
 
 def decode(wire: pb.TrustStatement) -> Statement:
@@ -91,10 +91,10 @@ def decode(wire: pb.TrustStatement) -> Statement:
         raise TrustInvalid("a trust statement cannot be read") from exc
     kind = body.WhichOneof("statement")
     if kind is None:
-        raise TrustInvalid("a trust statement says nothing that is known here", fact="it may come from a newer version")
+        raise TrustInvalid("a trust statement has a kind unknown here", fact="it may come from a newer version")
     body.DiscardUnknownFields()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
     if body.SerializeToString(deterministic=True) != wire.body:
-        raise TrustInvalid("a trust statement holds more than is known here", fact="it may come from a newer version")
+        raise TrustInvalid("a trust statement has fields unknown here", fact="it may come from a newer version")
     if not _NODE_ID.fullmatch(body.signer):
         raise TrustInvalid("a trust statement has no signer")
     if kind == "found":
@@ -147,11 +147,11 @@ def _decode_add(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
 def _decode_removal(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
     about, kept = body.remove.node_id, body.remove.kept
     if not _NODE_ID.fullmatch(about):
-        raise TrustInvalid("a trust statement removes what is no node")
+        raise TrustInvalid("a trust statement removes a node with a malformed id")
     if about == body.signer:
         raise TrustInvalid("a trust statement removes its own signer")
     if len(kept) > MAX_KEPT or any(len(key) != KEY_BYTES for key in kept):
-        raise TrustInvalid("a removal does not say properly what stays valid", fact=f"{len(kept)} statements")
+        raise TrustInvalid("a removal has a malformed list of kept statements", fact=f"{len(kept)} statements")
     return Statement(
         body=wire.body,
         signature=wire.signature,
@@ -182,5 +182,5 @@ def _short(text: str) -> str:
 
 
 def _cluster_id(founding_body: bytes) -> str:
-    """26 characters of base32: 130 bits of the hash."""
+    """Return 26 characters of base32: 130 bits of the hash."""
     return base64.b32encode(hashlib.sha256(_CONTEXT + founding_body).digest()).decode().lower()[:26]

@@ -1,7 +1,7 @@
-"""How much of what a member tells of itself is taken in. PURE.
+"""Limits on the state that a member reports of itself. PURE.
 
-A state is held, copied, compared and gone through on every change, by each node of the cluster. So one member's state
-has bounds: bytes, entries of all its lists together, and entries of the lists that cost most.
+Each node of the cluster holds, copies, compares and scans a state on every change. So one member's state has limits:
+bytes, entries of all its lists together, and entries of the costliest lists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from edgepipe.wire.v1 import node_pb2 as pb
 
-MAX_BEAT_BYTES = 1 << 20  # a state, a piece of the trust store (256 KB) and the keys of a full one (100 KB)
+MAX_BEAT_BYTES = 1 << 20  # a state, a piece of the trust store (256 KB) and the keys of a full store (100 KB)
 MAX_STATE_BYTES = 512 << 10  # a node that serves has 5 KB, one with a thousand models 200 KB
 MAX_ENTRIES = 4096  # of all lists together: a thousand models with their parts
 MAX_KNOWN = 512  # introductions in one beat; a home has a few dozen machines
@@ -21,12 +21,12 @@ _ADDRESS = re.compile(r"[0-9A-Za-z.:\-\[\]%]{1,255}:[0-9]{1,5}")
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT. gRPC would take paths and other schemes, too."""
+    """Return whether the text is HOST:PORT. gRPC would accept paths and other schemes, too."""
     return _ADDRESS.fullmatch(text) is not None and "//" not in text and int(text.rpartition(":")[2]) < 1 << 16
 
 
 def refusal(state: pb.NodeState) -> str:
-    """Why a state is not taken in; empty if it is."""
+    """Return why a state is refused; empty if it is accepted."""
     if state.ByteSize() > MAX_STATE_BYTES:
         return f"it has {state.ByteSize()} bytes, at most {MAX_STATE_BYTES} are taken"
     for field, most in _MOST.items():
@@ -34,11 +34,11 @@ def refusal(state: pb.NodeState) -> str:
             return f"it has {len(getattr(state, field))} {field}, at most {most} are taken"
     if _entries(state, MAX_ENTRIES) > MAX_ENTRIES:
         return f"its lists have more than {MAX_ENTRIES} entries"
-    return "" if is_address(state.address) else "its address is none"
+    return "" if is_address(state.address) else "its address is not HOST:PORT"
 
 
 def _entries(message: Message, most: int) -> int:
-    """Of all lists in it, however deep; counts no further than just beyond ``most``."""
+    """Count the entries of all lists in a message, at any depth; stop just beyond ``most``."""
     found = 0
     for field, value in message.ListFields():
         if field.is_repeated:

@@ -1,8 +1,8 @@
-"""Who may still try a pairing code, and when. PURE: addresses and times in, decisions out.
+"""Limits the attempts with a pairing code. PURE: addresses and times in, decisions out.
 
-Eight digits can be guessed: three tries for all addresses together leave 3 chances in 100 million per code. Two of the
-three are the most that one address may use, so that one machine alone cannot close the window. The 128 bits of a long
-string cannot be guessed in any number of tries: there a wrong one costs its address time, and the window stays open.
+Eight digits can be guessed: three tries by all addresses together leave 3 chances in 100 million per code. One address
+may use at most two of the three, so that one machine alone cannot close the window. The 128 bits of a long string
+cannot be guessed in any number of tries. There a wrong try costs its address time, and the window stays open.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError, PairingRejected, QueueFull
 
-MAX_TRIES = 3  # wrong codes of all addresses together, after which a code of eight digits is void
-ADDRESS_TRIES = 2  # of them by one address
-FREE_FAILURES = 3  # failed exchanges of one address, whatever failed, before it has to wait
+MAX_TRIES = 3  # wrong codes by all addresses together; then a code of eight digits is void
+ADDRESS_TRIES = 2  # of these by one address
+FREE_FAILURES = 3  # failed exchanges of one address, for any reason, before it has to wait
 _PAUSE_S, _MAX_PAUSE_S = 10.0, 300.0  # doubled with each further failure
-_MAX_ADDRESSES = 256  # remembered: a home network has no more; the bound of a code does not depend on it
+_MAX_ADDRESSES = 256  # remembered: a home network has no more; a code's limit does not depend on it
 
 
 @dataclass(slots=True)
 class _Record:
-    """What one address has done."""
+    """The attempts of one address."""
 
     wrong: int = 0
     failures: int = 0
@@ -29,25 +29,25 @@ class _Record:
 
 
 class Tries:
-    """Counts the tries of one invitation."""
+    """Counts the attempts with one invitation."""
 
     def __init__(self, *, guessable: bool) -> None:
-        """``guessable``: the secret is short, so its tries are bounded."""
-        self.left = MAX_TRIES  # never fewer for a long string
+        """``guessable``: the secret is short, so its tries are limited."""
+        self.left = MAX_TRIES  # stays the same for a long string
         self._guessable = guessable
         self._records: OrderedDict[str, _Record] = OrderedDict()
 
     @property
     def used_up(self) -> bool:
-        """The code is void: nobody may try it any more."""
+        """Whether the code is void: no machine may try it any more."""
         return self.left <= 0
 
     def wrong_from(self) -> list[str]:
-        """The addresses that gave a wrong code."""
+        """Return the addresses that gave a wrong code."""
         return [address for address, record in self._records.items() if record.wrong]
 
     def refusal(self, address: str, *, now_s: float) -> EdgepipeError | None:
-        """Why an address may not try now; None: it may."""
+        """Return why an address may not try now; None if it may."""
         record = self._records.get(address, _Record())
         if self._guessable and record.wrong >= ADDRESS_TRIES:
             return PairingRejected(
@@ -64,20 +64,20 @@ class Tries:
         return None
 
     def failed(self, address: str, *, wrong_code: bool, now_s: float) -> str:
-        """Count a failed exchange; what both sides' people should know of it (may be empty)."""
+        """Count a failed exchange. Return what people at both sides should know of it (may be empty)."""
         record = self._records.setdefault(address, _Record())
         self._records.move_to_end(address)
         if len(self._records) > _MAX_ADDRESSES:
             self._records.popitem(last=False)
         record.failures += 1
         record.wrong += wrong_code
-        told: list[str] = []
+        notes: list[str] = []
         if wrong_code and self._guessable:
             self.left -= 1
-            here = min(self.left, max(0, ADDRESS_TRIES - record.wrong))
-            told.append(f"{self.left} {'try' if self.left == 1 else 'tries'} left, {here} of them for {address}")
+            own_left = min(self.left, max(0, ADDRESS_TRIES - record.wrong))
+            notes.append(f"{self.left} {'try' if self.left == 1 else 'tries'} left, {own_left} of them for {address}")
         if record.failures >= FREE_FAILURES:
             pause_s = min(_PAUSE_S * 2.0 ** (record.failures - FREE_FAILURES), _MAX_PAUSE_S)
             record.paused_until_s = now_s + pause_s
-            told.append(f"{address} has to wait {pause_s:.0f} s")
-        return "; ".join(told)
+            notes.append(f"{address} has to wait {pause_s:.0f} s")
+        return "; ".join(notes)

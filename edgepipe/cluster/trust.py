@@ -1,9 +1,8 @@
-"""The trust store: owner-signed statements, their union, and who belongs to the cluster because of them.
+"""The trust store: owner-signed statements, their union, and the members of the cluster that follow from them.
 
-A store is a value. Merging is the union of two sets of statements, so it does not matter who tells whom first; what
-counts is worked out anew from the whole set by ``standing``. What a store may hold is bounded: what counts always has
-room, and what does not (said by machines that were removed, above all) has a little. PURE: no clock, no disk; keys and
-random bytes are handed in.
+A store is a value. Merging is the union of two sets of statements, so the order of merges does not matter; ``standing``
+computes the effect from the whole set. A store is bounded: statements with effect always have room, other statements
+(mostly of removed machines) have a little. PURE: no clock, no disk; keys and random bytes are parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.wire.v1 import trust_pb2 as pb
 
-MAX_IDLE_BYTES = 384 << 10  # of statements that do not count; they may yet, when the rest of their story is heard
+MAX_IDLE_BYTES = 384 << 10  # of statements without effect; they may get one when missing statements arrive
 MAX_STORE_BYTES = MAX_OWNERS * MAX_BYTES_PER_SIGNER + MAX_IDLE_BYTES + (256 << 10)  # with signatures: less than 4 MB
 _STEM_CHARS = MAX_NAME_CHARS - 5  # room for a number
 _MAX_REFUSALS = 8
@@ -41,34 +40,34 @@ _MAX_REFUSALS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrustStore:
-    """A cluster's statements and who counts because of them. Build with ``found_cluster`` or ``read_store``."""
+    """A cluster's statements and the members that follow. Build it with ``found_cluster`` or ``read_store``."""
 
     cluster_id: str
     cluster_name: str
-    statements: Mapping[bytes, Statement]  # by key, whoever vouches before whom it vouches for; all are well signed
+    statements: Mapping[bytes, Statement]  # by key, each signer's own add before its statements; all validly signed
     standing: Standing
     digest: bytes = field(repr=False)  # equal in two stores exactly if their statements are
 
     @property
     def peers(self) -> Mapping[NodeId, TrustedPeer]:
-        """Who belongs to the cluster."""
+        """The members of the cluster."""
         return self.standing.peers
 
     @property
     def removed(self) -> frozenset[NodeId]:
-        """Whose keys stay out."""
+        """Removed nodes; their keys stay out."""
         return self.standing.removed
 
     def owners(self) -> list[TrustedPeer]:
-        """Peers who may change trust, by name."""
-        return sorted((one for one in self.peers.values() if one.role is Role.OWNER), key=lambda one: one.name)
+        """Return the peers that may change trust, by name."""
+        return sorted((peer for peer in self.peers.values() if peer.role is Role.OWNER), key=lambda peer: peer.name)
 
     def to_wire(self) -> pb.TrustSet:
-        """All statements, in an order in which they can be taken in."""
+        """Encode all statements, in an order in which another store can take them."""
         return pb.TrustSet(statements=to_wire(self.statements.values()))
 
     def name_for(self, node_id: NodeId, wanted: str) -> str:
-        """``wanted``, or with a number where another peer is called so. Who was numbered stays so."""
+        """Return ``wanted``, with a number if another peer has that name. A node with a number keeps it."""
         own = self.peers.get(node_id)
         stem = wanted[:_STEM_CHARS]
         if own is not None and (own.name == wanted or re.fullmatch(re.escape(stem) + r"-\d+", own.name)):
@@ -78,27 +77,29 @@ class TrustStore:
         return wanted if wanted not in taken else next(name for name in numbered if name not in taken)
 
     def added_only_by(self, node_id: NodeId, *, remover: NodeId) -> list[TrustedPeer]:
-        """Peers other than these two who would not belong without the adds of ``node_id``."""
+        """Return the peers other than these two that would not belong without the adds of ``node_id``."""
         rest = [
-            one for one in self.statements.values() if one.signer != node_id or one.role is None or one.about == remover
+            statement
+            for statement in self.statements.values()
+            if statement.signer != node_id or statement.role is None or statement.about == remover
         ]
         without = stand(self.founding, rest).peers
         return [peer for key, peer in self.peers.items() if key not in without and key not in (node_id, remover)]
 
     def removals_for(self, node_id: NodeId, *, remover: NodeId, keep_added: bool) -> list[tuple[NodeId, list[bytes]]]:
-        """What ``remover`` has to say to remove a node for ever: whom it removes, and the keys of what still counts.
+        """Return the removals that ``remover`` must make to remove a node for ever: node, keys of what still counts.
 
-        Of what the node said, its removals still count, and with ``keep_added`` its adds; without, who stops counting
-        with it is removed, too. Whom only those who go had removed is removed anew.
+        The node's own removals still count, and with ``keep_added`` its adds. Without ``keep_added``, the nodes that
+        stop counting with it are removed, too. Nodes that only removed owners had removed are removed again.
         """
-        others = [] if keep_added else [one.node_id for one in self.added_only_by(node_id, remover=remover)]
+        others = [] if keep_added else [peer.node_id for peer in self.added_only_by(node_id, remover=remover)]
         said = self._removals(remover, [node_id, *others], keep_adds=keep_added)
         back = sorted(self.removed - self._after(said).removed)
         said += self._removals(remover, back, keep_adds=keep_added)
-        return [(one.about, sorted(one.kept)) for one in said]
+        return [(removal.about, sorted(removal.kept)) for removal in said]
 
     def _removals(self, remover: NodeId, gone: Iterable[NodeId], *, keep_adds: bool) -> list[Statement]:
-        """As ``remover`` would say them; nobody has signed them."""
+        """Build removals by ``remover``, without signatures."""
         return [
             Statement(
                 body=b"",
@@ -117,38 +118,44 @@ class TrustStore:
     def _after(self, said: Iterable[Statement]) -> Standing:
         return stand(self.founding, [*self.statements.values(), *said])
 
-    def is_elder(self, one: NodeId, other: NodeId) -> bool:
-        """Whether ``one`` is, or was, an owner whose word comes before the other's."""
+    def is_elder(self, node_id: NodeId, other: NodeId) -> bool:
+        """Return whether ``node_id`` is or was an owner whose statements come before the other's."""
         ranks = self.standing.ranks
-        return one in ranks and (other not in ranks or ranks[one] < ranks[other])
+        return node_id in ranks and (other not in ranks or ranks[node_id] < ranks[other])
 
     @property
     def founding(self) -> Statement:
         """The first statement of the cluster."""
-        return next(one for one in self.statements.values() if one.founds)
+        return next(statement for statement in self.statements.values() if statement.founds)
 
     def next_number(self, signer: NodeId) -> int:
-        """Of the next statement that ``signer`` makes."""
-        return 1 + max((one.number for one in self.statements.values() if one.signer == signer), default=0)
+        """Return the number of ``signer``'s next statement."""
+        return 1 + max(
+            (statement.number for statement in self.statements.values() if statement.signer == signer), default=0
+        )
 
     def kept_by_removal(self, node_id: NodeId, *, adds: bool) -> list[bytes]:
-        """Keys of what still counts of ``node_id`` when it is removed now: its removals, and its adds if wanted."""
-        said = [one for one in self.standing.counting if one.signer == node_id and (adds or one.role is None)]
-        return [one.key for one in said[:MAX_KEPT]]
+        """Return the keys that a removal of ``node_id`` keeps now: of its removals, and with ``adds`` of its adds."""
+        said = [
+            statement
+            for statement in self.standing.counting
+            if statement.signer == node_id and (adds or statement.role is None)
+        ]
+        return [statement.key for statement in said[:MAX_KEPT]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What came of a merge."""
+    """The result of a merge."""
 
     store: TrustStore
-    new: tuple[Statement, ...]  # taken in, in no order
-    refused: tuple[str, ...]  # why others were not; at most a few
+    new: tuple[Statement, ...]  # added to the store, in no order
+    refused: tuple[str, ...]  # reasons for the others; at most a few
     num_refused: int
 
 
 def found_cluster(*, name: str, node_name: str, founder: KeyPair, nonce: bytes, now_ms: int) -> TrustStore:
-    """A cluster of one, owned by ``founder``. Its id is the hash of its founding statement."""
+    """Found a cluster of one node, owned by ``founder``. Its id is the hash of its founding statement."""
     found = pb.Found(cluster_name=name, nonce=nonce, certificate=founder.certificate.pem, node_name=node_name)
     body = pb.TrustBody(signer=founder.fingerprint, made_ms=now_ms, number=1, found=found)
     return read_store([sign(body, founder)])
@@ -157,7 +164,7 @@ def found_cluster(*, name: str, node_name: str, founder: KeyPair, nonce: bytes, 
 def add_statement(
     store: TrustStore, *, signer: KeyPair, certificate: Certificate, role: Role, name: str, now_ms: int
 ) -> pb.TrustStatement:
-    """``Add``, signed. Raises TrustInvalid unless ``signer`` is an owner and the key was never removed."""
+    """Sign an ``Add``. Raises TrustInvalid unless ``signer`` is an owner and the key was never removed."""
     require_owner(store, NodeId(signer.fingerprint))
     node_id = NodeId(certificate.fingerprint)
     if node_id in store.removed:
@@ -172,9 +179,9 @@ def add_statement(
 def removal_statements(
     store: TrustStore, *, signer: KeyPair, node_id: NodeId, now_ms: int, keep_added: bool = False
 ) -> list[pb.TrustStatement]:
-    """All that an owner says to remove a node for ever, as ``TrustStore.removals_for`` has it.
+    """Sign the statements by which an owner removes a node for ever: see ``TrustStore.removals_for``.
 
-    Raises TrustInvalid unless ``signer`` is an owner and another than ``node_id``.
+    Raises TrustInvalid unless ``signer`` is an owner other than ``node_id``.
     """
     own = NodeId(signer.fingerprint)
     require_owner(store, own)
@@ -199,24 +206,28 @@ def _signed_removals(
 
 
 def renewed_removals(store: TrustStore, *, signer: KeyPair, now_ms: int) -> list[pb.TrustStatement]:
-    """Removals of owners in the earlier form, which bound nothing, said again by an owner in the present one.
+    """Sign again, as an owner, removals of owners in the earlier form, which bound nothing.
 
-    Empty if nothing needs it, and if ``signer`` is no owner. The adds that those removals left are kept.
+    Empty if no removal needs it, and if ``signer`` is no owner. The adds that those removals kept stay valid.
     """
     if not is_owner(store, NodeId(signer.fingerprint)):
         return []
-    removals = [one for one in store.standing.counting if one.role is None]
-    bounded = {one.about for one in removals if one.number}
-    open_ones = sorted({one.about for one in removals if one.about in store.standing.ranks} - bounded)
+    removals = [removal for removal in store.standing.counting if removal.role is None]
+    bounded = {removal.about for removal in removals if removal.number}
+    open_ones = sorted({removal.about for removal in removals if removal.about in store.standing.ranks} - bounded)
     gone = [(node_id, sorted(store.kept_by_removal(node_id, adds=True))) for node_id in open_ones]
     return _signed_removals(store, signer, gone, now_ms)
 
 
 def read_store(statements: Iterable[pb.TrustStatement], *, cluster_id: str = "") -> TrustStore:
-    """The store that these statements make. Raises TrustInvalid without exactly one founding statement of the cluster
-    (any cluster, if none is named); other statements that do not belong are left out."""
+    """Build the store of these statements; leave foreign ones out. Raises TrustInvalid without exactly one founding
+    statement of the cluster (of any cluster if ``cluster_id`` is empty)."""
     decoded, _ = _decode_all(statements)
-    founders = {one.cluster_id: one for one in decoded if one.founds and cluster_id in ("", one.cluster_id)}
+    founders = {
+        statement.cluster_id: statement
+        for statement in decoded
+        if statement.founds and cluster_id in ("", statement.cluster_id)
+    }
     if len(founders) != 1:
         raise TrustInvalid("the trust store has no founding statement", fact=f"{len(founders)} were found")
     (founder,) = founders.values()
@@ -226,8 +237,8 @@ def read_store(statements: Iterable[pb.TrustStatement], *, cluster_id: str = "")
 
 
 def merge(store: TrustStore, statements: Iterable[pb.TrustStatement]) -> Merged:
-    """The union of the store and what of ``statements`` an owner of its cluster signed."""
-    decoded, refused = _decode_all(one for one in statements if key_of(one.body) not in store.statements)
+    """Add to the store the statements that an owner of its cluster signed."""
+    decoded, refused = _decode_all(wire for wire in statements if key_of(wire.body) not in store.statements)
     grown = _grow(store, decoded)
     return Merged(
         store=grown.store,
@@ -238,17 +249,17 @@ def merge(store: TrustStore, statements: Iterable[pb.TrustStatement]) -> Merged:
 
 
 def is_owner(store: TrustStore, node_id: NodeId) -> bool:
-    """Whether it may change trust now."""
+    """Return whether the node may change trust now."""
     peer = store.peers.get(node_id)
     return peer is not None and peer.role is Role.OWNER
 
 
 def require_owner(store: TrustStore, signer: NodeId) -> None:
-    """Raise TrustInvalid, naming who may, unless ``signer`` is an owner now."""
+    """Raise TrustInvalid, naming the owners, unless ``signer`` is an owner now."""
     if not is_owner(store, signer):
-        names = ", ".join(one.name for one in store.owners())
+        names = ", ".join(owner.name for owner in store.owners())
         raise TrustInvalid(
-            "only an owner of the cluster may change who belongs to it",
+            "only an owner of the cluster may change its members",
             fact=f"this node is a member; owners: {names or 'none is left'}",
             next_step="run the command on an owner's machine",
         )
@@ -276,41 +287,52 @@ def _decode_all(statements: Iterable[pb.TrustStatement]) -> tuple[list[Statement
 
 
 def _grow(store: TrustStore, candidates: Iterable[Statement]) -> Merged:
-    """Take in whatever somebody signed who was ever made an owner, until nothing more fits: a batch may hold its
-    signers' own adds."""
+    """Take candidates signed by any node that was ever made an owner, until no more fit: a batch may hold its signers'
+    own adds."""
     known = dict(store.statements)
-    waiting = {one.key: one for one in candidates if one.key not in known}
-    foreign = [one for one in waiting.values() if one.cluster_id != store.cluster_id or one.founds]
-    for one in foreign:
-        del waiting[one.key]
-    owners = {one.about: certificate_of(one) for one in known.values() if one.adds_owner}
+    waiting = {statement.key: statement for statement in candidates if statement.key not in known}
+    foreign = [
+        statement for statement in waiting.values() if statement.cluster_id != store.cluster_id or statement.founds
+    ]
+    for statement in foreign:
+        del waiting[statement.key]
+    owners = {statement.about: certificate_of(statement) for statement in known.values() if statement.adds_owner}
     taken: dict[bytes, Statement] = {}
     badly_signed: list[Statement] = []
-    while ready := [one for one in waiting.values() if one.signer in owners]:
-        for one in ready:
-            del waiting[one.key]
-            if not verifies(one, owners[one.signer]):
-                badly_signed.append(one)
+    while ready := [statement for statement in waiting.values() if statement.signer in owners]:
+        for statement in ready:
+            del waiting[statement.key]
+            if not verifies(statement, owners[statement.signer]):
+                badly_signed.append(statement)
                 continue
-            taken[one.key] = one
-            if one.adds_owner:
-                owners.setdefault(one.about, certificate_of(one))
+            taken[statement.key] = statement
+            if statement.adds_owner:
+                owners.setdefault(statement.about, certificate_of(statement))
     grown = store_of(store.founding, [*known.values(), *taken.values()]) if taken else store
-    new = tuple(one for key, one in taken.items() if key in grown.statements)
-    refused = [f"a statement of another cluster ({one.cluster_id})" for one in foreign]
-    refused += [f"a statement about {one.about[:20]} with a bad signature of {one.signer[:20]}" for one in badly_signed]
-    refused += [f"a statement about {one.about[:20]} by {one.signer[:20]}, no owner" for one in waiting.values()]
+    new = tuple(statement for key, statement in taken.items() if key in grown.statements)
+    refused = [f"a statement of another cluster ({statement.cluster_id})" for statement in foreign]
+    refused += [
+        f"a statement about {statement.about[:20]} with a bad signature of {statement.signer[:20]}"
+        for statement in badly_signed
+    ]
+    refused += [
+        f"a statement about {statement.about[:20]} by {statement.signer[:20]}, no owner"
+        for statement in waiting.values()
+    ]
     if len(new) < len(taken):
-        refused.append(f"{len(taken) - len(new)} statements that do not count, beyond what is kept of such")
+        refused.append(f"{len(taken) - len(new)} statements without effect, beyond the limit for them")
     return Merged(store=grown, new=new, refused=tuple(refused[:_MAX_REFUSALS]), num_refused=len(refused))
 
 
 def store_of(founder: Statement, statements: Iterable[Statement]) -> TrustStore:
-    """The store that these make, all well signed and of one cluster: what counts of them, and a little of the rest."""
-    by_key = {one.key: one for one in statements}
+    """Build the store of validly signed statements of one cluster: those with effect, and a few of the others."""
+    by_key = {statement.key: statement for statement in statements}
     standing = stand(founder, by_key.values())
-    held = {one.key: one for one in (founder, *standing.counting)}
-    held |= {one.key: one for one in _idle(standing, [one for key, one in by_key.items() if key not in held])}
+    held = {statement.key: statement for statement in (founder, *standing.counting)}
+    held |= {
+        statement.key: statement
+        for statement in _idle(standing, [statement for key, statement in by_key.items() if key not in held])
+    }
     return TrustStore(
         cluster_id=founder.cluster_id,
         cluster_name=founder.founds,
@@ -321,14 +343,22 @@ def store_of(founder: Statement, statements: Iterable[Statement]) -> TrustStore:
 
 
 def _idle(standing: Standing, rest: list[Statement]) -> list[Statement]:
-    """What is kept of statements without effect: of the elders first, of each signer as many as may ever count."""
+    """Choose the statements without effect to keep: elders' first, of each signer as many as may ever count."""
     last: Rank = (1 << 30, ())
     room = MAX_IDLE_BYTES
     by_signer: dict[NodeId, int] = {}
     kept: list[Statement] = []
-    for one in sorted(rest, key=lambda one: (standing.ranks.get(one.signer, last), one.signer, one.number, one.key)):
-        by_signer[one.signer] = by_signer.get(one.signer, 0) + 1
-        if by_signer[one.signer] <= MAX_PER_SIGNER and len(one.body) <= room:
-            room -= len(one.body)
-            kept.append(one)
+    for statement in sorted(
+        rest,
+        key=lambda statement: (
+            standing.ranks.get(statement.signer, last),
+            statement.signer,
+            statement.number,
+            statement.key,
+        ),
+    ):
+        by_signer[statement.signer] = by_signer.get(statement.signer, 0) + 1
+        if by_signer[statement.signer] <= MAX_PER_SIGNER and len(statement.body) <= room:
+            room -= len(statement.body)
+            kept.append(statement)
     return kept

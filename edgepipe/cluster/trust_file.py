@@ -1,4 +1,4 @@
-"""The trust store on disk: written in one step, the version before it kept, a damaged one told apart from none."""
+"""The trust store on disk: replaced atomically, with the version before; a damaged file is reported, not ignored."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from edgepipe.wire.v1 import trust_pb2 as pb
 
 _MAGIC = b"edgepipe trust 1\n"
 _HASH_BYTES = 32
-_MOST_BYTES = 17 << 20  # what earlier versions may have written; today's have less than 4 MB
+_MOST_BYTES = 17 << 20  # earlier versions may have written so much; today's files have less than 4 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrust:
-    """What a node finds at its start."""
+    """The trust store that a node loads at its start."""
 
     store: TrustStore
-    damage: str = ""  # what is wrong with the file; empty: nothing. Then the store is what could be saved
+    damage: str = ""  # how the file is damaged; empty: it is whole. The store of a damaged file is the rescued part
 
 
 class TrustFile:
@@ -36,8 +36,8 @@ class TrustFile:
         self._before = folder / "statements.before"
 
     def load(self) -> LoadedTrust | None:
-        """The store; None if there is none. Raises ConfigInvalid if nothing of a damaged one can be saved, or others
-        may change it."""
+        """Load the store; None if both files are missing. Raises ConfigInvalid if no part of a damaged store can be
+        rescued, or if others may change it."""
         make_private_folder(self.path.parent)
         try:
             return LoadedTrust(store=_whole(read_private(self.path, most_bytes=_MOST_BYTES)))
@@ -50,16 +50,16 @@ class TrustFile:
         return LoadedTrust(store=self._saved(damage), damage=damage)
 
     def save(self, store: TrustStore) -> None:
-        """Replace the file, keep the one before. Raises OSError."""
+        """Replace the file and keep the version before. Raises OSError."""
         make_private_folder(self.path.parent)
         with suppress(FileNotFoundError):
             self._before.unlink()
         with suppress(FileNotFoundError):
-            os.link(self.path, self._before)  # the store itself never goes missing between the two steps
+            os.link(self.path, self._before)  # the store itself exists at every moment between the two steps
         data = store.to_wire().SerializeToString()
         data = _MAGIC + hashlib.sha256(data).digest() + data
         if not self._before.exists():
-            write_private(self._before, data)  # the first time: a copy, so that damage to one file is not both's
+            write_private(self._before, data)  # the first time: a copy, so that damage to one file spares the other
         write_private(self.path, data)
 
     def forget(self) -> None:
@@ -68,7 +68,7 @@ class TrustFile:
         self.path.unlink(missing_ok=True)
 
     def _saved(self, damage: str) -> TrustStore:
-        """Every statement carries its own signature, so the version before, and what is left of this one, are good."""
+        """Rescue statements from the version before and the rest of this one: each statement has its own signature."""
         statements: list[pb.TrustStatement] = []
         for path in (self._before, self.path):
             with suppress(OSError, ConfigInvalid, DecodeError):
@@ -89,7 +89,7 @@ def _whole(data: bytes) -> TrustStore:
     head = len(_MAGIC) + _HASH_BYTES
     body = data[head:]
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : head]:
-        raise TrustInvalid(f"it holds {len(data)} bytes that are not what was written")
+        raise TrustInvalid(f"its {len(data)} bytes do not match their hash")
     try:
         return read_store(pb.TrustSet.FromString(body).statements)
     except DecodeError as exc:

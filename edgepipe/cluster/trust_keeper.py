@@ -1,4 +1,4 @@
-"""The running node's trust: one store, what follows from it for channels and servers, and every change of it."""
+"""The running node's trust: one store, its effect on channels and servers, and every change of it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 _NAME_CHARS = 6  # of a node id, to name a peer by it
 _WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
-MAX_PIECE_STATEMENTS = 256  # told at once; who tells more is not heard
-_MAX_PIECES = 4  # of one member that wait to be checked
-_NEW_STATEMENTS = 1024  # that one member may tell at once; then so many more every second:
+MAX_PIECE_STATEMENTS = 256  # in one beat; a member that sends more is ignored for a while
+_MAX_PIECES = 4  # of one member, waiting to be checked
+_NEW_STATEMENTS = 1024  # limit of one member at once; then the rate below applies
 _NEW_PER_S = 8.0
-_BAD_COSTS = 64  # as many new ones
+_BAD_COSTS = 64  # a bad statement costs as much as so many new ones
 
 
 @dataclass(slots=True)
 class _Source:
-    """A member that tells statements: what waits of it, and how much more it may tell."""
+    """A member that sends statements: its waiting pieces, and how many more it may send."""
 
     pieces: deque[tuple[bytes, list[pb.TrustStatement]]]
     allowed: float
@@ -46,16 +46,16 @@ class _Source:
 
 
 class TrustKeeper:
-    """``TrustView`` of this node. Changes come in on the event loop; ``run`` writes them down.
+    """This node's ``TrustView``. Changes arrive on the event loop; ``run`` writes them to the disk.
 
-    A damaged store lets nobody in until it was merged with what a member knows: the newest removals may be lost.
+    A damaged store admits no node until it was merged with a member's: the newest removals may be lost.
     """
 
     def __init__(
         self, *, key_pair: KeyPair, loaded: LoadedTrust, file: TrustFile, audit: AuditLog, clock: Clock
     ) -> None:
         alone = not set(loaded.store.peers) - {NodeId(key_pair.fingerprint)}
-        self.damage = "" if alone else loaded.damage  # with nobody to ask, what was saved is all there is
+        self.damage = "" if alone else loaded.damage  # without other members, the rescued part is all there is
         self.audit = audit
         self._key_pair = key_pair
         self._store = loaded.store
@@ -71,12 +71,12 @@ class TrustKeeper:
         if loaded.damage:
             logger.error("the trust store was damaged: %s", loaded.damage)
             if self.damage:
-                logger.error("nobody is let in until this node has reached a member and asked it")
+                logger.error("no node is admitted until this node has reached a member and asked it")
             audit.record(AuditKind.STORE_DAMAGED, who=str(file.path), detail=loaded.damage)
 
     @property
     def store(self) -> TrustStore:
-        """The statements as they are now."""
+        """The present statements."""
         return self._store
 
     @property
@@ -91,25 +91,25 @@ class TrustKeeper:
 
     @property
     def digest(self) -> bytes:
-        """Of all statements: equal on two nodes that know the same."""
+        """The hash of all statements: equal on two nodes with the same statements."""
         return self._store.digest
 
     def held(self) -> Mapping[bytes, Statement]:
-        """All statements by key, in an order in which they can be taken in."""
+        """Return all statements by key, in an order in which another store can take them."""
         return self._store.statements
 
     @property
     def belongs(self) -> bool:
-        """Whether this node is in its own cluster still: it may have been removed."""
+        """Whether this node is still in its own cluster: it may have been removed."""
         return self.node_id in self._store.peers
 
     @property
     def cluster_id(self) -> str:
-        """Of the cluster."""
+        """The cluster's id."""
         return self._store.cluster_id
 
     def known(self, node_id: str) -> TrustedPeer | None:
-        """A node that belongs to the cluster, whatever the state of the trust store's file."""
+        """Return a node that belongs to the cluster, also while the store is damaged."""
         return self._store.peers.get(NodeId(node_id))
 
     def member(self, fingerprint: str) -> TrustedPeer | None:
@@ -141,15 +141,15 @@ class TrustKeeper:
             self._listeners.discard(changed)
 
     def find(self, text: str) -> TrustedPeer:
-        """The peer of that name, or whose id begins so. Raises TrustInvalid if there is none or more than one."""
+        """Return the peer with that name or beginning of its id. Raises TrustInvalid unless exactly one matches."""
         peers = self._store.peers.values()
-        found = [one for one in peers if one.name == text or one.node_id == text]
+        found = [peer for peer in peers if peer.name == text or peer.node_id == text]
         if not found and len(text) >= _NAME_CHARS:
-            found = [one for one in peers if one.node_id.startswith(text.lower())]
+            found = [peer for peer in peers if peer.node_id.startswith(text.lower())]
         if len(found) == 1:
             return found[0]
         known = ", ".join(
-            f"{one.name} ({one.node_id[:_NAME_CHARS]})" for one in sorted(peers, key=lambda one: one.name)
+            f"{peer.name} ({peer.node_id[:_NAME_CHARS]})" for peer in sorted(peers, key=lambda peer: peer.name)
         )
         raise TrustInvalid(
             f"{len(found)} peers are called '{text}'" if found else f"no peer is called '{text}'",
@@ -158,26 +158,26 @@ class TrustKeeper:
         )
 
     def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
-        """A connected member told its digest, and maybe statements. They are checked by ``run``, off the event loop.
+        """Take a connected member's digest, and maybe statements. ``run`` checks them off the event loop.
 
-        Who tells too much at once, or what nobody signed, is not listened to for a while.
+        A member that sends too much at once, or badly signed statements, is ignored for a while.
         """
-        told = self._source(source)
+        sender = self._source(source)
         if len(statements) > MAX_PIECE_STATEMENTS:
             self._refuse(source, f"{len(statements)} statements at once")
-            told.allowed = -_BAD_COSTS * _NEW_PER_S
+            sender.allowed = -_BAD_COSTS * _NEW_PER_S
             return
         held = self._store.statements
-        new = [one for one in statements if key_of(one.body) not in held]
+        new = [wire for wire in statements if key_of(wire.body) not in held]
         if not new and not self.damage:
             return
-        told.allowed -= len(new)
-        if told.allowed >= 0 and len(told.pieces) < _MAX_PIECES:
-            told.pieces.append((digest, new))
+        sender.allowed -= len(new)
+        if sender.allowed >= 0 and len(sender.pieces) < _MAX_PIECES:
+            sender.pieces.append((digest, new))
             self._heard.set()
 
     async def take_in(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
-        """Merge what a member told. Nothing of it is believed without an owner's signature."""
+        """Merge a member's statements; only those with an owner's signature count."""
         async with self._merging:
             merged = await asyncio.to_thread(merge, self._store, statements)
             for reason in merged.refused:
@@ -186,13 +186,13 @@ class TrustKeeper:
             mended = bool(self.damage) and digest == merged.store.digest and source in merged.store.peers
             if mended:
                 self.damage = ""
-                logger.warning("the trust store is whole again: member %s told what was missing", source)
+                logger.warning("the trust store is whole again: member %s sent the missing statements", source)
                 self.audit.record(AuditKind.STORE_MENDED, who=source)
             if merged.new or mended:
                 self._take(merged.store)
 
     async def add(self, certificate: Certificate, *, role: Role, name: str) -> None:
-        """Let a machine in, or give it a greater role; returns when it is on disk. Raises TrustInvalid."""
+        """Admit a machine, or raise its role; return when that is on disk. Raises TrustInvalid."""
         statement = add_statement(
             self._store,
             signer=self._key_pair,
@@ -208,10 +208,10 @@ class TrustKeeper:
         await self.add(peer.certificate, role=Role.OWNER, name=peer.name)
 
     async def remove(self, peer: TrustedPeer, *, keep_added: bool | None) -> list[TrustedPeer]:
-        """Remove a peer for ever, and with it those whom only it let in, unless ``keep_added`` says that those adds
-        still count.
+        """Remove a peer for ever, and the nodes that only it added unless ``keep_added`` lets its adds count.
 
-        Returns those others. Raises TrustInvalid if there are such and ``keep_added`` is None, and for this very node.
+        Returns those nodes. Raises TrustInvalid for this node itself, and without ``keep_added`` (None) if
+        other nodes are affected.
         """
         statements = removal_statements(
             self._store,
@@ -223,15 +223,15 @@ class TrustKeeper:
         others = self._store.added_only_by(peer.node_id, remover=self.node_id)
         if others and keep_added is None:
             raise TrustInvalid(
-                f"'{peer.name}' alone let others in, who would go with it",
-                fact=", ".join(one.name for one in others),
-                next_step="say what becomes of them: --keep-added or --drop-added",
+                f"'{peer.name}' alone added other nodes, which would go with it",
+                fact=", ".join(other.name for other in others),
+                next_step="choose for them: --keep-added or --drop-added",
             )
         await self._say(statements)
         return others
 
     async def run(self) -> None:
-        """Check what is heard and write every change down, until cancelled; what a full disk refuses is tried again."""
+        """Check received statements and write every change, until cancelled; retry what a full disk refused."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._check_heard(), name="trust-heard")
             tasks.create_task(self._renew(), name="trust-renewal")
@@ -245,33 +245,33 @@ class TrustKeeper:
                     asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
 
     async def _check_heard(self) -> None:
-        """One piece of each member in turn."""
+        """Check one piece of each member in turn."""
         while True:
             await self._heard.wait()
             self._heard.clear()
-            while waiting := [(node_id, one) for node_id, one in self._sources.items() if one.pieces]:
+            while waiting := [(node_id, each) for node_id, each in self._sources.items() if each.pieces]:
                 for node_id, source in waiting:
                     digest, statements = source.pieces.popleft()
                     await self.take_in(node_id, digest=digest, statements=statements)
 
     async def _renew(self) -> None:
-        """An owner says removals of the earlier form again, which did not bound what a removed owner can still say."""
+        """Sign again, as an owner, removals of the earlier form: they did not bound a removed owner's statements."""
         async for _ in self.changes():
             renewed = renewed_removals(self._store, signer=self._key_pair, now_ms=self._now_ms())
             if not renewed or self.damage:
                 continue
             try:
                 await self._say(renewed)
-                logger.info("said %d removals again: they bound now what the removed can still say", len(renewed))
+                logger.info("signed %d removals again: they now bound the statements of removed owners", len(renewed))
             except TrustInvalid as error:
-                logger.error("removals of the earlier form were not said again: %s", error)
+                logger.error("removals of the earlier form were not signed again: %s", error)
 
     def _source(self, node_id: NodeId) -> _Source:
         now_s = self._clock.monotonic_s()
         source = self._sources.get(node_id)
         if source is None:
             known = self._store.peers
-            self._sources = {key: one for key, one in self._sources.items() if key in known or one.pieces}
+            self._sources = {key: each for key, each in self._sources.items() if key in known or each.pieces}
             source = self._sources[node_id] = _Source(deque(), float(_NEW_STATEMENTS), now_s)
         source.allowed = min(_NEW_STATEMENTS, source.allowed + _NEW_PER_S * (now_s - source.as_of_s))
         source.as_of_s = now_s
@@ -314,19 +314,19 @@ class TrustKeeper:
                 self._written = store
 
     def _note(self, before: TrustStore) -> None:
-        """Audit lines and the log: what counts now and did not before. No line is worth what a removed owner says, nor
-        who is removed without having belonged."""
+        """Write audit lines and the log for statements that count now and did not before. Skip removals of nodes that
+        never belonged."""
         names = {**before.peers, **self._store.peers}
-        counted = {one.key for one in before.standing.counting}
-        for one in self._store.standing.counting:
-            if one.key in counted or (one.role is None and one.about not in names):
+        counted = {statement.key for statement in before.standing.counting}
+        for statement in self._store.standing.counting:
+            if statement.key in counted or (statement.role is None and statement.about not in names):
                 continue
-            known = names.get(one.about)
-            signer = names[one.signer].name if one.signer in names else one.signer
-            who = f"{one.name or (known.name if known else '')} {one.about}".strip()
-            if one.role is None:
+            known = names.get(statement.about)
+            signer = names[statement.signer].name if statement.signer in names else statement.signer
+            who = f"{statement.name or (known.name if known else '')} {statement.about}".strip()
+            if statement.role is None:
                 kind = AuditKind.REMOVED
-            elif one.role is Role.OWNER and one.about in before.peers:
+            elif statement.role is Role.OWNER and statement.about in before.peers:
                 kind = AuditKind.PROMOTED
             else:
                 kind = AuditKind.ADDED

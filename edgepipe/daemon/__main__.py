@@ -1,6 +1,6 @@
 """A node for programs: ``python -m edgepipe.daemon '{"port": 0, ...}'``, settings as JSON.
 
-Writes one line of JSON on standard output once it is ready, three lines on standard error if it cannot start. People
+Writes one line of JSON to standard output once it is ready, or three lines to standard error if it cannot start. People
 use ``edgepipe node start``.
 """
 
@@ -17,7 +17,7 @@ from edgepipe.errors import EdgepipeError
 
 
 def main() -> int:
-    """Run until stopped; the exit status is that of the error."""
+    """Run until stopped; return the error's exit status."""
     try:
         flags: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
         run(load_config(flags).values, on_ready=_tell)

@@ -1,4 +1,4 @@
-"""Tell everybody who waits that something changed; who is slow hears of many changes once."""
+"""Wakes all listeners after a change; a slow listener wakes once for many changes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator
 
 
 class Changes:
-    """A broadcast without contents: listeners look for themselves what is new."""
+    """A broadcast without contents: listeners read the new state themselves."""
 
     def __init__(self) -> None:
         self._listeners: set[asyncio.Event] = set()
 
     def notify(self) -> None:
-        """Something changed."""
+        """Wake all listeners."""
         for listener in self._listeners:
             listener.set()
 
     async def watch(self) -> AsyncIterator[None]:
-        """Yields once at the start and then after every change."""
+        """Yield once at the start and then after every change."""
         changed = asyncio.Event()
         self._listeners.add(changed)
         try:

@@ -1,4 +1,4 @@
-"""This node among the others: who is there, how they are found and reached, and what each hears of the rest."""
+"""This node in its cluster: finds and reaches the other nodes, and exchanges states with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodePresence:
-    """Membership and everything that feeds it or follows it."""
+    """Membership with everything that feeds it or follows it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class NodePresence:
     ) -> None:
         """
         on_gone(node_id)            a member is dead or has left
-        on_identity_taken(address)  another node is me
+        on_identity_taken(address)  another node has this node's id
         ends                        whether this node is about to stop
         """
         self._ends = ends
@@ -96,7 +96,7 @@ class NodePresence:
         self._remembered = RememberedAddresses(basis.data_dir.path / "addresses.json")
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Look for the others and be found, as long as ``tasks`` run."""
+        """Find other nodes and announce this one, as long as ``tasks`` run."""
         tasks.create_task(self.introductions.follow_trust(), name="introductions")
         tasks.create_task(self._remembered.run(), name="addresses")
         tasks.create_task(self.heartbeats.run(), name="heartbeats")
@@ -109,7 +109,7 @@ class NodePresence:
             await self._discovery.start()
 
     async def stop(self) -> None:
-        """Close what was opened to others, and take the name back; ``heartbeats.leave`` comes long before."""
+        """Close the channels and withdraw the announcement; ``heartbeats.leave`` comes long before."""
         await self.peers.close()
         if self.network is not None:
             self.network.close()
@@ -117,20 +117,20 @@ class NodePresence:
             await self._discovery.stop()
 
     def known_addresses(self) -> dict[str, str]:
-        """Where members answer or answered, by node id."""
+        """Return the members' present or last addresses, by node id."""
         return {**self._remembered.all(), self._basis.node_id: self._basis.address}
 
     def discovery_problem(self) -> str:
-        """Why mDNS finds nobody; empty if it works."""
+        """Return why mDNS finds no node; empty if it works."""
         return self._discovery.problem if self._discovery else "it is switched off"
 
     async def announce_pairing(self, port: int) -> None:
-        """Say by mDNS where this node pairs; 0: no longer."""
+        """Announce this node's pairing port by mDNS; 0: it is closed."""
         if self._discovery is not None:
             await self._discovery.announce_pairing(port)
 
     async def spread(self) -> None:
-        """Until the other nodes and this node's engines know the newest state, or a moment has passed."""
+        """Wait until the other nodes and this node's engines know the newest state, or a short time has passed."""
         await self.heartbeats.spread()
         await asyncio.gather(*(child.knows_peers() for child in self._basis.children.running("engine")))
 
@@ -147,8 +147,8 @@ class NodePresence:
         )
 
     def _tell_silent(self, state: pb.NodeState) -> None:
-        dead = (one for one in self.membership.absent() if one.status is MemberStatus.DEAD)
-        state.silent.extend(one.node.node_id for one in dead)
+        dead = (member for member in self.membership.absent() if member.status is MemberStatus.DEAD)
+        state.silent.extend(member.node.node_id for member in dead)
 
     def _on_member(self, change: MemberChanged) -> None:
         self.introductions.refresh()
@@ -159,13 +159,13 @@ class NodePresence:
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
             self._log_gone(change)
             self._on_gone(change.node_id)
-        self.local.refresh()  # whom it does not hear is part of what it tells
+        self.local.refresh()  # its list of silent nodes may have changed
         self.local.changes.notify()
 
     def _log_gone(self, change: MemberChanged) -> None:
         if change.status is MemberStatus.LEFT:
             logger.info("node has left node=%s", change.node_id)
-        elif not self._ends():  # else it may be this one that does not listen
+        elif not self._ends():  # else this node may be the one that does not listen
             logger.warning("node is dead node=%s", change.node_id)
 
 

@@ -22,11 +22,11 @@ from edgepipe.ids import NodeId
 from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
-_MOST_LOADABLE = 256  # names that a gateway is told
+_MOST_LOADABLE = 256  # model names sent to a gateway
 
 
 class ClusterViews:
-    """Builds both from the node's parts."""
+    """Builds both views from the node's parts."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ClusterViews:
         self._started_s = clock.monotonic_s()
 
     def for_gateway(self) -> pb.ClusterView:
-        """What is served, of which this node has the metadata, and by whom."""
+        """Return the served models whose metadata is here, with their engines."""
         view = pb.ClusterView(cluster_id=self._trust.store.cluster_id)
         view.members.extend(self._members())
         view.absent.extend(self._absent())
@@ -78,15 +78,15 @@ class ClusterViews:
         return view
 
     def _loadable(self) -> list[str]:
-        """Models that are whole on some disk and that nobody serves; no name that stands for two contents."""
+        """Return models that are whole on some disk and not served; leave out names of two different contents."""
         nodes = self._peers.nodes()
         served = {engine.model for node in nodes for engine in node.engines if engine.state != "failed"}
-        whole = {(told.model, told.manifest_hash) for node in nodes for told in node.models if told.complete}
+        whole = {(found.model, found.manifest_hash) for node in nodes for found in node.models if found.complete}
         contents = Counter(model for model, _ in whole)
         return sorted(model for model, count in contents.items() if count == 1 and model not in served)[:_MOST_LOADABLE]
 
     def status(self) -> pb.ClusterStatus:
-        """Everything that people may want to know."""
+        """Return everything that people may want to know."""
         status = pb.ClusterStatus(
             cluster_id=self._trust.store.cluster_id,
             cluster_name=self._trust.store.cluster_name,
@@ -97,8 +97,8 @@ class ClusterViews:
         )
         status.members.extend(self._members())
         status.absent.extend(self._absent())
-        for one, other in self._membership.broken_links():
-            status.broken_links.add(node_id=one, other_id=other)
+        for node_id, other in self._membership.broken_links():
+            status.broken_links.add(node_id=node_id, other_id=other)
         status.neighbours.extend(self._neighbours.others())
         status.discovery_problem = self._discovery_problem()
         status.removed = not self._trust.belongs
@@ -111,7 +111,7 @@ class ClusterViews:
         return status
 
     def _members(self) -> list[pb.MemberState]:
-        """This node first, then every reachable member."""
+        """Return this node first, then every reachable member."""
         now_s, skews_ms = self._clock.monotonic_s(), self._heartbeats.clock_skews_ms
         own = pb.MemberState(node=self._local.state, state="alive", self=True)
         others = [
@@ -127,7 +127,7 @@ class ClusterViews:
         return [own, *others]
 
     def _absent(self) -> list[pb.AbsentNode]:
-        """Who went without a goodbye, and since when by this machine's wall clock."""
+        """Return the nodes that went without a goodbye, with the time by this machine's wall clock."""
         now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
         return [
             pb.AbsentNode(

@@ -1,4 +1,4 @@
-"""What every part of a node is built on: its settings, identity, keys, clock and child processes."""
+"""The basis of every part of a node: its settings, identity, keys, clock and child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgepipe.workers.settings import ChildSettings
 
 
 class NodeBasis:
-    """Stays as it is while the node runs."""
+    """Settings and services that stay the same while the node runs."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class NodeBasis:
         encrypted: bool,
         on_new_child: Callable[[Child], None],
     ) -> None:
-        """``on_new_child``: one was started and is to be told whom it may talk to."""
+        """``on_new_child``: called with a new child, which needs its list of peers."""
         self.config = config
         self.data_dir = data_dir
         self.trust = trust
@@ -70,7 +70,7 @@ class NodeBasis:
         )
 
     def child_settings(self, kind: str, *, http_port: int = 0) -> ChildSettings:
-        """For a new child: stage | engine | gateway."""
+        """Make the settings of a new child: stage | engine | gateway."""
         return self._settings.make(kind, http_port=http_port)
 
     def _on_denied(self, denial: Denial) -> None:

@@ -1,4 +1,4 @@
-"""What a node does for models: its device, its engines, its gateway, and who sees to it that they go on."""
+"""A node's work for models: its device, engines and gateway, and the tasks that keep them running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 
 class NodeHosting:
-    """Built once the node listens; everything that it starts ends with ``tasks``."""
+    """Create it once the node listens; everything that it starts ends with ``tasks``."""
 
     def __init__(
         self, basis: NodeBasis, presence: NodePresence, tasks: asyncio.TaskGroup, *, ends: Callable[[], bool]
@@ -61,12 +61,12 @@ class NodeHosting:
         presence.local.add_part(self._tell)
 
     async def start(self) -> None:
-        """Start the gateway. Raises PortInUse and whatever else hinders it."""
+        """Start the gateway. Raises PortInUse and other errors that prevent the start."""
         gateway = await self.gateway.start()
         self._tasks.create_task(self.gateway.keep(gateway), name="gateway")
 
     def keep(self) -> None:
-        """Look after everything from now on."""
+        """Start the background tasks."""
         for name, keeping in (
             ("spare", self.device.keep_spare()),
             ("layer-profiles", self._layers.run()),
@@ -79,13 +79,13 @@ class NodeHosting:
             self._tasks.create_task(keeping, name=name)
 
     async def stop(self) -> None:
-        """Engines end first, then stages, then the gateway."""
+        """End the engines first, then the stages, then the gateway."""
         self.engines.hand_over()
         await self.device.release_all()
         await self._basis.children.stop_all("gateway")
 
     def holds_something(self) -> bool:
-        """Whether a stage or an engine is here."""
+        """Return whether a stage or an engine is here."""
         return any(device.reserved_bytes for device in self.device.state()) or bool(self.engines.states())
 
     def _tell(self, state: pb.NodeState) -> None:

@@ -1,4 +1,4 @@
-"""The main of a node: settings to a running daemon, signals, a change of identity."""
+"""The main function of a node: from settings to a running daemon, signals, and a change of identity."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ logger = logging.getLogger(__name__)
 def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``.
 
-    What others can take moves there first, for at most 30 s; a second signal stops without that, and one that comes
-    while the node stops ends it at once.
+    The node first moves stages and engines to other nodes, for at most 30 s. A second signal skips that; a signal while
+    the node stops ends it at once.
 
-    ``encrypted=False`` is for measuring what encryption costs; no setting leads to it.
+    ``encrypted=False`` is for measuring the cost of encryption; no setting leads to it.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
-    choose_backend(config.backend)  # before anything is made: a wrong one leaves nothing behind
-    _address(config, interfaces())  # nor does one without an address
+    choose_backend(config.backend)  # before anything is created: a wrong backend leaves nothing behind
+    _address(config, interfaces())  # the same for a missing address
     raise_descriptor_limit()
     data_dir = DataDir(config.data_dir)
     try:
         with writable(data_dir.path):
             set_up_logging(level=config.log_level, file=log_path(config.data_dir))
-        gc.freeze()  # modules live for ever: what comes later is all that needs looking through
+        gc.freeze()  # modules live for ever: collections then check only later objects
         uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted))
     finally:
         data_dir.close()
 
 
 def _address(config: Config, available: list[Interface]) -> str:
-    """Where to listen. Raises ConfigInvalid."""
+    """Return the address to listen on. Raises ConfigInvalid."""
     return choose_address(
         interface=config.interface,
         available=available,
@@ -62,8 +62,8 @@ def _address(config: Config, available: list[Interface]) -> str:
 
 
 async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool) -> None:
-    """Run nodes until one was stopped. One makes way for the next when its identity is another's too, when it has
-    joined another cluster, and when the machine's address has changed."""
+    """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
+    joined another cluster, and after the machine's address changed."""
     clock, cluster = SystemClock(), config.cluster
     while True:
         with writable(data_dir.path):
@@ -89,19 +89,19 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnRead
             logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
         elif not node.begins_anew:
             return
-        cluster = ""  # its name was a wish for the first cluster
+        cluster = ""  # the name was meant for the first cluster
 
 
 async def _single(running: Awaitable[None]) -> None:
-    """Unwrap the one error for a person that a task group wrapped."""
+    """Unwrap the one EdgepipeError that a task group wrapped."""
     try:
         await running
     except BaseExceptionGroup as group:
-        told, rest = group.split(EdgepipeError)
-        while isinstance(told, BaseExceptionGroup):
-            told = told.exceptions[0]
-        if rest is None and told is not None:
-            raise told from group
+        error, rest = group.split(EdgepipeError)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if rest is None and error is not None:
+            raise error from group
         raise
 
 

@@ -1,4 +1,4 @@
-"""One node from its start to its stop: its parts built, run, and taken down in order."""
+"""One node from its start to its stop: builds its parts, runs them, and takes them down in order."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_ADDRESS_S = 2.0  # between two looks at the machine's addresses
+_ADDRESS_S = 2.0  # between two checks of the machine's addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReady:
-    """What a started node tells whoever started it."""
+    """The facts that a started node reports to its starter."""
 
     node_id: str
     name: str
@@ -42,8 +42,8 @@ class NodeReady:
     socket: Path
     cluster: str
     http_host: str
-    key_file: Path | None  # of HTTP; None: no key is asked for
-    key_on_loopback: bool  # asked for on this computer, too
+    key_file: Path | None  # of HTTP; None: clients need no key
+    key_on_loopback: bool  # clients on this computer need a key, too
 
 
 OnReady = Callable[[NodeReady], None]
@@ -64,7 +64,7 @@ class NodeDaemon:
         on_ready: OnReady | None,
         encrypted: bool = True,
     ) -> None:
-        """``wanted_address``: where to listen, given the machine's addresses as they are now.
+        """``wanted_address``: returns the address to listen on, given the machine's present addresses.
 
         ``encrypted``: False to measure what encryption costs; no setting reaches it.
         """
@@ -90,7 +90,7 @@ class NodeDaemon:
         return self._basis.children
 
     async def run(self) -> None:
-        """Start everything, wait for the stop, take everything down. Raises PortInUse, ConfigInvalid."""
+        """Start all parts, wait for the stop, take all down. Raises PortInUse, ConfigInvalid."""
         servers = NodeServers(self._basis)
         self._basis.address = servers.address
         try:
@@ -106,14 +106,14 @@ class NodeDaemon:
             pass
 
     def stop(self) -> None:
-        """Stop once others have taken over what they can; asked a second time, at once."""
+        """Move stages and engines to other nodes, then stop; a second call stops at once."""
         if self._leaving is not None:
             self._leaving.stop()
         else:
             self.stopping.set()
 
     def will_sleep(self) -> None:
-        """The system says that the machine is about to sleep."""
+        """Prepare for sleep: the system announces that the machine is about to sleep."""
         if self._leaving is not None:
             self._leaving.sleep()
 
@@ -155,7 +155,7 @@ class NodeDaemon:
         await self.stopping.wait()
 
     async def _take_down(self, servers: NodeServers) -> None:
-        """Leaving first, so that nobody waits for this node; then engines, stages, gateway, servers, the name."""
+        """Leave first, so that no node waits for this one; then end engines, stages, gateway, servers, announcement."""
         self.stopping.set()
         logger.info("node stops node=%s", self._basis.node_id)
         await self._presence.heartbeats.leave()
@@ -189,7 +189,7 @@ class NodeDaemon:
         state.sleeps_soon = self._leaving is not None and self._leaving.sleeps_soon
 
     async def _follow_address(self) -> None:
-        """Begin anew where the machine's address is another: systems have no common way to tell of it, so look."""
+        """Start the node anew when the machine's address changes. Polls, as systems have no common notification."""
         host = self._basis.host
         watch = AddressWatch(host)
         while True:
@@ -199,18 +199,18 @@ class NodeDaemon:
                 wanted = self._wanted_address(available)
             except ConfigInvalid:
                 continue  # the named interface is away
-            if watch.moved(wanted=wanted, available={one.address for one in available}):
+            if watch.moved(wanted=wanted, available={interface.address for interface in available}):
                 logger.warning("this machine's address is now %s, no longer %s: the node moves", wanted, host)
                 self._begin_anew()
                 return
 
     def _begin_anew(self) -> None:
-        """The node is another one, or in another cluster: it ends, and ``node.run`` starts it again."""
+        """End this node so that ``node.run`` starts it again: with another identity, cluster or address."""
         self.begins_anew = True
         self.stopping.set()
 
     def _ends(self) -> bool:
-        """Whether it was told to stop, though others may take over first."""
+        """Return whether the node was asked to stop; it may still be handing work over."""
         return self.stopping.is_set() or (self._leaving is not None and self._leaving.winding_down)
 
     def _on_gone(self, node_id: str) -> None:
@@ -222,7 +222,7 @@ class NodeDaemon:
         self.stopping.set()
 
     async def _wake(self, slept_s: float) -> None:
-        """The others went on without this machine: nothing runs here until its engine says that it still counts."""
+        """Pause all stages after sleep: each resumes when its engine confirms that its epoch still counts."""
         if self._leaving is not None:
             self._leaving.stays()
         self._hosting.device.pause()

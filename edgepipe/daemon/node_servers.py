@@ -20,10 +20,10 @@ from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2_grpc
 
 
 class NodeServers:
-    """Bound first, so that the node knows its address; then registered, started and stopped."""
+    """The servers, bound first so that the node knows its address; then registered, started and stopped."""
 
     def __init__(self, basis: NodeBasis) -> None:
-        """Raises PortInUse."""
+        """Bind the port. Raises PortInUse."""
         self._basis = basis
         self._server = make_server(basis.security, max_received_bytes=MAX_BEAT_BYTES)
         self._unix_server = make_unix_server(str(basis.data_dir.socket))
@@ -39,7 +39,7 @@ class NodeServers:
         shut_down: Callable[[], None],
         begin_anew: Callable[[], None],
     ) -> None:
-        """Say who answers what. ``shut_down`` and ``begin_anew`` end the node, for good or for another one."""
+        """Connect services with the node's parts. ``shut_down`` ends the node, ``begin_anew`` restarts it."""
         basis, server, unix_server = self._basis, self._server, self._unix_server
         admit = admit_to(basis.hello)
         node = NodeService(
@@ -76,21 +76,21 @@ class NodeServers:
         trust_pb2_grpc.add_TrustAdminServicer_to_server(trust, unix_server)
 
     async def start_inside(self) -> None:
-        """Answer this machine's user and children."""
+        """Start to answer this machine's user and children."""
         logging.getLogger().addHandler(self._logs)
         await self._unix_server.start()
         self._basis.data_dir.socket.chmod(0o600)
 
     async def start(self) -> None:
-        """Answer other nodes."""
+        """Start to answer other nodes."""
         await self._server.start()
 
     async def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop both servers."""
         await asyncio.gather(self._server.stop(grace=0.2), self._unix_server.stop(grace=0.5))
 
     def forget(self) -> None:
-        """Leave nothing behind, once everything has stopped."""
+        """Remove the log handler and the socket, once everything has stopped."""
         logging.getLogger().removeHandler(self._logs)
         self._basis.data_dir.socket.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What a daemon answers over gRPC: thin handlers that pass on to the node's parts."""
+"""The daemon's gRPC services: thin handlers that call the node's parts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
-MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time and the metadata of a few models
+MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time, and the metadata of a few models
 _MAX_LOG_LINES = 2000
 
 Admit = Callable[[common_pb2.Hello], None]
 
 
 def admit_to(own: common_pb2.Hello) -> Admit:
-    """A check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
+    """Return a check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
 
     def admit(hello: common_pb2.Hello) -> None:
         check_hello(hello, own_name=own.node_name)
@@ -51,7 +51,7 @@ def admit_to(own: common_pb2.Hello) -> Admit:
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """For other daemons and for engines."""
+    """Serves other daemons, and engines."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         replication: Replication,
         record_s: float,
     ) -> None:
-        """``record_s``: until this node, too, believes that an engine which asks for a stage is the right one."""
+        """``record_s``: how long a stage's request waits until this node believes that its engine is the right one."""
         self._record_s = record_s
         self._peers = peers
         self._replication = replication
@@ -82,12 +82,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._models = models
 
     async def Heartbeat(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.Beat]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One beat back for each that comes."""
+        """Answer each beat with one beat."""
         async for beat in self._heartbeats.answer(request_iterator, context):
             yield beat
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fetch what is missing, reserve, load."""
+        """Fetch missing tensors, reserve memory, load a stage."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         engine = self._security.caller(context, Kind.ENGINE)
@@ -108,18 +108,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
             yield event
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
-        """End a pipeline's stage here, for the node of the engine that it has or should have."""
+        """End a pipeline's stage here, for the node of its present or recorded engine."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         held = self._book.held(request.pipeline_id)
         if request.hello.node_id not in (self._device.engine_node(request.pipeline_id), held and held.engine_node):
-            raise AccessDenied("the stage is another node's to give back", fact=f"node {request.hello.node_id} asked")
+            raise AccessDenied(
+                "only the node of the stage's engine releases it", fact=f"node {request.hello.node_id} asked"
+            )
         epoch = epoch_from_wire(request.epoch) if request.HasField("epoch") else None
         await self._device.release(request.pipeline_id, epoch=epoch)
         return pb.ReleaseReply()
 
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
-        """Run the engine of a model beside this daemon, once, for the node that had it served."""
+        """Run a model's engine beside this daemon, once, for the node that had the model served."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         self._book.merge(request.hello.node_id, [request.record])
@@ -130,7 +132,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             or held.asker != request.hello.node_id
             or not self._peers.is_self(held.engine_node)
         ):
-            raise AccessDenied("no record of the caller's asks for this engine here", next_step="serve the model again")
+            raise AccessDenied("no record of the caller asks for this engine here", next_step="serve the model again")
         request.spec.CopyFrom(held.spec)
         model = await self._models.adopt(
             request.spec.model,
@@ -154,13 +156,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.StopEngineReply()
 
     async def StandBy(self, request: pb.StandByRequest, context: Any) -> pb.StandByReply:
-        """Have a process ready for an engine."""
+        """Start a process for an engine in advance."""
         self._admit(request.hello)
         await self._engines.stand_by()
         return pb.StandByReply()
 
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
-        """Whether this node hears another, and the pipeline's highest epoch here."""
+        """Return whether this node hears another, and the pipeline's highest epoch here."""
         self._admit(request.hello)
         highest = self._device.epoch_of(request.pipeline_id)
         return pb.VouchReply(
@@ -170,7 +172,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
-        """Place a pipeline anew whose engine runs here."""
+        """Place anew a pipeline whose engine runs here."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         self._book.require_director(request.hello.node_id, request.pipeline_id)
@@ -187,12 +189,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
             yield progress
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
-        """What a layer of a shape takes on this node's device."""
+        """Measure a layer of a shape on this node's device."""
         self._admit(request.hello)
         return await self._device.profile_layer(request)
 
     async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
-        """What the way from here to others is like."""
+        """Measure the links from here to other nodes."""
         self._admit(request.hello)
         wanted = list(request.node_ids)
         links = (
@@ -201,12 +203,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.ProfileLinksReply(links=links)
 
     def _other(self, hello: common_pb2.Hello) -> str:
-        """The caller's node, as ``Models.adopt`` takes it: empty for this one."""
+        """Return the caller's node for ``Models.adopt``: empty for this one."""
         return "" if self._peers.is_self(hello.node_id) else hello.node_id
 
 
 class WeightsService(node_pb2_grpc.WeightsServicer):
-    """For nodes that lack tensors or files; each may read a few at a time."""
+    """Serves nodes that lack tensors or files; each may read a few at a time."""
 
     def __init__(self, *, admit: Admit, security: Security, models: Models) -> None:
         self._admit = admit
@@ -215,13 +217,13 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         self._reads: Counter[str] = Counter()  # under way, by node
 
     async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
-        """What a model of this node consists of."""
+        """Return the manifest of a model on this node."""
         self._admit(request.hello)
         with self._reading(context):
             return pb.ManifestReply(manifest=await self._models.manifest_json(request.model))
 
     async def ReadTensor(self, request: pb.ReadTensorRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A tensor's bytes from an offset on."""
+        """Yield a tensor's bytes from an offset on."""
         self._admit(request.hello)
         with self._reading(context):
             async for chunk in self._models.read_tensor(
@@ -234,7 +236,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
                 yield chunk
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A metadata file's bytes from an offset on."""
+        """Yield a metadata file's bytes from an offset on."""
         self._admit(request.hello)
         with self._reading(context):
             async for chunk in self._models.read_file(
@@ -244,11 +246,11 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
 
     @contextmanager
     def _reading(self, context: Any) -> Generator[None]:
-        """Raises QueueFull to a node that reads enough already."""
+        """Count a read. Raises QueueFull to a node with too many reads."""
         peer = self._security.caller(context, Kind.NODE)
         node_id = peer.node_id if peer is not None else ""
         if self._reads[node_id] >= MAX_READS_PER_NODE:
-            raise QueueFull("this node reads from here already", fact=f"{MAX_READS_PER_NODE} reads are under way")
+            raise QueueFull("this node already reads from here", fact=f"{MAX_READS_PER_NODE} reads are under way")
         self._reads[node_id] += 1
         try:
             yield
@@ -259,19 +261,19 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
 
 
 class ChildrenService(node_pb2_grpc.ChildrenServicer):
-    """For this daemon's own children, over the Unix socket."""
+    """Serves this daemon's own children, over the Unix socket."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
 
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.ChildCommand]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Reports up, commands down."""
+        """Take reports, send commands."""
         async for command in self._children.attach(request_iterator):
             yield command
 
 
 class AdminService(node_pb2_grpc.AdminServicer):
-    """For the command line of this machine, over the Unix socket; who may open the socket is its owner."""
+    """Serves the command line of this machine, over the Unix socket, which only its owner can open."""
 
     def __init__(
         self,
@@ -286,7 +288,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         replication: Replication,
         spread: Callable[[], Awaitable[None]],
     ) -> None:
-        """``spread`` returns when the other nodes know this one's newest state, or after a moment."""
+        """``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
         self._serving = serving
         self._status = status
         self._logs = logs
@@ -298,7 +300,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self._spread = spread
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
-        """The cluster as seen from here."""
+        """Return the cluster as this node sees it."""
         admit_command_line(request.hello)
         return self._status()
 
@@ -310,41 +312,41 @@ class AdminService(node_pb2_grpc.AdminServicer):
             yield event
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
-        """What a plan for a model is made of."""
+        """Measure the inputs of a model's plan."""
         admit_command_line(request.hello)
         await self._refresh_models()
         return await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
-        """How far nodes are from each other, and how much passes between them."""
+        """Measure the latency and rate of every link between nodes."""
         admit_command_line(request.hello)
         return pb.ProfileLinksReply(links=await self._serving.measure_links())
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
-        """Stop a model, or all."""
+        """Stop a model, or all models."""
         admit_command_line(request.hello)
         return pb.StopModelReply(stopped=await self._serving.stop(request.model))
 
     async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
-        """Look at the disk: a command pulled or removed a model."""
+        """Scan the disk: a command pulled or removed a model."""
         admit_command_line(request.hello)
         await self._refresh_models()
         return pb.RescanModelsReply()
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
-        """Stop this node in order; answered before it begins. No version is asked for: after an upgrade of the command
-        line this is how the old node makes way."""
+        """Stop this node in order; the answer comes before. Accept any version: after an upgrade the new command line
+        stops the old node."""
         self._shut_down()
         return pb.ShutdownReply()
 
     async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Lines of the node's log."""
+        """Yield lines of the node's log."""
         last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
         async for line in self._logs.lines(last=last, follow=request.follow):
             yield pb.LogLine(source="node", text=line)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> AsyncGenerator[pb.DrainEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move everything away, or take work again."""
+        """Move all stages and engines away, or take work again."""
         admit_command_line(request.hello)
         if request.undo:
             self._drain.undo()
@@ -369,7 +371,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
 
 def admit_command_line(hello: common_pb2.Hello) -> None:
-    """Raise VersionMismatch to a command line that was upgraded, or not, while the node ran."""
+    """Raise VersionMismatch to a command line whose version differs from the running node's."""
     try:
         check_hello(hello, own_name="the running node")
     except VersionMismatch as error:

@@ -1,4 +1,4 @@
-"""What the node's own command line may do about trust: invite, join, list, promote, remove. Unix socket only."""
+"""Trust commands of the node's own command line: invite, join, list, promote, remove. Unix socket only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEEP = {"keep": True, "drop": False, "": None}
 
 
 class TrustService(trust_pb2_grpc.TrustAdminServicer):
-    """Thin handlers."""
+    """Thin handlers over ``TrustKeeper`` and ``PairingHost``."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         self._joining = asyncio.Lock()
 
     async def Invite(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.InviteEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One pairing window."""
+        """Run one pairing window."""
         async for event in self._pairing.invite(aiter(request_iterator)):
             yield event
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Join another cluster; afterwards the node starts anew in it."""
+        """Join another cluster; afterwards the node starts anew in that cluster."""
         admit_command_line(request.hello)
         events: asyncio.Queue[pb.JoinEvent | None] = asyncio.Queue()
         async with self._joining:
@@ -89,7 +89,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
             events.put_nowait(None)
 
     async def ListPeers(self, request: pb.ListPeersRequest, context: Any) -> pb.ListPeersReply:
-        """Everybody in the cluster, this node first."""
+        """List the cluster's members, this node first."""
         admit_command_line(request.hello)
         store = self._trust.store
         reply = pb.ListPeersReply(
@@ -97,7 +97,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         )
         added = _added((store.founding, *store.standing.counting))
         addresses = self._addresses()
-        for peer in sorted(store.peers.values(), key=lambda one: (one.node_id != self._trust.node_id, one.name)):
+        for peer in sorted(store.peers.values(), key=lambda each: (each.node_id != self._trust.node_id, each.name)):
             own = peer.node_id == self._trust.node_id
             member = self._membership.member(peer.node_id)
             by = added[peer.node_id]
@@ -120,7 +120,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
             raise RequestInvalid(f"'{request.others}' is neither keep nor drop")
         peer = self._trust.find(request.peer)
         others = await self._trust.remove(peer, keep_added=_KEEP[request.others])
-        return pb.RemovePeerReply(name=peer.name, others=[one.name for one in others])
+        return pb.RemovePeerReply(name=peer.name, others=[other.name for other in others])
 
     async def PromotePeer(self, request: pb.PromotePeerRequest, context: Any) -> pb.PromotePeerReply:
         """Make a member an owner."""
@@ -131,9 +131,11 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
 
 def _added(statements: Iterable[Statement]) -> dict[NodeId, Statement]:
-    """The first add of everybody."""
+    """Return the first add of each member."""
     adds: dict[NodeId, Statement] = {}
-    for one in statements:
-        if one.role is not None and (one.about not in adds or one.made_ms < adds[one.about].made_ms):
-            adds[one.about] = one
+    for statement in statements:
+        if statement.role is not None and (
+            statement.about not in adds or statement.made_ms < adds[statement.about].made_ms
+        ):
+            adds[statement.about] = statement
     return adds

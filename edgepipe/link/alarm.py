@@ -1,6 +1,6 @@
-"""Wakes coroutines at a moment, to about a tenth of a millisecond. An event loop's own timers round to whole ones.
+"""Wakes coroutines at a moment, to about a tenth of a millisecond. An event loop's own timers round to milliseconds.
 
-Waking a thread and then a loop takes time that no network would: it aims early by as much as it was late before.
+To wake a thread and then a loop takes time. So the alarm aims early by its recent delay.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 from edgepipe.clock import Clock
 
 _SMOOTHING = 0.1  # weight of the newest wait
-_FIRST_LATE_S = 0.0001  # a wait that a busy host held up by more says nothing of the next one
+_FIRST_LATE_S = 0.0001  # a longer delay comes from a busy host and says nothing of the next one
 
 
 class Alarm(Protocol):
-    """Something that can wait."""
+    """A timer for coroutines."""
 
     async def until(self, moment_s: float) -> None:
         """Return about at ``moment_s`` (monotonic) or, if that has passed, at once."""
@@ -26,9 +26,9 @@ class Alarm(Protocol):
 
 
 class ThreadAlarm:
-    """A thread that sleeps until the next moment and then tells the loop; it burns nothing and blocks nobody.
+    """A thread that sleeps until the next moment and then wakes the loop; it uses no processor time.
 
-    Make it on the loop that waits. ``close`` ends the thread.
+    Create it on the loop of its waiters. ``close`` ends the thread.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -36,7 +36,7 @@ class ThreadAlarm:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
         self._order = count()  # futures do not compare
-        self._late_s = 0.0  # smoothed, of what was waited for
+        self._late_s = 0.0  # smoothed delay of past waits
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
@@ -57,7 +57,7 @@ class ThreadAlarm:
         self._late_s += _SMOOTHING * (min(late_s, 2 * self._late_s + _FIRST_LATE_S) - self._late_s)
 
     def close(self) -> None:
-        """End the thread. Nobody may wait any more."""
+        """End the thread. No coroutine may wait any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()

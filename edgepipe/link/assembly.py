@@ -1,4 +1,4 @@
-"""PURE: chunks of frames become steps. Knows order, repeats and sizes; knows nothing of time and sockets."""
+"""PURE: joins chunks of frames to steps. Knows order, repeats and sizes; knows no time and no sockets."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from edgepipe.ids import StepId
 from edgepipe.link.protocol import StepBytes
 
 MAX_CHUNK_BYTES = 512 << 10  # the wire's limit
-CHUNK_BYTES = MAX_CHUNK_BYTES  # 2 MB steps on loopback: 700 MB/s; 500 with half of it, 500 with an eighth
+CHUNK_BYTES = MAX_CHUNK_BYTES  # 2 MB steps on loopback: 700 MB/s; with half and with an eighth of it: 500 MB/s
 
 
 def cut(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The chunks of one step, in order; each is a copy."""
+    """Yield the chunks of one step, in order; each is a copy."""
     for start in range(0, len(data), chunk_bytes):
         yield bytes(data[start : start + chunk_bytes])
 
 
 class _Arriving:
-    """A step of which something is known: its size from the plan, bytes from the link, or both."""
+    """A partly known step: its size from the plan, bytes from the link, or both."""
 
     __slots__ = ("buffer", "filled", "held", "step")
 
     def __init__(self, step: StepId) -> None:
         self.step = step
-        self.buffer: StepBytes | None = None  # made when the plan has told the size
-        self.held: list[bytes] = []  # what came before that
+        self.buffer: StepBytes | None = None  # created when the plan has given the size
+        self.held: list[bytes] = []  # chunks that came before
         self.filled = 0
 
     def put(self, data: bytes) -> None:
@@ -55,36 +55,36 @@ class _Arriving:
 
 
 class Assembler:
-    """Joins what plans announce and what a link brings.
+    """Joins steps that plans announce with bytes that a link brings.
 
-    At most ``window`` steps may have begun to arrive and not been taken. Plans and frames come in step order each,
-    so at most one step becomes whole per call, and they become whole in step order.
+    At most ``window`` steps may be arriving or waiting to be taken. Plans and frames each come in step order. So at
+    most one step becomes whole per call, and steps become whole in order.
     """
 
     def __init__(self, *, window: int) -> None:
         self.window = window
-        self.repeats = 0  # chunks that had come before
+        self.repeats = 0  # chunks that came again
         self.complete = StepId(0)  # every step up to here has arrived
-        self.held_bytes = 0  # of steps whose plan is not there yet
+        self.held_bytes = 0  # of steps without a plan
         self._steps: deque[_Arriving] = deque()  # not whole yet, ascending
         self._waiting = 0  # whole, not taken
-        self._last = (StepId(0), 0)  # step and chunk that came last
+        self._last = (StepId(0), 0)  # the newest step and chunk
         self._planned = StepId(0)
 
     @property
     def credits(self) -> int:
-        """How many steps beyond ``complete`` may be sent. Steps that are arriving now are among them."""
+        """How many steps beyond ``complete`` may be sent, including those that are arriving."""
         return self.window - self._waiting
 
     @property
     def arriving(self) -> StepId | None:
-        """The step of which some bytes, but no plan, have come; None if there is none."""
+        """The step with some bytes but without a plan; None without such a step."""
         return next((arriving.step for arriving in self._steps if arriving.buffer is None), None)
 
     def expect(self, step: StepId, num_bytes: int) -> StepBytes | None:
-        """The plan's word on a step's size; the step's bytes if they are all there.
+        """Take a step's size from its plan; return the step's bytes if all are there.
 
-        Raises RemoteProtocolError if more came, or if a step came that no plan told.
+        Raises RemoteProtocolError if more bytes came, or if a step came without a plan.
         """
         self._planned = step
         arriving = next((known for known in self._steps if known.buffer is None), None)
@@ -102,7 +102,7 @@ class Assembler:
         return self._finish(arriving)
 
     def add(self, step: StepId, chunk: int, data: bytes) -> StepBytes | None:
-        """One chunk from the link; the step's bytes if this completes it.
+        """Take one chunk from the link; return the step's bytes if this completes it.
 
         Repeats are dropped. Raises RemoteProtocolError for a gap, an oversized step or one beyond the credits.
         """
@@ -119,11 +119,11 @@ class Assembler:
         return self._finish(arriving)
 
     def taken(self) -> None:
-        """One whole step has been taken: its place in the window is free."""
+        """Free the place of one whole step in the window: compute has taken it."""
         self._waiting -= 1
 
     def _at(self, step: StepId, chunk: int) -> _Arriving:
-        """The place where a new chunk goes."""
+        """Return the step that a new chunk belongs to."""
         last_step, last_chunk = self._last
         if step == last_step:
             if chunk != last_chunk + 1:

@@ -1,4 +1,4 @@
-"""Every gRPC channel and server of edgepipe is made here, so that transport security has one place."""
+"""All gRPC channels and servers of edgepipe, so that transport security is in one place."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from edgepipe.wire.v1 import common_pb2
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
 _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
-MAX_STREAMS = 32  # of one connection, which carries a few at a time; who opens more waits
+MAX_STREAMS = 32  # of one connection, which carries a few at a time; further calls wait
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
 ATTEMPT_S = 3.0
-"""One attempt to connect may take so long: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
+"""Limit of one attempt to connect: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
 
 # Keepalive on both sides, or servers answer GOAWAY too_many_pings. The ping time-out bounds how long a stopped process
 # goes unnoticed; at 1 s lossy Wi-Fi breaks streams many times a minute, at 3 s it does not.
@@ -54,7 +54,7 @@ _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: bulk and activations never share one
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_S * 1e3)),  # of one attempt; when to try again is the others' affair
+    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_S * 1e3)),  # of one attempt; callers decide when to try again
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -72,7 +72,7 @@ _SERVER_OPTIONS = [
 def make_channel(
     address: str, credentials: Credentials, *, max_received_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """A channel of its own to ``HOST:PORT``; connects when first used, and to the pinned certificate only.
+    """Make a separate channel to ``HOST:PORT``; it connects when first used, and only to the pinned certificate.
 
     A message of more than ``max_received_bytes`` ends its call.
     """
@@ -87,13 +87,13 @@ def make_channel(
 
 
 def make_unix_channel(path: str) -> grpc.aio.Channel:
-    """A channel to a Unix socket of this machine."""
+    """Make a channel to a Unix socket of this machine."""
     options = [*_CHANNEL_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
     return grpc.aio.insecure_channel(f"unix:{path}", options=options)
 
 
 def make_server(security: Security, *, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A server that lets in whom ``security`` lets in; ``bind`` it with the same.
+    """Make a server that admits the callers that ``security`` admits; ``bind`` it with the same ``security``.
 
     A message of more than ``max_received_bytes`` ends its call. Handlers may raise EdgepipeError: callers get the same
     class back through ``translated``.
@@ -122,7 +122,7 @@ def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -
 
 
 def make_unix_server(path: str) -> grpc.aio.Server:
-    """A server on a Unix socket. Who may open the socket may call: the caller keeps its folder private (0700)."""
+    """Make a server on a Unix socket. Any process that can open the socket may call: keep its folder private (0700)."""
     options = [*_SERVER_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(options=options, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
@@ -139,7 +139,7 @@ def translated(peer: str) -> Generator[None]:
 
 
 def told_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
-    """The error that the far side sent; None if it sent none, as when it was never reached."""
+    """Return the error that the far side sent; None without one, as when the far side was never reached."""
     for key, value in exc.trailing_metadata() or ():
         if key == _ERROR_KEY and isinstance(value, bytes):
             return error_from_wire(common_pb2.Error.FromString(value))
@@ -147,9 +147,9 @@ def told_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
 
 
 def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
-    """The error that a failed call to ``peer`` means."""
-    if (told := told_error(exc)) is not None:
-        return told
+    """Return our error for a failed call to ``peer``."""
+    if (sent := told_error(exc)) is not None:
+        return sent
     details = one_line(exc.details() or "")
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return SendTimeout(f"{peer} did not answer in time", fact=details)
@@ -189,13 +189,13 @@ async def _abort(context: Context, error: EdgepipeError) -> None:
 
 
 def _innermost(group: ExceptionGroup[Exception]) -> Exception:
-    """The first error of a group, however deep."""
+    """Return the first error of a group, at any depth."""
     first: Exception | ExceptionGroup[Exception] = group.exceptions[0]
     return _innermost(cast("ExceptionGroup[Exception]", first)) if isinstance(first, ExceptionGroup) else first
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):
-    """Asks before every handler who calls, and sends our errors whole: gRPC turns an unmapped exception into a bare
+    """Checks the caller before every handler, and sends our errors whole: gRPC turns an unmapped exception into a bare
     UNKNOWN. Handlers are coroutines or async generators."""
 
     def __init__(self, security: Security) -> None:
@@ -245,12 +245,12 @@ class _Interceptor(grpc.aio.ServerInterceptor):
                 cut, others = group.split(grpc.aio.AbortError)
                 if cut is None or others is not None:
                     raise
-                raise _innermost(cut) from None  # gRPC knows its own error, and keeps quiet
+                raise _innermost(cut) from None  # gRPC recognises its own error and logs nothing
 
         return call
 
     def _entering(self, method: str, context: Context) -> AbstractContextManager[None]:
-        """Raises SendTimeout for a call whose caller has given up by now."""
+        """Admit a call. Raises SendTimeout if its deadline has passed."""
         remaining_s: Any = context.time_remaining()  # None without a deadline; the stubs do not know
         if remaining_s is not None and remaining_s <= 0:
             raise SendTimeout("the call came after its deadline", fact=method)

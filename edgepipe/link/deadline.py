@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Deadline:
     """Calls ``on_expired`` once when ``limit_s`` pass after ``restart`` without another ``restart`` or ``stop``.
 
-    Restarting costs two assignments: the one timer looks, when it rings, how much is left.
+    A restart costs two assignments: when the only timer fires, it checks how much time is left.
     """
 
     def __init__(self, *, limit_s: float, on_expired: Callable[[], None]) -> None:
@@ -21,21 +21,21 @@ class Deadline:
 
     @property
     def running(self) -> bool:
-        """Whether something is awaited."""
+        """Whether a limit is running."""
         return self._since_s is not None
 
     def restart(self) -> None:
-        """What is awaited now has ``limit_s`` from here."""
+        """Start the limit anew."""
         self._since_s = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._limit_s, self._ring)
 
     def stop(self) -> None:
-        """Nothing is awaited."""
+        """Stop the limit."""
         self._since_s = None
 
     def close(self) -> None:
-        """Forget the timer."""
+        """Stop the limit and cancel the timer."""
         self.stop()
         if self._timer is not None:
             self._timer.cancel()

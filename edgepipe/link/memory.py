@@ -17,7 +17,7 @@ from edgepipe.link.receiver import RingReceiver
 
 
 class MemorySender:
-    """Keeps the rules of the gRPC link: order, credits, chunks, copies. Clear ``flowing`` to stall it."""
+    """Follows the rules of the gRPC link: order, credits, chunks, copies. Clear ``flowing`` to stall it."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class MemorySender:
             self._on_sample(replace(grant.sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
     def ended(self) -> None:
-        """See ``Feed.ended``: nothing more is taken."""
+        """See ``Feed.ended``: no more frames are taken."""
         self.flowing.clear()
 
     async def _carry(self, receiver: RingReceiver, parcel: Parcel) -> None:

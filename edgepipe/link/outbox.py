@@ -1,4 +1,4 @@
-"""PURE: what one hop still owes its receiver, and how much of it may be written now."""
+"""PURE: the steps that one hop still owes its receiver, and the limit on writing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgepipe.ids import StepId
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One step on its way."""
+    """One step to send."""
 
     step: StepId
     data: memoryview  # bytes of the activations
@@ -20,13 +20,13 @@ class Parcel:
 
 
 class Outbox:
-    """Steps in order, kept until acknowledged. A new stream begins again at the first that is not."""
+    """Steps in order, kept until acknowledged. A new stream begins again at the first unacknowledged step."""
 
     def __init__(self, *, max_queued: int) -> None:
         self._max_queued = max_queued
         self._parcels: deque[Parcel] = deque()
-        self._written = 0  # of them, over the stream in use
-        self._allowed = 0  # of them, by the newest grant
+        self._written = 0  # number of parcels written to the stream in use
+        self._allowed = 0  # number of parcels that the newest grant allows
         self._last = StepId(0)
 
     def __len__(self) -> int:
@@ -45,11 +45,11 @@ class Outbox:
         self._parcels.append(Parcel(step, activations.data.cast("B"), queued_s))
 
     def rewind(self) -> None:
-        """The stream broke: nothing counts as written, nothing is allowed until the next grant."""
+        """Begin again after a broken stream: nothing counts as written, nothing is allowed until the next grant."""
         self._written = self._allowed = 0
 
     def grant(self, step: StepId, credits: int) -> bool:
-        """Steps up to ``step`` have arrived and ``credits`` more may follow; tells whether any was news."""
+        """Drop steps up to ``step``, which have arrived, and allow ``credits`` more. Return whether any was dropped."""
         before = len(self._parcels)
         while self._parcels and self._parcels[0].step <= step:
             self._parcels.popleft()
@@ -59,12 +59,12 @@ class Outbox:
         return gone > 0
 
     def next(self) -> Parcel | None:
-        """The step to write now; None if there is none or no credit for it."""
+        """Return the step to write now; None if no step or no credit is left."""
         if self._written >= min(len(self._parcels), self._allowed):
             return None
         return self._parcels[self._written]
 
     def written(self, parcel: Parcel) -> None:
-        """All chunks of ``parcel`` have been handed to the stream (it may have been acknowledged meanwhile)."""
+        """Note that the stream has all chunks of ``parcel``, which may have been acknowledged meanwhile."""
         if self._written < len(self._parcels) and self._parcels[self._written] is parcel:
             self._written += 1

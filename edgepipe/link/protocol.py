@@ -26,7 +26,7 @@ OnSample = Callable[[LinkSample], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingTarget:
-    """Which slice a link feeds, and what never changes while it lives."""
+    """The slice that a link feeds, and the constants of that link."""
 
     address: str  # HOST:PORT of the stage with that slice
     pipeline_id: PipelineId
@@ -35,15 +35,15 @@ class RingTarget:
     hidden_size: int
     activation_type: ActivationType
     max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
-    reach_s: float  # until the connection stands, the first time
-    connect_s: float  # from then on until the other side's end stands
+    reach_s: float  # until there is a connection, the first time
+    connect_s: float  # from then on until the other side has opened its end
     deadline_s: float  # to be reconnected, and for the oldest step to be acknowledged
     certificate: bytes = b""  # PEM, of that stage's process; empty where nothing is encrypted
 
 
 @dataclass(slots=True)
 class SendStats:
-    """What a sender has done so far."""
+    """Counters of a sender."""
 
     steps: int = 0  # written whole
     redials: int = 0
@@ -56,20 +56,20 @@ class Outgoing(Protocol):
 
     @property
     def stats(self) -> SendStats:
-        """What was sent so far."""
+        """Counters so far."""
         ...
 
     async def run(self) -> None:
-        """Keep the link up until cancelled; redials a broken one and sends again what was not acknowledged.
+        """Keep the link up until cancelled; redial a broken stream and send unacknowledged steps again.
 
-        Raises LinkError when the other side stays away or takes nothing for as long as the target allows, StaleEpoch
-        when it obeys a newer epoch, StageLost when the epoch has ended there, and RemoteProtocolError when the ends do
-        not agree.
+        Raises LinkError when the other side stays away or takes nothing for as long as the target allows. Raises
+        StaleEpoch when it obeys a newer epoch, StageLost when the epoch has ended there, and RemoteProtocolError when
+        the ends do not agree.
         """
         ...
 
     async def connected(self) -> None:
-        """Wait until the other side takes frames. Failures are raised by ``run``."""
+        """Wait until the other side takes frames. ``run`` raises any failure."""
         ...
 
     def send(self, step: StepId, activations: Activations) -> None:
@@ -79,15 +79,15 @@ class Outgoing(Protocol):
 
 
 class Incoming(Protocol):
-    """The receiving end; gives ``on_step`` each step once, in order, when its last byte is there."""
+    """The receiving end; calls ``on_step`` once for each step, in order, when its last byte is there."""
 
     def expect(self, step: StepId, num_bytes: int) -> None:
-        """The plan told that ``step`` brings ``num_bytes``; called in step order, before or after its bytes arrive.
+        """Take from the plan that ``step`` brings ``num_bytes``. Call it in step order, before or after bytes arrive.
 
-        Raises RemoteProtocolError if what arrived already does not fit.
+        Raises RemoteProtocolError if the bytes that arrived do not fit.
         """
         ...
 
     def taken(self) -> None:
-        """The oldest step given out has gone to compute: its credit returns to the sender."""
+        """Return the credit of the oldest delivered step to the sender: compute has the step."""
         ...

@@ -1,4 +1,4 @@
-"""The receiving end of one hop, whatever carries the frames."""
+"""The receiving end of one hop, independent of the transport."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Grant:
 
 
 class Feed(Protocol):
-    """What brings frames to a receiver: one stream."""
+    """One stream that brings frames to a receiver."""
 
     def granted(self, *, soon: bool = False) -> None:
-        """There is a new grant to be told to the sender; ``soon``: it has room left, so that others may join it."""
+        """Send the new grant to the sender; ``soon``: the sender has room left, so the grant may wait for others."""
         ...
 
     def ended(self) -> None:
-        """The receiver is closed or has a newer feed: stop."""
+        """Stop: the receiver is closed or has a newer feed."""
         ...
 
 
 class RingReceiver:
-    """Feeds one slice of one epoch. Streams come and go (a broken one is redialled); what arrived stays.
+    """Feeds one slice of one epoch. Streams come and go (a broken one is redialled); received bytes stay.
 
-    The newest stream is the one in use; the one before is told to end.
+    Only the newest stream is in use; an older one must end.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RingReceiver:
         self._assembler = Assembler(window=window)
         self._clock = clock
         self._on_step = on_step
-        self._on_held = on_held  # bytes have come whose plan is not there
+        self._on_held = on_held  # called when bytes come before their plan
         self._first_sent_us = 0
         self._first_received_us = 0
         self._sample: LinkSample | None = None
@@ -63,16 +63,16 @@ class RingReceiver:
 
     @property
     def repeats(self) -> int:
-        """Chunks that had come before and were dropped."""
+        """Chunks that came again and were dropped."""
         return self._assembler.repeats
 
     @property
     def waiting_for_plan(self) -> StepId | None:
-        """A step whose bytes, but not its plan, have come."""
+        """The step whose bytes came before its plan; None without such a step."""
         return self._assembler.arriving
 
     def attach(self, feed: Feed) -> None:
-        """A stream begins and replaces the one before."""
+        """Begin a stream, which replaces the one before."""
         previous, self._feed = self._feed, feed
         if previous is not None:
             previous.ended()
@@ -82,12 +82,12 @@ class RingReceiver:
             feed.granted()
 
     def detach(self, feed: Feed) -> None:
-        """A stream has ended."""
+        """Note the end of a stream."""
         if self._feed is feed:
             self._feed = None
 
     def grant(self) -> Grant:
-        """What the sender may do now, and the newest measurement, once."""
+        """Return what the sender may do now, and the newest measurement, once."""
         sample, self._sample = self._sample, None
         self._untold = 0
         if sample is not None:
@@ -95,7 +95,7 @@ class RingReceiver:
         return Grant(self._assembler.complete, self._assembler.credits, sample)
 
     def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int) -> None:
-        """A frame has come. Raises RemoteProtocolError, which ends the stream and not the stage."""
+        """Take a frame. Raises RemoteProtocolError, which ends the stream and not the stage."""
         if chunk == 0:
             self._first_sent_us, self._first_received_us = sent_us, self._now_us()
         whole = self._assembler.add(step, chunk, data)
@@ -108,7 +108,7 @@ class RingReceiver:
             self._on_step(step, whole)
 
     async def room(self) -> None:
-        """Wait until plans have caught up with what was held for them."""
+        """Wait until plans have caught up with the bytes held for them."""
         await self._room.wait()
 
     def expect(self, step: StepId, num_bytes: int) -> None:
@@ -120,15 +120,15 @@ class RingReceiver:
             self._on_step(step, whole)  # unmeasured: its last byte came before its plan
 
     def taken(self) -> None:
-        """See ``Incoming.taken``. A message per step would cost both ends more than it tells: while the sender knows
-        of half the window, it can wait."""
+        """See ``Incoming.taken``. While the sender knows of half the window, the grant can wait: one message per step
+        would cost both ends too much."""
         self._assembler.taken()
         self._untold += 1
         if self._feed is not None:
             self._feed.granted(soon=2 * self._untold < self._window)
 
     def close(self) -> None:
-        """No more is wanted: the stream in use ends."""
+        """End the stream in use and take no more."""
         self._closed = True
         feed, self._feed = self._feed, None
         if feed is not None:

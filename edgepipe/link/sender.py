@@ -28,11 +28,11 @@ from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
 logger = logging.getLogger(__name__)
 
-RingCall = Any  # grpc.aio.StreamStreamCall[RingMessage, Credit], which its stubs do not know how to make
+RingCall = Any  # grpc.aio.StreamStreamCall[RingMessage, Credit], which grpc's stubs cannot make
 Credits = AsyncIterator[stage_pb2.Credit]
 Dial = Callable[..., RingCall]
 
-_REDIAL_PAUSE_S = 0.05  # doubling, between attempts in a row that moved nothing; the first is made at once
+_REDIAL_PAUSE_S = 0.05  # doubling, between attempts in a row that moved no step; the first attempt has no pause
 
 
 class RingSender:
@@ -49,7 +49,7 @@ class RingSender:
         chunk_bytes: int = CHUNK_BYTES,
         network: Network | None = None,
     ) -> None:
-        """``network`` emulates one; None sends as fast as the real one takes."""
+        """``network`` emulates a network; None sends as fast as the real one takes."""
         self.stats = SendStats()
         self._target = target
         self._hello = hello
@@ -93,8 +93,8 @@ class RingSender:
             await channel.close()
 
     async def _reach(self, channel: grpc.aio.Channel) -> None:
-        """Until there is a connection. Raises ConnectTimeout: the other side listens since before this one was told of
-        it, so what keeps it from answering is in between."""
+        """Wait for a connection. Raises ConnectTimeout: the other side already listens, so the obstacle is in
+        between."""
         try:
             async with asyncio.timeout(self._target.reach_s):
                 await channel.channel_ready()
@@ -115,7 +115,9 @@ class RingSender:
             except EdgepipeError as exc:
                 if exc.retry is not Retry.SAFE or isinstance(exc, ConnectTimeout):
                     raise
-                level = logging.WARNING if in_vain else logging.INFO  # once is no fault: a stage that ends hangs up
+                level = (
+                    logging.WARNING if in_vain else logging.INFO
+                )  # one break is no fault: a stage that ends hangs up
                 logger.log(level, "link to %s broke, dialling again: %s", self._target.address, exc)
             in_vain = 0 if self._progress else in_vain + 1
             self.stats.redials += 1
@@ -123,7 +125,7 @@ class RingSender:
                 await asyncio.sleep(min(_REDIAL_PAUSE_S * 2**in_vain, 1.0))
 
     async def _stream(self, ring: Dial) -> None:
-        """One stream until it breaks. Raises what broke it."""
+        """Run one stream until it breaks. Raises the reason."""
         call = ring(wait_for_ready=True)
         try:
             credits = aiter(call)
@@ -146,7 +148,7 @@ class RingSender:
             call.cancel()
 
     async def _open(self, call: RingCall, credits: Credits) -> None:
-        """Send OpenRing and wait for the first grant, which says that the other side's epoch stands."""
+        """Send OpenRing and wait for the first grant, which says that the other side's epoch is open."""
         target = self._target
         limit_s = target.deadline_s if self._connected.is_set() else target.connect_s
         try:
@@ -193,7 +195,7 @@ class RingSender:
         return self._network.frames_line(call.write, self._wire)
 
     async def _write(self, line: Line) -> None:
-        """Write what may be written; ends quietly when the stream does, whose reader knows why."""
+        """Write all that may be written; return when the stream ends, whose reader knows the reason."""
         try:
             while True:
                 while (parcel := self._outbox.next()) is not None:
@@ -226,7 +228,7 @@ class RingSender:
         return message
 
     async def _why_ended(self, call: RingCall) -> EdgepipeError:
-        """What a write to an ended stream does not say."""
+        """Return the reason of a stream's end, which a failed write does not give."""
         code, details = await call.code(), await call.details()
         return PeerClosed(f"the stage at {self._target.address} ended the link", fact=f"{code.name}: {details}")
 

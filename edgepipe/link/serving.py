@@ -18,11 +18,11 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
-GRANTS_WITHIN_S = 0.05  # of the first step that a grant tells of; the sender keeps a step until then
+GRANTS_WITHIN_S = 0.05  # after the first step that a grant covers; the sender keeps that step until then
 
 
 class Replies(Protocol):
-    """What a handler writes to: ``grpc.aio.ServicerContext``."""
+    """The replies of a handler: ``grpc.aio.ServicerContext``."""
 
     async def write(self, message: Any, /) -> None:
         """Send one reply."""
@@ -30,24 +30,24 @@ class Replies(Protocol):
 
 
 class _StreamEnded(Exception):
-    """The receiver has no more use for this stream."""
+    """The receiver no longer needs this stream."""
 
 
 class RingStream:
-    """Feeds a receiver from one stream's frames and writes its grants back, both until one side ends it."""
+    """Feeds a receiver from one stream's frames and writes its grants back, until one side ends the stream."""
 
     def __init__(self, receiver: RingReceiver, replies: Replies) -> None:
         self._receiver = receiver
         self._replies = replies
         self._epoch = epoch_to_wire(receiver.epoch)
-        self._due = asyncio.Event()  # a grant is to be written
-        self._timer: asyncio.TimerHandle | None = None  # one may still wait for others
+        self._due = asyncio.Event()  # a grant must be written
+        self._timer: asyncio.TimerHandle | None = None  # set while a grant waits for others
         self._over = False
         self.strays = 0  # frames of other epochs, dropped
 
     async def serve(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> None:
         """Run the stream, its opening message already read. Raises RemoteProtocolError; the stage lives on."""
-        self._receiver.attach(self)  # the first grant says that this end stands and what had come over another stream
+        self._receiver.attach(self)  # the first grant says that this end is open, and what came over another stream
         failure: RemoteProtocolError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -81,7 +81,7 @@ class RingStream:
         async for message in messages:
             frame = message.frame
             if not message.HasField("frame"):
-                raise RemoteProtocolError("the link carries something that is no frame")
+                raise RemoteProtocolError("the link carried a message without a frame")
             if frame.epoch != self._epoch:
                 self.strays += 1
                 logger.debug("frame of epoch %s dropped", epoch_from_wire(frame.epoch))

@@ -1,11 +1,11 @@
-"""A network emulated inside the transport: what a node sends leaves at a rate and arrives after a delay. Needs no root.
+"""Emulates a network inside the transport: a node's data leaves at a rate and arrives after a delay. Needs no root.
 
-Rate and delay are apart, as on a wire: the rate is a server that messages queue for, the delay is none, so any number
-of messages may be under way. Activations take the rate's turn; small messages (plans, reports, credits) only the delay.
+Rate and delay are separate, as on a wire: messages queue for the rate, and any number may be in the delay.
+Activations take both; small messages (plans, reports, credits) take only the delay.
 
-Activations are handed to the real transport when their first byte leaves, and the receiving end holds them until their
-last byte would be there: hosts copy and encrypt beside a wire, not after it. Both ends share a clock, since one machine
-emulates them; where they do not, a frame is held too long by at most its own passage.
+The sender hands activations to the real transport when their first byte leaves. The receiving end holds them until
+their last byte would arrive: hosts copy and encrypt while a wire transmits, not afterwards. Both ends share a clock,
+since one machine emulates them. With two clocks, a frame is held too long by at most its own passage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JITTER_SEED = 1
 
 
 class Passage(NamedTuple):
-    """One message's way over the wire; monotonic seconds."""
+    """The times of one message on the wire; monotonic seconds."""
 
     begins_s: float  # its first byte leaves
     departs_s: float  # its last byte has left
@@ -41,7 +41,7 @@ class Passage(NamedTuple):
 
 
 class Wire:
-    """The outgoing half of an emulated cable: a server with a delay behind it. Nothing overtakes. Knows no clock."""
+    """The outgoing half of an emulated cable: a rate, then a delay. Messages stay in order. Knows no clock."""
 
     def __init__(self, shape: LinkShape) -> None:
         self._shape = shape
@@ -49,11 +49,11 @@ class Wire:
         self._draws = random.Random(_JITTER_SEED)
 
     def begins_s(self, now_s: float) -> float:
-        """When a message that is given now would begin to leave."""
+        """Return when a message given now would begin to leave."""
         return max(now_s, self._free_s)
 
     def carry(self, now_s: float, num_bytes: int) -> Passage:
-        """Take a message."""
+        """Take a message; return its times."""
         shape = self._shape
         begins_s = self.begins_s(now_s)
         departs_s = self._free_s = begins_s + shape.upload_s(num_bytes)
@@ -63,22 +63,22 @@ class Wire:
 
 
 class Line(Protocol):
-    """What a writer writes to."""
+    """A stream to write to."""
 
     def begins_s(self) -> float:
-        """When what is written now begins to leave (monotonic)."""
+        """Return when data written now begins to leave (monotonic)."""
         ...
 
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
-        """Send a message; tells when its last byte leaves (monotonic)."""
+        """Send a message; return when its last byte leaves (monotonic)."""
         ...
 
     async def run(self) -> None:
-        """Carry what was written until all is delivered after ``finish``."""
+        """Carry written messages; return after ``finish`` when all are delivered."""
         ...
 
     def finish(self) -> None:
-        """Nothing more will be written."""
+        """Note that no message follows."""
         ...
 
 
@@ -94,19 +94,19 @@ class PlainLine:
         return self._clock.monotonic_s()
 
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
-        """See ``Line.write``: taken by the stream."""
+        """See ``Line.write``: returns when the stream has taken the message."""
         await self._write(message)
         return self._clock.monotonic_s()
 
     async def run(self) -> None:
-        """See ``Line.run``: nothing is to be done."""
+        """See ``Line.run``: nothing to do."""
 
     def finish(self) -> None:
         """See ``Line.finish``."""
 
 
 class ShapedLine:
-    """A stream behind an emulated wire. What is under way is bounded by its writer: credits, or steps in flight."""
+    """A stream behind an emulated wire. Its writer bounds the messages under way: by credits, or by steps in flight."""
 
     def __init__(self, write: Write, *, wire: Wire, alarm: Alarm, clock: Clock, receiver_holds: bool = False) -> None:
         """``receiver_holds``: messages are ``RingMessage``s, and the other end reads them by ``arriving``."""
@@ -125,7 +125,7 @@ class ShapedLine:
         return self._wire.begins_s(self._clock.monotonic_s())
 
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
-        """See ``Line.write``. Returns at once; a broken stream swallows messages, its reader knows why."""
+        """See ``Line.write``. Returns at once; a broken stream drops messages, and its reader knows why."""
         passage = self._wire.carry(self._clock.monotonic_s(), num_bytes)
         if self._receiver_holds:
             message.frame.passage_us = round(1e6 * (passage.arrives_s - passage.begins_s))
@@ -157,7 +157,7 @@ class ShapedLine:
 
 
 class Network:
-    """What one process sends through. ``close`` it when nothing is sent any more."""
+    """The emulated network of one process. ``close`` it after the last message."""
 
     def __init__(self, shape: LinkShape, clock: Clock) -> None:
         self._shape = shape
@@ -165,31 +165,31 @@ class Network:
         self._alarm = ThreadAlarm(clock)
 
     def wire(self) -> Wire:
-        """A cable of its own, for activations; it may outlive the streams over it."""
+        """Return a separate cable for activations; it may outlive its streams."""
         return Wire(self._shape)
 
     def line(self, write: Write, wire: Wire | None = None) -> ShapedLine:
-        """A stream over ``wire``; without one its messages are small, so that only the delay counts."""
+        """Return a stream over ``wire``; without a wire its messages are small, so only the delay counts."""
         wire = wire or Wire(replace(self._shape, bytes_per_s=inf))
         return ShapedLine(write, wire=wire, alarm=self._alarm, clock=self._clock)
 
     def frames_line(self, write: Write, wire: Wire) -> ShapedLine:
-        """A stream of activations over ``wire``, whose other end reads it by ``arriving``."""
+        """Return a stream of activations over ``wire``; its other end reads it by ``arriving``."""
         return ShapedLine(write, wire=wire, alarm=self._alarm, clock=self._clock, receiver_holds=True)
 
     async def held(self, frame: stage_pb2.Frame) -> None:
-        """Until the frame's last byte is there."""
+        """Wait until the frame's last byte has arrived."""
         passage_s = frame.passage_us / 1e6
         rest_s = frame.sent_us / 1e6 + passage_s - self._clock.wall_s()
         await self._alarm.until(self._clock.monotonic_s() + max(0.0, min(rest_s, passage_s)))
 
     def close(self) -> None:
-        """End the thread that waits."""
+        """End the alarm's thread."""
         self._alarm.close()
 
 
 def make_network(link: str, clock: Clock) -> Network | None:
-    """The network that a node's ``link`` setting asks for; None for none. Raises ConfigInvalid."""
+    """Return the network that a node's ``link`` setting asks for; None without emulation. Raises ConfigInvalid."""
     shape = parse_link(link) if link else LinkShape()
     return None if shape.ideal else Network(shape, clock)
 
@@ -204,7 +204,7 @@ class _DelayedReplies:
 
 @asynccontextmanager
 async def delayed_replies(network: Network | None, replies: Replies) -> AsyncGenerator[Replies]:
-    """A handler's replies, all small, over ``network`` (None: as they are); leaving delivers what is under way."""
+    """Send a handler's replies, all small, over ``network`` (None: directly); on leaving, deliver those under way."""
     if network is None:
         yield replies
         return
@@ -222,7 +222,7 @@ async def delayed_replies(network: Network | None, replies: Replies) -> AsyncGen
 async def arriving(
     network: Network | None, messages: AsyncIterator[stage_pb2.RingMessage]
 ) -> AsyncGenerator[AsyncIterator[stage_pb2.RingMessage]]:
-    """What comes over ``network`` (None: as it comes) from a ``Network.frames_line``, each when it is there."""
+    """Yield the messages of a ``Network.frames_line``, each when it has arrived over ``network`` (None: at once)."""
     if network is None:
         yield messages
         return
@@ -234,7 +234,7 @@ async def arriving(
         reader.cancel()
         await asyncio.wait((reader,))
         if not reader.cancelled():
-            reader.exception()  # told already, or the stream was left before
+            reader.exception()  # reported already, or the stream was left before
 
 
 async def _read_ahead(

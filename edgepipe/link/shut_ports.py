@@ -1,4 +1,4 @@
-"""PURE: what to say when a port of a node cannot be reached though the node can."""
+"""PURE: the error when a node can be reached and one of its ports cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from edgepipe.errors import ConnectTimeout
 
 
 def shut_port(source: str, target: str, *, address: str, node_address: str, beside: str = "") -> ConnectTimeout:
-    """The error of a connection from the node named ``source`` to ``address`` (host and port) of ``target``'s children.
+    """Return the error of a connection from the node named ``source`` to ``address`` of ``target``'s children.
 
     ``node_address`` is the address of that node's daemon; ``beside`` names a node that reaches both, if it is another.
     """
@@ -23,7 +23,7 @@ def shut_port(source: str, target: str, *, address: str, node_address: str, besi
 
 
 def _ports(address: str, node_address: str) -> str:
-    """The one that was tried, or the range of the node's children that it is from."""
-    port, of_node = (int(one.rpartition(":")[2]) for one in (address, node_address))
+    """Return the port that was tried, or the range of the node's children that contains it."""
+    port, of_node = (int(text.rpartition(":")[2]) for text in (address, node_address))
     first, last = of_node + 1, of_node + CHILD_PORTS
     return f"ports {first}-{last}" if first <= port <= last else f"port {port}"

@@ -1,3 +1,3 @@
-"""Who may call whom: keys, certificates, mutual TLS, and rules for RPC methods.
+"""Keys, certificates, mutual TLS, and the rules on which process may call which RPC method.
 
-It opens no sockets. ``link`` and everything above may import it."""
+This package opens no sockets. ``link`` and everything above may import it."""

@@ -1,4 +1,4 @@
-"""Which kind of process may call what. Whatever is not listed is denied: Admin and Children answer on a Unix socket."""
+"""The kinds of processes that may call a method. Unlisted ones are denied: Admin and Children use a Unix socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a process is to others."""
+    """The kind of a process."""
 
     NODE = "node"
     GATEWAY = "gateway"
@@ -17,7 +17,7 @@ class Kind(StrEnum):
 
 _PREFIX = "/edgepipe.wire.v1."
 
-# A stage takes its own engine alone for an engine, and its predecessor alone for a stage (``Security``, ``Stage``).
+# A stage accepts only its own engine as an engine, and only its predecessor as a stage (``Security``, ``Stage``).
 ALLOWED: Mapping[str, frozenset[Kind]] = {
     "Node/Heartbeat": frozenset({Kind.NODE}),
     "Node/Prepare": frozenset({Kind.ENGINE}),
@@ -43,5 +43,5 @@ ALLOWED: Mapping[str, frozenset[Kind]] = {
 
 
 def allowed(method: str) -> frozenset[Kind]:
-    """Who may call a method (``/package.Service/Method``); nobody if it is not listed."""
+    """Return the kinds that may call a method (``/package.Service/Method``); empty if it is not listed."""
     return ALLOWED.get(method.removeprefix(_PREFIX), frozenset())

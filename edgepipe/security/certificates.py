@@ -1,8 +1,8 @@
-"""Keys and self-signed certificates: what a process proves itself with, and what it accepts from others.
+"""Keys and self-signed certificates: a process proves its identity with its own and checks those of others.
 
-Everybody pins whole certificates, so no authority signs anything. gRPC takes every pinned certificate for a root,
-though: only the critical key usage ``digitalSignature`` keeps the owner of one from signing another in somebody else's
-name. So a certificate is accepted in exactly the form that ``make_key_pair`` gives it, and in no other.
+Processes pin whole certificates, so no authority signs anything. But gRPC takes every pinned certificate for a root.
+Only the critical key usage ``digitalSignature`` keeps its owner from signing another certificate in a false name. So a
+certificate is accepted only in exactly the form that ``make_key_pair`` gives it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fingerprint = NewType("Fingerprint", str)
 
 MAX_CERTIFICATE_BYTES = 2048  # PEM; ours have about 800
 
-# Wide and fixed: a machine whose clock is wrong must not fall out of its owner's cluster.
+# Wide and fixed: a machine with a wrong clock must not drop out of its owner's cluster.
 _NOT_BEFORE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(2049, 12, 31, tzinfo=datetime.UTC)
 _DOMAIN = "peer.edgepipe"
@@ -36,18 +36,18 @@ _SIGNATURE = ec.ECDSA(hashes.SHA256())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """A certificate that has passed ``read_certificate``. Equal if and only if all bytes are."""
+    """A certificate that has passed ``read_certificate``. Two are equal only if all bytes are."""
 
     pem: bytes  # exactly one certificate, as this program writes it
     fingerprint: Fingerprint
 
     @property
     def dns_name(self) -> str:
-        """The one name in it, which TLS compares."""
+        """The only name in it, which TLS compares."""
         return _dns_name(self.fingerprint)
 
     def verifies(self, signature: bytes, data: bytes) -> bool:
-        """Whether the certificate's owner signed exactly ``data``."""
+        """Return whether the certificate's key signed exactly ``data``."""
         try:
             _public_key(x509.load_pem_x509_certificate(self.pem)).verify(signature, data, _SIGNATURE)
         except InvalidSignature:
@@ -64,16 +64,16 @@ class KeyPair:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Who this is."""
+        """The hash of its public key."""
         return self.certificate.fingerprint
 
     def sign(self, data: bytes) -> bytes:
-        """ECDSA over SHA-256, DER; ``Certificate.verifies`` checks it."""
+        """Sign data: ECDSA over SHA-256, DER; ``Certificate.verifies`` checks it."""
         return _private_key(self.key_pem).sign(data, _SIGNATURE)
 
 
 def make_key_pair() -> KeyPair:
-    """A new P-256 key and a certificate that it signs itself."""
+    """Make a P-256 key and a certificate that it signs itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     fingerprint = _fingerprint(key.public_key())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fingerprint)])
@@ -96,7 +96,7 @@ def make_key_pair() -> KeyPair:
 
 
 def read_key_pair(*, key_pem: bytes, certificate_pem: bytes) -> KeyPair:
-    """A key pair that was stored. Raises CertificateInvalid if either is damaged or they do not belong together."""
+    """Read a stored key pair. Raises CertificateInvalid if a part is damaged or they do not belong together."""
     certificate = read_certificate(certificate_pem)
     if _fingerprint(_private_key(key_pem).public_key()) != certificate.fingerprint:
         raise CertificateInvalid("the key is not that of the certificate")
@@ -104,7 +104,7 @@ def read_key_pair(*, key_pem: bytes, certificate_pem: bytes) -> KeyPair:
 
 
 def read_certificate(pem: bytes) -> Certificate:
-    """A foreign certificate, if it has the form of ours to the last field. Raises CertificateInvalid."""
+    """Read a foreign certificate, which must have exactly the form of ours. Raises CertificateInvalid."""
     if len(pem) > MAX_CERTIFICATE_BYTES:
         raise CertificateInvalid(fact=f"it has {len(pem)} bytes, at most {MAX_CERTIFICATE_BYTES} are taken")
     try:
@@ -113,16 +113,16 @@ def read_certificate(pem: bytes) -> Certificate:
         wrong = _what_is_wrong(certificate, fingerprint)
     except CertificateInvalid:
         raise
-    except Exception as exc:  # the parser reads foreign bytes field by field and has many ways to refuse them
+    except Exception as exc:  # the parser reads foreign bytes and refuses them with many kinds of errors
         raise CertificateInvalid(fact=f"it cannot be read: {type(exc).__name__}") from exc
     if wrong:
         raise CertificateInvalid(fact=wrong)
-    return Certificate(pem=_pem(certificate), fingerprint=fingerprint)  # written anew: nothing rides along behind it
+    return Certificate(pem=_pem(certificate), fingerprint=fingerprint)  # encoded anew, without trailing data
 
 
-@lru_cache(maxsize=256)  # asked at every call, and one caller makes many
+@lru_cache(maxsize=256)  # called for every RPC, and one caller makes many
 def peek_fingerprint(pem: bytes) -> Fingerprint:
-    """Whose certificate TLS has already checked against the pinned ones. Raises CertificateInvalid."""
+    """Return the fingerprint of a certificate that TLS has accepted as pinned. Raises CertificateInvalid."""
     try:
         return _fingerprint(_public_key(x509.load_pem_x509_certificate(pem)))
     except ValueError as exc:
@@ -130,9 +130,9 @@ def peek_fingerprint(pem: bytes) -> Fingerprint:
 
 
 def _what_is_wrong(certificate: x509.Certificate, fingerprint: Fingerprint) -> str:
-    """Empty if nothing is."""
+    """Return the first difference from our form; empty without one."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fingerprint)])
-    wanted = [x509.Extension(one.oid, critical, one) for one, critical in _extensions(fingerprint)]
+    wanted = [x509.Extension(extension.oid, critical, extension) for extension, critical in _extensions(fingerprint)]
     if certificate.version is not x509.Version.v3:
         return "it is no certificate of version 3"
     if certificate.subject != name or certificate.issuer != name:
@@ -140,7 +140,7 @@ def _what_is_wrong(certificate: x509.Certificate, fingerprint: Fingerprint) -> s
     if (certificate.not_valid_before_utc, certificate.not_valid_after_utc) != (_NOT_BEFORE, _NOT_AFTER):
         return "it is not valid from 2020 to 2049"
     if sorted(certificate.extensions, key=_by_oid) != sorted(wanted, key=_by_oid):
-        return "it may be used for more, or less, than proving who its owner is"
+        return "its permitted uses are not exactly ours"
     try:
         certificate.verify_directly_issued_by(certificate)
     except (InvalidSignature, ValueError, TypeError):
@@ -149,7 +149,7 @@ def _what_is_wrong(certificate: x509.Certificate, fingerprint: Fingerprint) -> s
 
 
 def _extensions(fingerprint: Fingerprint) -> list[tuple[x509.ExtensionType, bool]]:
-    """What every certificate carries, each with whether it is critical."""
+    """Return the extensions of every certificate, each with whether it is critical."""
     usage = x509.KeyUsage(
         digital_signature=True,
         content_commitment=False,

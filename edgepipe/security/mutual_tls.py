@@ -1,8 +1,8 @@
-"""Who a process proves to be, whom it reaches, and who may call it: mutual TLS with pinned certificates.
+"""Mutual TLS with pinned certificates: proves a process's identity, and checks the processes it calls and its callers.
 
-TLS alone lets anybody in whose certificate is pinned. So every call is looked at again: whose certificate it came with,
-what kind of process that is, and whether that kind may call the method. A connection outlives the removal of its owner,
-so calls that are under way are cut when whoever made them is no longer known.
+TLS alone admits every owner of a pinned certificate. So each call is checked again: its certificate, the kind of that
+process, and whether that kind may call the method. A connection outlives the removal of its owner, so calls under way
+are cut when their caller is no longer known.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from edgepipe.security.certificates import Certificate, Fingerprint, KeyPair, pe
 Context = grpc.aio.ServicerContext[Any, Any]
 Cut = Callable[[AccessDenied], None]
 
-MAX_CALLS_PER_CALLER = 64  # an eighth of what a server takes: no member keeps the others out
-_FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}  # a last beat tells whom it concerns that it was removed
-_MAX_CONNECTIONS = 4096  # remembered, so that each is counted once
-_TLS = b"TLSv1.3"  # what two ends of edgepipe agree on; an older one is somebody else's, or somebody's in between
+MAX_CALLS_PER_CALLER = 64  # an eighth of a server's limit: no member keeps the others out
+_FAREWELL_S = {
+    "/edgepipe.wire.v1.Node/Heartbeat": 1.0
+}  # for a last beat, which reports the removal to the removed node
+_MAX_CONNECTIONS = 4096  # remembered, so that each connection is counted once
+_TLS = b"TLSv1.3"  # two ends of edgepipe agree on it; an older version means a foreign end, or a machine in the middle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """A process that this one may know."""
 
-    node_id: NodeId  # the node that answers for it
+    node_id: NodeId  # the node that the process belongs to
     kind: Kind
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denial:
-    """A call that was not let through."""
+    """A refused call."""
 
     who: str  # node id, else the fingerprint or the address
     what: str  # method and reason
@@ -60,60 +62,60 @@ class Denial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What one channel is made with: the one certificate that may answer. Both are empty without encryption."""
+    """The parameters of one channel: the only certificate that may answer. Empty without encryption."""
 
     server_name: str = ""
-    node_id: str = ""  # of daemons
+    node_id: str = ""  # for channels to daemons
     tls: grpc.ChannelCredentials | None = None
 
 
 class Security(Protocol):
-    """What channels and servers are made with."""
+    """The security of channels and servers."""
 
     @property
     def certificate(self) -> bytes:
-        """This process's own, PEM; others are told it. Empty without encryption."""
+        """This process's own certificate (PEM), for other processes. Empty without encryption."""
         ...
 
     def to_node(self, node_id: str) -> Credentials:
-        """For a channel to a node's daemon. Raises AccessDenied if the node is not in the cluster."""
+        """Return credentials for a channel to a node's daemon. Raises NodeUnreachable if it is not in the cluster."""
         ...
 
     async def to_address(self, address: str, *, node_id: str, timeout_s: float) -> Credentials:
-        """For a channel to the daemon at ``address``, which should be ``node_id``'s; empty: whichever member's it is.
+        """Return credentials for a channel to the daemon at ``address``: of ``node_id``; empty: of any member.
 
-        Raises PairingRejected if a stranger answers there, ConnectTimeout if nobody does.
+        Raises PairingRejected if another process answers there, ConnectTimeout without an answer.
         """
         ...
 
     def to_process(self, certificate: bytes) -> Credentials:
-        """For a channel to a process whose certificate (PEM) its daemon told. Raises CertificateInvalid."""
+        """Return credentials for a channel to a process with that certificate (PEM). Raises CertificateInvalid."""
         ...
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """For a listening port; None without encryption."""
+        """Return credentials for a listening port; None without encryption."""
         ...
 
     def entering(self, method: str, context: Context, cut: Cut) -> contextlib.AbstractContextManager[None]:
-        """Around a handler: raises AccessDenied to whoever may not call ``method`` and QueueFull to who has too many
-        calls under way, and calls ``cut`` once when whoever may now is no longer let in."""
+        """Guard a handler. Raise AccessDenied to a caller that may not call ``method``, and QueueFull to a caller with
+        too many calls under way. Call ``cut`` once if the caller loses the permission meanwhile."""
         ...
 
     def require_node(self, context: Context, node_id: str) -> None:
-        """Raise AccessDenied unless the caller is a process of that node: nobody speaks in another's name."""
+        """Raise AccessDenied unless the caller is a process of that node: no process speaks in another's name."""
         ...
 
     def caller(self, context: Context, kind: Kind) -> Peer | None:
-        """Who calls, as a process of that kind; None without encryption."""
+        """Return the caller as a process of that kind; None without encryption."""
         ...
 
     def set_neighbours(self, peers: Collection[Peer]) -> None:
-        """Replace the processes that may call beside those introduced, while their nodes are in the cluster."""
+        """Replace the processes that may call besides the introduced ones, while their nodes are in the cluster."""
         ...
 
 
 class Plaintext:
-    """No encryption and no checks: for Unix sockets, for tests in one process, and to measure what TLS costs."""
+    """No encryption and no checks: for Unix sockets, for tests in one process, and to measure the cost of TLS."""
 
     certificate = b""
 
@@ -159,7 +161,7 @@ class _Call:
 
 
 class MutualTls:
-    """``Security`` of a process with a key pair. ``introduce`` says whom it knows; before, nobody is let in."""
+    """``Security`` of a process with a key pair. Until ``introduce`` names the known processes, it denies all calls."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class MutualTls:
         callers: Collection[Kind],
         on_denied: Callable[[Denial], None] = lambda denial: None,
     ) -> None:
-        """``callers``: the kinds of processes that connect to this one at all."""
+        """``callers``: the only kinds of processes that connect to this one."""
         self._own = own
         self._kinds = frozenset(callers)
         self._on_denied = on_denied
@@ -187,18 +189,18 @@ class MutualTls:
 
     @property
     def node_id(self) -> NodeId:
-        """The hash of its key: of a node, its id."""
+        """The hash of its key; for a daemon, its node's id."""
         return NodeId(self._own.fingerprint)
 
     @property
     def refused_handshakes(self) -> int:
-        """Connections that ended before they proved who they are, or never made a call."""
+        """Connections that ended before they proved an identity, or never made a call."""
         return self._handshakes.refused
 
     def introduce(self, callers: Iterable[Peer], *, nodes: Iterable[Peer]) -> None:
-        """Replace whom this process knows: who may call it, and which nodes it may reach. On the event loop.
+        """Replace the known processes: those that may call, and the nodes to reach. Call it on the event loop.
 
-        Calls of those who are not among ``callers`` any more are cut.
+        Calls of processes that are no longer among ``callers`` are cut.
         """
         self._introduced = tuple(callers)
         self._nodes = {peer.node_id: peer.certificate for peer in nodes if peer.kind is Kind.NODE}
@@ -289,7 +291,7 @@ class MutualTls:
                 self._cut(call)
 
     def _cut(self, call: _Call) -> None:
-        """End a call that may not go on, if it still does."""
+        """End a call that may no longer continue, if it is still under way."""
         if call in self._calls and not self._may(call.fingerprint, call.method):
             self._calls.discard(call)
             call.cut(self._deny(call.fingerprint, f"{call.method}: it was removed while it ran"))
@@ -298,12 +300,14 @@ class MutualTls:
         kinds = allowed(method)
         return any(peer.kind in kinds for peer in self._callers.get(fingerprint, ()))
 
-    def _deny(self, fingerprint: Fingerprint, what: str) -> AccessDenied:
+    def _deny(self, fingerprint: Fingerprint, reason: str) -> AccessDenied:
         known = self._callers.get(fingerprint)
         who = known[0].node_id if known else fingerprint
-        self._on_denied(Denial(who=who, what=what))
-        kind = f"a {known[0].kind} of node {who}" if known else f"{fingerprint or 'the caller'}, who is not known here"
-        return AccessDenied(f"{kind} may not do this here", fact=what)
+        self._on_denied(Denial(who=who, what=reason))
+        kind = (
+            f"a {known[0].kind} of node {who}" if known else f"{fingerprint or 'the caller'}, which is not known here"
+        )
+        return AccessDenied(f"{kind} may not do this here", fact=reason)
 
     def _pinned(self, certificate: Certificate) -> Credentials:
         tls = grpc.ssl_channel_credentials(
@@ -320,17 +324,17 @@ class MutualTls:
         )
 
     def _on_connection(self) -> grpc.ServerCertificateConfiguration | None:
-        """On a thread of gRPC's, one at a time, before each handshake. None: nothing has changed.
+        """Return a new configuration before a handshake, on a thread of gRPC's; None if nothing has changed.
 
-        gRPC 1.85 reads its configuration outside the lock under which it replaces it: replaced for every connection,
-        it aborted the process when a hundred came at once.
+        gRPC 1.85 reads its configuration outside the lock under which it replaces it. Replacing it for every connection
+        aborted the process when a hundred connections came at once.
         """
         self._handshakes.began()
         return None if self._roots is self._given_roots else self._configuration()
 
 
 class _Handshakes:
-    """gRPC tells of no handshake that failed; it asks for certificates once per connection, and calls come later."""
+    """Counts handshakes: gRPC reports no failed one, but it asks for certificates once per connection, before calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -347,7 +351,7 @@ class _Handshakes:
             self._begun += 1
 
     def authenticated(self, address: str) -> None:
-        """A call came in from ``address`` (IP and port)."""
+        """Note a call from ``address`` (IP and port)."""
         if address in self._seen:
             self._seen.move_to_end(address)
             return
@@ -358,9 +362,9 @@ class _Handshakes:
 
 
 async def who_answers(address: str, *, timeout_s: float) -> Fingerprint:
-    """Whose certificate is shown at ``address``. It proves nothing to us yet: only a channel pinned to it does.
+    """Return the fingerprint of the certificate shown at ``address``. Only a channel pinned to it proves the identity.
 
-    Raises ConnectTimeout if nobody answers, PairingRejected if it is no node of edgepipe.
+    Raises ConnectTimeout without an answer, PairingRejected if no edgepipe node answers.
     """
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -371,20 +375,20 @@ async def who_answers(address: str, *, timeout_s: float) -> Fingerprint:
             _, writer = await asyncio.open_connection(host, int(port), ssl=context)
     except (TimeoutError, ConnectionError, OSError, ValueError) as exc:
         if isinstance(exc, ssl.SSLError):
-            raise PairingRejected(f"what answers at {address} is no edgepipe node", fact=str(exc)) from exc
+            raise PairingRejected(f"no edgepipe node answers at {address}", fact=str(exc)) from exc
         fact = "connection refused" if isinstance(exc, ConnectionRefusedError) else str(exc) or f"{timeout_s:g} s"
         raise ConnectTimeout(f"{address} cannot be reached", fact=fact) from exc
     try:
         shown: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         return peek_fingerprint(ssl.DER_cert_to_PEM_cert(shown or b"").encode())
     except CertificateInvalid as exc:
-        raise PairingRejected(f"what answers at {address} is no edgepipe node", fact=exc.fact) from exc
+        raise PairingRejected(f"no edgepipe node answers at {address}", fact=exc.fact) from exc
     finally:
         writer.transport.abort()
 
 
 def _fingerprint_of(context: Context) -> Fingerprint:
-    """Of the certificate that the caller proved to own; empty if it cannot be read."""
+    """Return the fingerprint of the certificate that the caller proved to own; empty if it cannot be read."""
     for pem in (context.auth_context() or {}).get("x509_pem_cert", ()):
         with contextlib.suppress(CertificateInvalid):
             return peek_fingerprint(bytes(pem))
@@ -392,14 +396,14 @@ def _fingerprint_of(context: Context) -> Fingerprint:
 
 
 def _tls_of(context: Context) -> bytes:
-    """The version of the connection's handshake."""
+    """Return the TLS version of the connection."""
     for version in (context.auth_context() or {}).get("ssl_tls_version", ()):
         return bytes(version)
     return b""
 
 
 def cutter(context: Context, tasks: set[asyncio.Task[None]], tell: Callable[[AccessDenied], Any]) -> Cut:
-    """Ends the handler that runs in the present task: its caller is told why, then the task is cancelled."""
+    """Return a function that ends the present task's handler: it sends the caller the reason and cancels the task."""
     handler = asyncio.current_task()
 
     async def cut(error: AccessDenied) -> None:
@@ -407,7 +411,7 @@ def cutter(context: Context, tasks: set[asyncio.Task[None]], tell: Callable[[Acc
             async with asyncio.timeout(1.0):
                 await tell(error)
         except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError, TimeoutError):
-            pass  # told, or gone already
+            pass  # sent, or the caller is gone already
         finally:
             if handler is not None:
                 handler.cancel()

@@ -1,4 +1,4 @@
-"""What channels and servers need to know of trust: who this process is, and whom it may talk to."""
+"""The facts of trust for channels and servers: this process's identity, and the members it may talk to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgepipe.security.certificates import Certificate, KeyPair
 
 
 class Role(StrEnum):
-    """What a member of a cluster may do."""
+    """The rights of a member."""
 
-    OWNER = "owner"  # changes who belongs to the cluster, and all that a member does
+    OWNER = "owner"  # may change the members, and do all that a member may
     MEMBER = "member"
 
 
@@ -23,14 +23,14 @@ class TrustedPeer:
     """A node that belongs to the cluster now."""
 
     node_id: NodeId  # the fingerprint of its certificate's public key
-    name: str  # as it was when it joined
+    name: str  # its name when it joined
     role: Role
     certificate: Certificate
 
 
 class TrustView(Protocol):
-    """Trust as it is at this moment. Every method may be called from any thread (gRPC asks from its own); what they
-    return never changes afterwards."""
+    """The present trust. Any thread may call every method (gRPC calls from its own threads); results never change
+    afterwards."""
 
     @property
     def key_pair(self) -> KeyPair:
@@ -38,18 +38,18 @@ class TrustView(Protocol):
         ...
 
     def member(self, fingerprint: str) -> TrustedPeer | None:
-        """The member whose public key hashes to ``fingerprint`` (``certificates.fingerprint``, which is its node id);
-        None for strangers, for removed ones, and for everybody while the trust store is damaged."""
+        """Return the member whose public key hashes to ``fingerprint``, which is its node id; None for unknown and for
+        removed nodes, and for all nodes while the trust store is damaged."""
         ...
 
     def inbound(self) -> tuple[TrustedPeer, ...]:
-        """Members that may connect to this process: none while the trust store is damaged."""
+        """Return the members that may connect to this process; empty while the trust store is damaged."""
         ...
 
     def outbound(self) -> tuple[TrustedPeer, ...]:
-        """Members that this process may connect to."""
+        """Return the members that this process may connect to."""
         ...
 
     def changes(self) -> AsyncIterator[None]:
-        """Yields at once and then after every change of the members, on the event loop only."""
+        """Yield at once and then after every change of the members; on the event loop only."""
         ...

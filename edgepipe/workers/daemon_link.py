@@ -15,9 +15,9 @@ from edgepipe.wire.common import error_to_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 from edgepipe.workers.settings import ChildSettings
 
-_MAX_WAITING = 64  # more reports than this wait only while the daemon does not run: progress is worth nothing then
+_MAX_WAITING = 64  # more reports wait only while the daemon does not run: then progress reports are dropped
 _MAX_REPORTS = 1024  # the daemon reads at once; more waiting means that it hangs, and then the child ends
-_CALLERS: dict[str, tuple[Kind, ...]] = {  # who connects to a child of that kind
+_CALLERS: dict[str, tuple[Kind, ...]] = {  # kinds of processes that connect to a child of that kind
     "gateway": (),
     "engine": (Kind.GATEWAY, Kind.NODE),
     "stage": (Kind.ENGINE, Kind.STAGE),
@@ -25,7 +25,7 @@ _CALLERS: dict[str, tuple[Kind, ...]] = {  # who connects to a child of that kin
 
 
 class DaemonLink:
-    """Reports to the daemon and takes its commands. ``run`` must be running for either to move."""
+    """Sends reports to the daemon and takes its commands, while ``run`` runs."""
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
@@ -36,9 +36,9 @@ class DaemonLink:
         self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Carry both ways until the daemon says stop, goes away, or this is cancelled; the last reports still go out.
+        """Carry both ways until the daemon says stop, goes away, or this is cancelled; send the last reports.
 
-        Raises LinkError when the daemon is gone and PairingRejected when it does not know this child.
+        Raises LinkError when the daemon is gone, and PairingRejected when it does not know this child.
         """
         async with make_unix_channel(self.settings.socket) as channel:
             with translated("the node's daemon"):
@@ -53,18 +53,18 @@ class DaemonLink:
                 self._commands.put_nowait(None)
 
     async def commands(self) -> AsyncIterator[node_pb2.ChildCommand]:
-        """Commands other than stop, in order; ends when the daemon says stop."""
+        """Yield commands other than stop, in order; end when the daemon says stop."""
         while (command := await self._commands.get()) is not None:
             yield command
 
     def started(self, *, port: int, profile: common_pb2.DeviceProfile | None = None) -> None:
-        """Say that this child is ready for work."""
-        told = node_pb2.ChildStarted(
+        """Report that this child is ready for work."""
+        ready = node_pb2.ChildStarted(
             child_id=self.settings.child_id, kind=self.settings.kind, port=port, certificate=self.security.certificate
         )
         if profile is not None:
-            told.profile.CopyFrom(profile)
-        self.report(node_pb2.ChildReport(started=told))
+            ready.profile.CopyFrom(profile)
+        self.report(node_pb2.ChildReport(started=ready))
 
     def report(self, report: node_pb2.ChildReport) -> None:
         """Queue a report."""
@@ -74,42 +74,42 @@ class DaemonLink:
         self._reports.put_nowait(report)
 
     def progress(self, progress: node_pb2.ChildProgress) -> None:
-        """Report how far this child is; left out while many reports wait, as when the machine's daemon was stopped."""
+        """Report this child's progress; drop it while many reports wait, as when the daemon is stopped."""
         if self._tls is not None:
             progress.refused_handshakes = self._tls.refused_handshakes
         if self._reports.qsize() < _MAX_WAITING:
             self.report(node_pb2.ChildReport(progress=progress))
 
     def fault(self, error: EdgepipeError) -> None:
-        """Report why this child cannot go on."""
+        """Report why this child cannot continue."""
         self.report(node_pb2.ChildReport(fault=error_to_wire(error)))
 
     def finish(self) -> None:
-        """No report follows."""
+        """End the reports."""
         self._reports.put_nowait(None)
 
     def _mutual_tls(self) -> MutualTls:
-        """With a key of this process alone; nobody is let in before the daemon has introduced somebody."""
+        """Use a key of this process alone; deny all calls until the daemon has introduced peers."""
         return MutualTls(make_key_pair(), callers=_CALLERS[self.settings.kind], on_denied=self._denied)
 
     def _denied(self, denial: Denial) -> None:
-        if self._reports.qsize() < _MAX_WAITING:  # a peer can make more of them than anybody reads
+        if self._reports.qsize() < _MAX_WAITING:  # a peer can cause more of them than the daemon reads
             denied = node_pb2.DeniedCall(who=denial.who, what=f"{self.settings.kind}: {denial.what}")
             self.report(node_pb2.ChildReport(denied=denied))
 
-    def _introduce(self, told: node_pb2.IntroducedPeers) -> None:
-        """Raises CertificateInvalid: the daemon checks them all before."""
+    def _introduce(self, introduced: node_pb2.IntroducedPeers) -> None:
+        """Replace the known peers. Raises CertificateInvalid, but the daemon has checked them all before."""
         if self._tls is not None:
-            peers = [(_peer(one), one.may_not_call) for one in told.peers]
+            peers = [(_peer(entry), entry.may_not_call) for entry in introduced.peers]
             self._tls.introduce(
                 (peer for peer, may_not_call in peers if not may_not_call), nodes=(peer for peer, _ in peers)
             )
-        self.report(node_pb2.ChildReport(introduced=told.version))
+        self.report(node_pb2.ChildReport(introduced=introduced.version))
 
     async def _outgoing(self) -> AsyncIterator[node_pb2.ChildReport]:
         while (report := await self._reports.get()) is not None:
             yield report
 
 
-def _peer(told: node_pb2.IntroducedPeer) -> Peer:
-    return Peer(node_id=NodeId(told.node_id), kind=Kind(told.kind), certificate=read_certificate(told.certificate))
+def _peer(wire: node_pb2.IntroducedPeer) -> Peer:
+    return Peer(node_id=NodeId(wire.node_id), kind=Kind(wire.kind), certificate=read_certificate(wire.certificate))

@@ -1,4 +1,4 @@
-"""An engine process: told once what to serve, it serves that until it is stopped or a stage fails."""
+"""An engine process: gets one model to serve, and serves it until it is stopped or a stage fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgepipe.workers.settings import ChildSettings
 
 
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
-    """Wait for the task and serve it until cancelled. Raises why the engine ended."""
+    """Wait for the task and serve it until cancelled. Raises the reason of the engine's end."""
     server = make_server(link.security)
     clock = SystemClock()
     network = make_network(settings.link, clock)
@@ -73,11 +73,11 @@ async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> N
         if command.HasField("plan") and (plan := planner.take(command.plan)) is not None:
             engine.move_to(plan)
         if command.HasField("reachable"):
-            told = command.reachable
+            reachable = command.reachable
             engine.note_reachable(
                 Reachable(
-                    addresses={NodeId(node.node_id): node.address for node in told.nodes},
-                    leaving=frozenset(NodeId(node_id) for node_id in told.leaving),
+                    addresses={NodeId(node.node_id): node.address for node in reachable.nodes},
+                    leaving=frozenset(NodeId(node_id) for node_id in reachable.leaving),
                 )
             )
 

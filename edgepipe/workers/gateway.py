@@ -1,4 +1,4 @@
-"""A gateway process: HTTP in front, the daemon's views behind."""
+"""A gateway process: serves HTTP from the daemon's views of the cluster."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
 
 
 def _listen(settings: ChildSettings) -> list[socket.socket]:
-    """Where it was asked to, and on this machine in any case: its own command line asks there."""
+    """Listen on the configured address, and always on loopback: this machine's command line connects there."""
     if settings.http_host in _EVERYWHERE:
         return [listen(host=settings.http_host, port=settings.http_port)]
     first = listen(host=LOOPBACK, port=settings.http_port)
@@ -57,7 +57,7 @@ def _listen(settings: ChildSettings) -> list[socket.socket]:
 
 
 def _names(settings: ChildSettings) -> list[str]:
-    """Names under which the machine may be asked; addresses need none."""
+    """Return the host names that clients may use for this machine; addresses need no entry."""
     host = socket.gethostname().lower()
     short = host.split(".")[0]
     return [host, short, f"{short}.local", *settings.http_names]

@@ -11,7 +11,7 @@ from edgepipe.workers.settings import ChildSettings
 
 
 def bind_one_of(server: grpc.aio.Server, security: Security, settings: ChildSettings) -> int:
-    """Listen on the first of the child's ports that is free; returns it. Raises PortInUse."""
+    """Listen on the first free port of the child's ports; return it. Raises PortInUse."""
     for port in settings.ports:
         try:
             return bind(server, security, host=settings.host, port=port)

@@ -1,7 +1,7 @@
 """Main of every child process: ``python -m edgepipe.workers.main stage|engine|gateway``, settings on standard input.
 
-It ends when the daemon says stop, when standard input ends (the daemon died), or on SIGTERM; in any case within the
-grace that the daemon gives it.
+The process ends when the daemon says stop, when standard input ends (the daemon died), or on SIGTERM. It always ends
+within the grace that the daemon gives it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from edgepipe.workers.settings import KINDS, ChildSettings
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_S = 0.0005  # a compute thread that waits for the interpreter idles its device; 5 ms is Python's default
+_SWITCH_S = 0.0005  # a compute thread that waits for the interpreter idles its device; Python's default is 5 ms
 
 Body = Callable[[ChildSettings, DaemonLink], Awaitable[None]]
 
@@ -46,8 +46,8 @@ def main() -> NoReturn:
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)  # warns of every stream that a stop ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
-    body: Body = importlib.import_module(f"edgepipe.daemon.child_{kind}").run
-    gc.freeze()  # what was imported stays: looking through it would hold up steps
+    body: Body = importlib.import_module(f"edgepipe.workers.{kind}").run
+    gc.freeze()  # imported objects stay: collections would delay steps by checking them
     status = uvloop.run(_live(settings, body))
     sys.stdout.flush()
     os._exit(status)  # libraries' threads and atexit hooks must not keep device memory a moment longer
@@ -75,7 +75,7 @@ async def _live(settings: ChildSettings, body: Body) -> int:
 
 
 async def _work(settings: ChildSettings, link: DaemonLink, body: Body, stop: asyncio.Event) -> bool:
-    """Run the kind's part; True if it failed, which was reported then."""
+    """Run the kind's module; return True if it failed, after reporting the failure."""
     try:
         await body(settings, link)
     except EdgepipeError as error:
@@ -100,7 +100,7 @@ async def _carry(link: DaemonLink, stop: asyncio.Event) -> None:
 
 
 def _stop_on(stop: asyncio.Event) -> None:
-    """SIGTERM, and the end of standard input: only the daemon's death or its wish ends that."""
+    """Stop on SIGTERM and at the end of standard input: the daemon died, or closed it."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
@@ -113,7 +113,7 @@ def _stop_on(stop: asyncio.Event) -> None:
 
 
 def _end_for_sure() -> None:
-    """Exit by a thread's hand should the loop hang."""
+    """Exit from a thread in case the loop hangs."""
     guard = threading.Timer(Timeouts.loopback().child_stop_s, os._exit, args=(1,))
     guard.daemon = True
     guard.start()

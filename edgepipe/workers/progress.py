@@ -1,4 +1,4 @@
-"""A child's reports of how far it is: the daemon ends a child that hangs, and this is how it knows."""
+"""A child's reports of its progress, by which the daemon detects a hanging child."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _IDLE_S = 1.0
 
 
 async def report_progress(link: DaemonLink, look: Callable[[], pb.ChildProgress]) -> None:
-    """Report until cancelled: at every look that finds something new or unfinished, and once a second."""
-    told = pb.ChildProgress()
-    told_at_s = float("-inf")
+    """Report until cancelled: at each check that finds new or unfinished work, and once a second."""
+    sent = pb.ChildProgress()
+    sent_at_s = float("-inf")
     loop = asyncio.get_running_loop()
     while True:
         progress = look()
-        pending = progress.started > progress.finished or progress != told
-        if pending or loop.time() - told_at_s >= _IDLE_S:
+        pending = progress.started > progress.finished or progress != sent
+        if pending or loop.time() - sent_at_s >= _IDLE_S:
             link.progress(progress)
-            told, told_at_s = progress, loop.time()
+            sent, sent_at_s = progress, loop.time()
         await asyncio.sleep(_BUSY_S)

@@ -1,4 +1,4 @@
-"""What a daemon tells a child at its birth: one JSON line on standard input."""
+"""The settings that a daemon gives a child at its start: one JSON line on standard input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ChildSettings:
     """A child's whole configuration; children read no environment."""
 
     kind: str  # stage | engine | gateway
-    child_id: str  # unguessable: by it the daemon knows its own child
+    child_id: str  # unguessable: by it the daemon recognises its own child
     socket: str  # the daemon's Unix socket
     host: str  # address to listen on
     ports: tuple[int, ...]  # tried in order; (0,): any free one
@@ -28,33 +28,33 @@ class ChildSettings:
     address: str  # HOST:PORT of the daemon
     log_level: str
     encrypted: bool = True
-    link: str = ""  # stages and engines: the network to emulate; empty: none
-    http_host: str = "127.0.0.1"  # gateways: where else they listen
-    http_names: tuple[str, ...] = ()  # gateways: under which they may be asked
+    link: str = ""  # stages and engines: the network to emulate; empty: the real one
+    http_host: str = "127.0.0.1"  # gateways: address to listen on besides loopback
+    http_names: tuple[str, ...] = ()  # gateways: more host names that clients may use
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_on_loopback: bool = False
     backend: str = ""  # stages
-    mark: int = -1  # stages: descriptor of the file where they keep which step they compute
+    mark: int = -1  # stages: descriptor of the file that holds the step being computed
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
     backend_options: dict[str, str] = field(default_factory=dict[str, str])
-    device_profile: DeviceProfile | None = None  # as measured before; None: measure it
+    device_profile: DeviceProfile | None = None  # an earlier measurement; None: measure the device
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Encode as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> ChildSettings:
-        """Read back what ``to_line`` wrote. Raises LocalProtocolError when a person started the module by hand."""
+        """Decode the line of ``to_line``. Raises LocalProtocolError when a person started the module by hand."""
         try:
             values: dict[str, Any] = json.loads(line)
             for name in ("ports", "http_names", "api_keys"):
                 values[name] = tuple(values.get(name, ()))
-            if told := values.get("device_profile"):
-                told["block_sizes"] = tuple(told["block_sizes"])
-                values["device_profile"] = DeviceProfile(**told)
+            if profile := values.get("device_profile"):
+                profile["block_sizes"] = tuple(profile["block_sizes"])
+                values["device_profile"] = DeviceProfile(**profile)
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:
             raise LocalProtocolError(

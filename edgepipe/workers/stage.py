@@ -1,4 +1,4 @@
-"""A stage process: imports its backend, measures the device, then waits as a spare until it is told what to load."""
+"""A stage process: imports its backend, measures the device, then waits as a spare for the command to load."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_S = 60.0  # a spare that makes its backend anew may hold the interpreter for long
-_LOADING_INTERVAL_S = 0.1  # a report per tensor would be hundreds in a second
+_IMPORT_S = 60.0  # a spare that creates its backend again may hold the interpreter for long
+_LOADING_INTERVAL_S = 0.1  # one report per tensor would be hundreds per second
 
 
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
-    """Serve one stage until cancelled. Raises BackendUnavailable and what loading raises."""
+    """Serve one stage until cancelled. Raises BackendUnavailable and the errors of loading."""
     clock = SystemClock()
     network = make_network(settings.link, clock)
     mark = StepMark(settings.mark) if settings.mark >= 0 else None
@@ -108,7 +108,7 @@ async def _profile(
     device: DeviceProfile,
     clock: Clock,
 ) -> None:
-    """Time a layer of a shape; a shape that this device cannot hold is told as having no times."""
+    """Time a layer of a shape; report no times for a shape that this device cannot hold."""
     size = 4 if device.compute_dtype == "float32" else 2
     try:
         config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
@@ -143,14 +143,14 @@ async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: Dev
 def _progress(stage: Stage | None) -> pb.ChildProgress:
     if stage is None:
         return pb.ChildProgress(limit_ms=round(_IMPORT_S * 1e3))
-    told = stage.progress()
+    progress = stage.progress()
     return pb.ChildProgress(
-        received=told.received,
-        started=told.started,
-        finished=told.finished,
-        sent=told.sent,
-        limit_ms=round(told.limit_s * 1e3),
-        fenced=told.strays,
+        received=progress.received,
+        started=progress.started,
+        finished=progress.finished,
+        sent=progress.sent,
+        limit_ms=round(progress.limit_s * 1e3),
+        fenced=progress.strays,
     )
 
 
@@ -159,7 +159,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:
-    """As the node is set, with what the pipeline wants otherwise."""
+    """Return the node's options, with the pipeline's overrides."""
     options = BackendOptions(
         device=settings.device,
         dtype=settings.dtype,

@@ -250,7 +250,7 @@ class World:
     def _answer(self, command: AskPlan) -> None:
         draw = self._draw.random()
         if draw < 0.03 and self.now_s < self._faults_until_s:
-            error: EdgepipeError = SendTimeout("the node did not answer where stages go")
+            error: EdgepipeError = SendTimeout("the node did not answer with a placement")
             return self._happens(PlanningFailed(attempt=command.attempt, error=error))
         plan = self._plan(base=command.spec, quarantined=frozenset(command.quarantined))
         plan = plan or self._plan(base=command.spec, quarantined=frozenset())

@@ -34,10 +34,10 @@ class _Hold:
     """A pipeline's stage on this device, from its reservation to its release."""
 
     epoch: Epoch
-    engine_node: str  # node id of the engine that asked
+    engine_node: str  # id of the node whose engine asked
     child: Child | None = None
     ready: bool = False
-    loaded: bytes = b""  # what the stage was told to load, epoch left out
+    loaded: bytes = b""  # the load command without its epoch
     prepared: pb.Prepared | None = None  # once ready
     reports: asyncio.Queue[pb.ChildReport | None] = field(default_factory=asyncio.Queue[pb.ChildReport | None])
 
@@ -61,9 +61,9 @@ class DeviceHost:
         layers: LayerProfiles,
         memory_kills: Callable[[], int | None] = num_memory_kills,
     ) -> None:
-        """``has_engine``: whether a pipeline's engine runs on a node that can be reached.
+        """``has_engine``: whether a pipeline's engine runs on a reachable node.
 
-        ``memory_kills``: processes that the system has ended so far for want of memory; None if it does not tell.
+        ``memory_kills``: how many processes the system has killed for lack of memory; None if it does not say.
         """
         self._node_name = node_name
         self._backend = backend
@@ -91,36 +91,36 @@ class DeviceHost:
             device_state=self._word,
         )
         self._holds: dict[str, _Hold] = {}
-        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until told: see ``Child.crashed_in``
+        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until reported: see ``Child.crashed_in``
 
     def state(self) -> list[pb.DeviceState]:
-        """The device as the node tells of it; nothing where there is no backend."""
+        """Return the state of the device; empty without a backend."""
         if self._backend == NONE:
             return []
-        told = pb.DeviceState(profile=self._spare.profile or common_pb2.DeviceProfile(backend=self._backend))
-        told.state = self._word()
-        self._memory.tell(told)
-        told.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
+        reported = pb.DeviceState(profile=self._spare.profile or common_pb2.DeviceProfile(backend=self._backend))
+        reported.state = self._word()
+        self._memory.tell(reported)
+        reported.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
         if self._spare.error is not None:
-            told.error.CopyFrom(error_to_wire(self._spare.error))
-        return [told]
+            reported.error.CopyFrom(error_to_wire(self._spare.error))
+        return [reported]
 
     async def keep_spare(self) -> None:
         """Have a process ready for the next stage; see ``SpareStage.keep``."""
         await self._spare.keep()
 
     async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
-        """What a layer of a shape takes here; see ``LayerMeasuring.measure``."""
+        """Return a layer's times on this device; see ``LayerMeasuring.measure``."""
         return await self._layers.measure(request)
 
     async def prepare(
         self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
     ) -> AsyncGenerator[pb.PrepareEvent]:
-        """Reserve memory and load a stage; progress, then ``prepared``. Whatever goes wrong gives all back.
+        """Reserve memory and load a stage; yield progress, then ``prepared``. On failure release everything.
 
-        A stage that lives and holds just that already stays as it is, with its weights and KV. It takes plans of
-        ``engine`` alone (None: of anybody, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
-        BackendUnavailable and what loading raises.
+        A living stage that holds the same shard stays as it is, with its weights and KV. The stage takes plans only
+        from ``engine`` (None: from any engine, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
+        BackendUnavailable and the errors of loading.
         """
         load = _load_command(request, path)
         if (kept := await self._keep(request, load)) is not None:
@@ -148,31 +148,31 @@ class DeviceHost:
                     yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
-            if not hold.ready:  # also when the engine goes away half-way
+            if not hold.ready:  # also when the engine leaves half-way
                 self._release_soon(request.pipeline_id, hold)
 
     def pipelines(self) -> list[str]:
-        """Those that hold something here."""
+        """Return the pipelines that hold something here."""
         return sorted(self._holds)
 
     def engine_node(self, pipeline_id: str) -> str:
-        """The node whose engine has the pipeline's stage here; empty if there is none."""
+        """Return the node whose engine has the pipeline's stage here; empty without a stage."""
         hold = self._holds.get(pipeline_id)
         return hold.engine_node if hold is not None else ""
 
     def epoch_of(self, pipeline_id: str) -> Epoch | None:
-        """The highest epoch of the pipeline that holds something here."""
+        """Return the highest epoch of the pipeline that holds something here."""
         hold = self._holds.get(pipeline_id)
         return hold.epoch if hold is not None else None
 
     async def release(self, pipeline_id: str, *, epoch: Epoch | None = None) -> None:
-        """End the pipeline's stage and give its memory back; fine if there is none or a newer epoch holds it."""
+        """End the pipeline's stage and release its memory. Do nothing without a stage, or if a newer epoch holds it."""
         hold = self._holds.get(pipeline_id)
         if hold is not None and (epoch is None or epoch >= hold.epoch):
             await self._end(pipeline_id, hold)
 
     async def release_all(self) -> None:
-        """End every stage, the spare too, and start no other."""
+        """End every stage and the spare, and start no other."""
         self._spare.close()
         for pipeline_id, hold in list(self._holds.items()):
             await self._end(pipeline_id, hold)
@@ -185,10 +185,10 @@ class DeviceHost:
                 hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=True)))
 
     def resume(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
-        """Let stages go on whose engine still works at their epoch. A stage that was left behind stays paused until its
-        engine opens another epoch on it, or releases it.
+        """Resume the stages whose engine still works at their epoch. Any other stage stays paused until its engine
+        opens another epoch on it, or releases it.
 
-        ``engine_epoch(node_id, pipeline_id)`` asks an engine; None if it cannot be reached: then it is asked again.
+        ``engine_epoch(node_id, pipeline_id)`` asks an engine; None: it cannot be reached and is asked again.
         """
         for pipeline_id, hold in self._holds.items():
             self._tasks.create_task(self._resume(pipeline_id, hold, engine_epoch), name=f"resume:{pipeline_id}")
@@ -200,16 +200,15 @@ class DeviceHost:
         while self._holds.get(pipeline_id) is hold and hold.child is not None and not hold.child.exited.is_set():
             epoch = await engine_epoch(hold.engine_node, pipeline_id)
             if epoch is not None:
-                told = pb.PauseStage(paused=False, epoch=epoch_to_wire(epoch))
-                hold.child.send(pb.ChildCommand(pause=told))
+                command = pb.PauseStage(paused=False, epoch=epoch_to_wire(epoch))
+                hold.child.send(pb.ChildCommand(pause=command))
                 return
             logger.info("stage waits pipeline=%s epoch=%s: its engine does not answer", pipeline_id, hold.epoch)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _ASK_AGAIN_MAX_S)
 
     def orphaned_by(self, node_id: str) -> None:
-        """The node is gone, and so are its engines. Another may take their stages over as they are; what nobody claims
-        is given back."""
+        """Release the stages of a lost node's engines, unless another engine takes them over within ``orphan_s``."""
         for pipeline_id, hold in list(self._holds.items()):
             if hold.engine_node == node_id:
                 waiting = self._release_unclaimed(pipeline_id, hold, hold.epoch)
@@ -222,21 +221,21 @@ class DeviceHost:
             await self._end(pipeline_id, hold)
 
     def _holds_changed(self) -> None:
-        """Something is held, serves, or is held no more: tell, and see whether a spare is wanted."""
+        """Report a change of the held stages, and decide whether a spare is wanted."""
         ready = all(hold.ready for hold in self._holds.values())
         roomy = not self._holds or self._memory.has_room_for_spare
         self._spare.holding(anything=bool(self._holds), spare_wanted=ready and roomy)
         self._on_change()
 
     async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
-        """From now on the stage obeys this engine and no other."""
+        """Let the stage obey this engine and no other."""
         if hold.child is not None and engine is not None:
             hold.child.engine = engine
             self._introduce(hold.child)
             await hold.child.knows_peers()
 
     async def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
-        """The pipeline's stage, if it can go on in the request's epoch as it is. Raises StaleEpoch."""
+        """Return the pipeline's stage if it can continue in the request's epoch as it is. Raises StaleEpoch."""
         hold = self._known(request)
         if (
             request.fresh
@@ -253,8 +252,8 @@ class DeviceHost:
         return hold.prepared
 
     def _known(self, request: pb.PrepareRequest) -> _Hold | None:
-        """What the pipeline has here from an epoch before, or of an engine elsewhere that does not count any more,
-        whatever its epoch. Raises StaleEpoch."""
+        """Return the pipeline's stage of an earlier epoch, or of another node's engine that no longer counts, whatever
+        its epoch. Raises StaleEpoch."""
         epoch, known = epoch_from_wire(request.epoch), self._holds.get(request.pipeline_id)
         if known is not None and known.engine_node == request.hello.node_id and epoch <= known.epoch:
             raise StaleEpoch(
@@ -263,7 +262,7 @@ class DeviceHost:
             )
         if epoch.counter > (known.epoch.counter if known is not None else 0) + MAX_EPOCH_STEP:
             raise RequestInvalid(
-                "an epoch is too far ahead: nobody could replace it any more",
+                "an epoch is too far ahead: no later one could replace it",
                 fact=f"it is {epoch}",
                 node=self._node_name,
             )
@@ -285,14 +284,14 @@ class DeviceHost:
         return hold
 
     async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
-        """What the loading stage tells. Raises its fault, what ended it, or SendTimeout if it is silent."""
+        """Yield the loading stage's reports. Raises its fault, the reason of its end, or SendTimeout if silent."""
         while True:
             try:
                 async with asyncio.timeout(self._timeouts.load_s):
                     report = await hold.reports.get()
             except TimeoutError as exc:
                 raise SendTimeout(
-                    "the stage does not get on with loading",
+                    "the stage makes no progress with loading",
                     fact=f"silent for {self._timeouts.load_s:.0f} s",
                     node=self._node_name,
                 ) from exc
@@ -303,7 +302,7 @@ class DeviceHost:
             yield report
 
     async def _mourn(self, pipeline_id: str, hold: _Hold, child: Child) -> None:
-        """Wait for the stage's end; if nobody asked for it, give its memory back and say so."""
+        """Wait for the stage's end; after an unexpected end release its memory and report the loss."""
         await child.exited.wait()
         hold.reports.put_nowait(None)
         if child.crashed_in is not None:
@@ -339,13 +338,13 @@ class DeviceHost:
         )
 
     def _with_crash(self, pipeline_id: str, prepared: pb.Prepared) -> pb.Prepared:
-        """Told once: in which step the stage before it crashed."""
+        """Add the step in which the previous process of the stage crashed; report it once."""
         crashed_in = self._crashed_in.pop(pipeline_id, None)
         if crashed_in is None:
             return prepared
-        told = pb.Prepared(crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
-        told.MergeFrom(prepared)
-        return told
+        reply = pb.Prepared(crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
+        reply.MergeFrom(prepared)
+        return reply
 
     def _word(self) -> str:
         if any(hold.ready for hold in self._holds.values()):
@@ -358,7 +357,7 @@ class DeviceHost:
 
 
 def _shard_key(load: pb.LoadShard) -> bytes:
-    """What is the same for two requests that one loaded stage can serve."""
+    """Return the part of a load command that two requests must share for one loaded stage to serve both."""
     key = pb.LoadShard()
     key.CopyFrom(load)
     key.ClearField("epoch")

@@ -1,4 +1,4 @@
-"""One device's memory: what stages reserve of it, and how much less is given once the system has taken some back."""
+"""One device's memory: the stages' reservations, and a smaller limit after the system has killed stages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA con
 
 
 class DeviceMemory:
-    """Empty until the device has been measured."""
+    """The memory of one device; empty until the device has been measured."""
 
     def __init__(self, *, node_name: str, limit_bytes: int, kills: Callable[[], int | None]) -> None:
-        """``kills``: processes that the system has ended so far for want of memory; None if it does not tell."""
+        """``kills``: how many processes the system has killed for lack of memory; None if it does not say."""
         self._node_name = node_name
         self._limit_bytes = limit_bytes
         self._kills = kills
@@ -39,11 +39,11 @@ class DeviceMemory:
 
     @property
     def has_room_for_spare(self) -> bool:
-        """Whether another process fits beside what is reserved."""
+        """Whether another process fits beside the reservations."""
         return self._ledger is not None and self._ledger.free_bytes >= _SPARE_BYTES
 
     def measured(self, profile: common_pb2.DeviceProfile) -> None:
-        """The device has told what is free; that counts unless stages hold a part of it."""
+        """Take the device's measured free memory, unless stages hold a part of it."""
         self._compute_dtype = profile.compute_dtype
         if self._ledger is None or not self._ledger.reserved_bytes:
             self._ledger = MemoryLedger(
@@ -71,29 +71,29 @@ class DeviceMemory:
         )
 
     def loaded(self, pipeline_id: str, *, weight_bytes: int) -> Reservation:
-        """What a pipeline holds once its weights are there."""
+        """Take the real size of a pipeline's weights; return its reservation."""
         assert self._ledger is not None
         return self._ledger.loaded(pipeline_id, weight_bytes=weight_bytes)
 
     def release(self, pipeline_id: str) -> None:
-        """Give a reservation back; unknown pipelines are fine."""
+        """Release a reservation; unknown pipelines are fine."""
         if self._ledger is not None:
             self._ledger.release(pipeline_id)
 
     def note_death(self, child: Child) -> None:
-        """A stage ended that should not have: if the system does that for want of memory again, less is taken."""
+        """Note the unexpected end of a stage. Use less memory if the system has again killed it for lack of memory."""
         before, self._kills_known = self._kills_known, self._kills()
         killed = child.process.returncode == -signal.SIGKILL and not child.hang
         by_system = killed and (before is None or before != self._kills_known)
         if by_system and self._pressure.killed(asyncio.get_running_loop().time()) and self._ledger is not None:
             self._ledger.cut(PRESSURE_CUT)
             logger.warning(
-                "the system ended stages for want of memory: %.0f %% of it are used from now on",
+                "the system killed stages for lack of memory: %.0f %% of it are used from now on",
                 100 * self._pressure.share,
             )
 
     def tell(self, state: pb.DeviceState) -> None:
-        """Write into a device's state what is reserved and what is free."""
+        """Write reserved and free memory into a device's state."""
         if self._ledger is None:
             return
         state.reserved_bytes = self._ledger.reserved_bytes

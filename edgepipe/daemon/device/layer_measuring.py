@@ -1,4 +1,4 @@
-"""What a layer of a shape takes on this node's device: as kept from an earlier time, else measured by the spare."""
+"""Times of one layer on this node's device: kept from an earlier measurement, else measured by the spare."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from edgepipe.errors import BackendUnavailable, SendTimeout
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.workers.settings import ChildSettings
 
-_PROFILE_S = 30.0  # a large layer is made up, copied to the device and run
-_SPARE_S = 15.0  # a stage that has just ended leaves its device to a new process: backend imported, device measured
+_PROFILE_S = 30.0  # to make up a large layer, copy it to the device and run it
+_SPARE_S = 15.0  # for a new process after a stage has ended: import the backend, measure the device
 
 
 class LayerMeasuring:
@@ -30,7 +30,7 @@ class LayerMeasuring:
         new_settings: Callable[[], ChildSettings],
         device_state: Callable[[], str],
     ) -> None:
-        """``device_state``: the word for what the device does."""
+        """``device_state``: returns the word for the device's state."""
         self._node_name = node_name
         self._profiles = profiles
         self._spare = spare
@@ -39,12 +39,12 @@ class LayerMeasuring:
         self._turn = asyncio.Lock()
 
     async def measure(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
-        """A layer's times.
+        """Return a layer's times: known ones, or measured now.
 
-        What was measured while the machine was busy is measured again, and everything when asked to; of two busy
-        measurements the shorter counts, since other programs make steps longer only. The device holds nothing
-        meanwhile: while it serves, what is known is told. Raises BackendUnavailable where nothing
-        is, and where the shape cannot be measured.
+        Times that were measured while the machine was busy are measured again, and with ``fresh`` all are. Of two busy
+        measurements the shorter counts, since other programs only make steps longer. Measuring needs a device that
+        holds nothing: while it serves, return the known times. Raises BackendUnavailable if none are known, or if the
+        shape cannot be measured.
         """
         key = self._key(request)
         known = self._profiles.get(key) if key else None
@@ -57,7 +57,7 @@ class LayerMeasuring:
             spare = await self._spare.alone(_SPARE_S)
             if spare is None and known is not None:
                 return known
-            key = self._key(request)  # a device is known once its first spare is there
+            key = self._key(request)  # the first spare has made the device known
             before = look(spare.pid) if spare is not None else None
             found = await self._ask(spare, request, key)
             if spare is not None and before is not None:
@@ -71,42 +71,42 @@ class LayerMeasuring:
         return found
 
     async def _ask(self, spare: Child | None, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
-        if spare is None or not key:  # beside a stage's steps times would be false
+        if spare is None or not key:  # beside a stage's steps the times would be wrong
             raise BackendUnavailable(
                 f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
             )
         answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
-        spare.on_profiled = lambda told: None if answer.done() else answer.set_result(told)
+        spare.on_profiled = lambda profile: None if answer.done() else answer.set_result(profile)
         spare.send(pb.ChildCommand(profile=request))
         return await self._answered(answer, spare)
 
     async def _answered(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
-        """The spare's answer. Raises what ended the spare, SendTimeout if it is silent."""
+        """Wait for the spare's answer. Raises the reason of its end, or SendTimeout if it is silent."""
         gone = asyncio.ensure_future(spare.exited.wait())
         try:
             await asyncio.wait({answer, gone}, timeout=_PROFILE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            spare.on_profiled = lambda _told: None
+            spare.on_profiled = lambda _profile: None
         if answer.done():
             return answer.result()
         if spare.exited.is_set():
             raise spare.error().on_node(self._node_name)
         raise SendTimeout(
-            "the device does not get on with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+            "the device makes no progress with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
         )
 
     def _key(self, request: pb.ProfileLayerRequest) -> str:
-        """What a layer's times depend on; empty while the device is not known."""
-        told = self._spare.profile
-        if told is None or request.dtype not in ("", told.compute_dtype):
+        """Return a key of all that a layer's times depend on; empty while the device is unknown."""
+        profile = self._spare.profile
+        if profile is None or request.dtype not in ("", profile.compute_dtype):
             return ""
         settings = self._new_settings()
         return profile_key(
-            told.backend,
-            told.device,
-            told.name,
-            request.dtype or told.compute_dtype,
+            profile.backend,
+            profile.device,
+            profile.name,
+            request.dtype or profile.compute_dtype,
             settings.threads,
             settings.backend_options,
             model_config=request.model_config,
@@ -114,5 +114,5 @@ class LayerMeasuring:
 
 
 def _step_s(profile: pb.LayerProfile) -> float:
-    """Of one layer and one sequence."""
+    """Return the seconds of one layer for one sequence."""
     return profile.base_s + min(profile.decode, key=lambda point: point.size).seconds

@@ -1,4 +1,4 @@
-"""Layers' times that this node has measured, kept on disk: a device is measured once per shape."""
+"""Measured times of layers, kept on disk: a device is measured once per shape."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MOST_SHAPES = 128
 
 
 def profile_key(*facts: object, model_config: str) -> str:
-    """A name for what a layer's times depend on: the device, how it computes, the layer's shape, our kernels.
+    """Return a key of all that a layer's times depend on: device, compute settings, the layer's shape, our version.
 
     Raises ModelInvalid.
     """
     shape = parse_json_object(model_config.encode(), what="the model's shape")
     for name in ("eos_token_ids", "bos_token_id", "context_length", "rope"):
         shape.pop(name, None)
-    text = json.dumps([__version__, [_plain(one) for one in facts], shape], sort_keys=True, default=str)
+    text = json.dumps([__version__, [_plain(fact) for fact in facts], shape], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -41,7 +41,7 @@ def _plain(value: object) -> object:
 
 
 class LayerProfiles:
-    """Read at the start; ``run`` writes what was added."""
+    """Layers' times: read at the start; ``run`` writes additions."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,11 +49,11 @@ class LayerProfiles:
         self._changed = asyncio.Event()
 
     def get(self, key: str) -> pb.LayerProfile | None:
-        """What was measured, ever."""
+        """Return an earlier measurement of any age."""
         return self._known.get(key)
 
     def keep(self, key: str, profile: pb.LayerProfile) -> None:
-        """Remember a measurement; the oldest go when there are many."""
+        """Keep a measurement; drop the oldest beyond ``_MOST_SHAPES``."""
         self._known.pop(key, None)
         self._known[key] = profile
         while len(self._known) > _MOST_SHAPES:
@@ -61,7 +61,7 @@ class LayerProfiles:
         self._changed.set()
 
     async def run(self) -> None:
-        """Write every change down, until cancelled."""
+        """Write every change to the disk, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -73,7 +73,7 @@ class LayerProfiles:
 
 
 def _read(path: Path) -> dict[str, pb.LayerProfile]:
-    """What was written; whatever cannot be used is measured again."""
+    """Read the measurements; shapes in an unusable file are measured again."""
     try:
         document: Any = json.loads(read_private(path, most_bytes=_MOST_BYTES))
         return {str(key): json_format.ParseDict(value, pb.LayerProfile()) for key, value in document.items()}

@@ -1,4 +1,4 @@
-"""Who may take how much of a device's memory. The node reserves before anything is loaded."""
+"""Limits on the use of a device's memory. The node reserves memory before it loads anything."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.units import format_bytes
 from edgepipe.wire.v1 import common_pb2
 
-_HOST_HEADROOM_BYTES = 1 << 30  # the rest of a person's desktop goes on working
+_HOST_HEADROOM_BYTES = 1 << 30  # for the rest of a person's desktop
 _HOST_HEADROOM_FRACTION = 0.1
 _GPU_HEADROOM_BYTES = 1_500_000_000  # workspaces, fragmentation, a desktop with a browser
-_HOST_KV_FRACTION = 0.25  # of free memory: host memory is shared with everything else
+_HOST_KV_FRACTION = 0.25  # of free memory: all other programs share the host's memory
 _GPU_KV_FRACTION = 0.9
 _MODEST_KV_BYTES = 512 << 20
 _MIN_KV_TOKENS = 512  # fewer cannot hold one ordinary question
-_MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # by the system for want of memory; then less is taken
+_MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # by the system for lack of memory; then less is used
 PRESSURE_CUT = 0.8  # of what was usable before
 
 
 def uses_host_memory(profile: common_pb2.DeviceProfile) -> bool:
-    """Whether the device's memory is the machine's own, which everything else needs too (Apple's GPU shares it)."""
+    """Return whether the device uses the machine's own memory, which all programs need (Apple's GPU shares it)."""
     return profile.device == "cpu" or profile.backend == "mlx"
 
 
 def modest_kv_bytes(*, weight_bytes: int) -> int:
-    """KV that a stage in host memory takes when nobody says how much: its weights' size, but some chats' worth."""
+    """Return the default KV size of a stage in host memory: the size of its weights, but some chats' worth."""
     return max(_MODEST_KV_BYTES, weight_bytes)
 
 
 def headroom_bytes(*, total_bytes: int, on_host: bool) -> int:
-    """What is left free on a device, however much is asked."""
+    """Return the bytes that always stay free on a device."""
     if not on_host:
         return min(_GPU_HEADROOM_BYTES, total_bytes // 10)
     return min(_HOST_HEADROOM_BYTES, int(total_bytes * _HOST_HEADROOM_FRACTION))
@@ -47,19 +47,19 @@ class Reservation:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Weights and KV together."""
         return self.weight_bytes + self.kv_bytes
 
 
 class MemoryPressure:
-    """How much less a device gives after the system has ended stages for want of memory, time and again."""
+    """Reduces a device's usable share when the system repeatedly kills stages for lack of memory."""
 
     def __init__(self) -> None:
-        self.share = 1.0  # of what would be usable
+        self.share = 1.0  # of the memory that would be usable
         self._kills: deque[float] = deque(maxlen=_MOST_KILLS)
 
     def killed(self, now_s: float) -> bool:
-        """Once more; whether less is given from now on. ``now_s``: of any monotonic clock."""
+        """Count a kill; return whether the share is reduced. ``now_s``: of any monotonic clock."""
         self._kills.append(now_s)
         if len(self._kills) < _MOST_KILLS or now_s - self._kills[0] > _KILLS_WITHIN_S:
             return False
@@ -80,23 +80,23 @@ class MemoryLedger:
 
     @property
     def reserved_bytes(self) -> int:
-        """Sum of what is held."""
-        return sum(one.num_bytes for one in self._held.values())
+        """Sum of the reservations."""
+        return sum(reservation.num_bytes for reservation in self._held.values())
 
     @property
     def free_bytes(self) -> int:
-        """What can still be reserved."""
+        """Bytes that can still be reserved."""
         return max(0, self._usable_bytes - self.reserved_bytes)
 
     @property
     def held(self) -> Mapping[str, Reservation]:
-        """What is held, by pipeline."""
+        """Reservations by pipeline."""
         return self._held
 
     def reserve(self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int) -> Reservation:
-        """Set memory aside for weights and for ``kv_tokens`` of KV, or for as many of these as fit and are decent.
+        """Reserve memory for weights and ``kv_tokens`` of KV, or for fewer tokens if a fair share holds no more.
 
-        Replaces what ``holder`` had. Raises NoFeasiblePlacement, saying what is missing; then nothing has changed.
+        Replaces the reservation of ``holder``. Raises NoFeasiblePlacement with the missing bytes; then nothing changes.
         """
         free = self.free_bytes + (self._held[holder].num_bytes if holder in self._held else 0)
         least = weight_bytes + min(kv_tokens, _MIN_KV_TOKENS) * kv_token_bytes
@@ -114,7 +114,7 @@ class MemoryLedger:
         return held
 
     def loaded(self, holder: str, *, weight_bytes: int) -> Reservation:
-        """What is held once the weights are there: what they took beyond their share comes off the KV's."""
+        """Record the real size of the loaded weights; bytes beyond their reservation reduce the KV's."""
         held = self._held.get(holder, Reservation(weight_bytes=weight_bytes, kv_bytes=0))
         if (more := weight_bytes - held.weight_bytes) > 0:
             held = Reservation(weight_bytes=weight_bytes, kv_bytes=max(0, held.kv_bytes - more))
@@ -122,9 +122,9 @@ class MemoryLedger:
         return held
 
     def cut(self, share: float) -> None:
-        """Give only this share of what was usable; what is held stays."""
+        """Reduce the usable memory to this share; reservations stay."""
         self._usable_bytes = int(self._usable_bytes * share)
 
     def release(self, holder: str) -> None:
-        """Give a reservation back; unknown holders are fine."""
+        """Release a reservation; unknown holders are fine."""
         self._held.pop(holder, None)

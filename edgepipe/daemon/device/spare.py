@@ -16,12 +16,12 @@ from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
-_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # a spare that crashes at its start is tried again at this pace
-_SETTLED_S = 3.0  # a pipeline's first steps, or a recovery's, come before the start of another spare
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # between attempts while a spare crashes at its start
+_SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
 
 
 class SpareStage:
-    """Kept while the device holds nothing, and beside stages that serve where memory allows."""
+    """Keeps a spare while the device holds nothing, and beside serving stages where memory allows."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SpareStage:
         on_measured: Callable[[common_pb2.DeviceProfile], None],
         on_change: Callable[[], None],
     ) -> None:
-        """``on_measured``: a spare is there and has told the device's profile."""
+        """``on_measured``: takes the device's profile when a new spare has reported it."""
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -46,7 +46,7 @@ class SpareStage:
         self._profile: common_pb2.DeviceProfile | None = None
         self._error: EdgepipeError | None = None
         self._taken = asyncio.Event()
-        self._alone = asyncio.Event()  # a spare is there that has measured the device while it held nothing
+        self._alone = asyncio.Event()  # a spare has measured the device while the device held nothing
         self._vacant = asyncio.Event()  # the device holds nothing
         self._vacant.set()
         self._wanted = asyncio.Event()
@@ -55,12 +55,12 @@ class SpareStage:
 
     @property
     def child(self) -> Child | None:
-        """The process, once it is ready."""
+        """The spare process, once it is ready."""
         return self._child
 
     @property
     def profile(self) -> common_pb2.DeviceProfile | None:
-        """The device as measured last; None before the first time."""
+        """The device's newest profile; None before the first measurement."""
         return self._profile
 
     @property
@@ -69,7 +69,7 @@ class SpareStage:
         return self._error
 
     async def keep(self) -> None:
-        """Have a spare whenever one is wanted. Ends when the backend cannot run here, or by cancellation."""
+        """Start a spare whenever one is wanted, until cancelled, or until the backend cannot run here."""
         wait_s = _RESTART_MIN_S
         while self._backend != NONE and not self._closed:
             await self._wanted.wait()
@@ -87,7 +87,7 @@ class SpareStage:
                 wait_s = min(2 * wait_s, _RESTART_MAX_S)
 
     def holding(self, *, anything: bool, spare_wanted: bool) -> None:
-        """What the device holds has changed."""
+        """Take a change of the held stages."""
         for event, holds in ((self._vacant, not anything), (self._wanted, spare_wanted)):
             if holds:
                 event.set()
@@ -95,24 +95,24 @@ class SpareStage:
                 event.clear()
 
     async def alone(self, within_s: float) -> Child | None:
-        """The spare of a device that holds nothing, waited for while it starts; None while the device holds something,
-        where it cannot compute, and where no spare comes in time."""
+        """Return the spare of a device that holds nothing; wait while it starts. Return None while the device holds
+        something or cannot compute, and when no spare comes in time."""
         if self._vacant.is_set() and self._error is None and not self._closed:
             await _first_of(self._alone, timeout_s=within_s)
         return self._child if self._alone.is_set() else None
 
     async def take(self) -> Child:
-        """The spare, or a new process where there is none. Raises what ended it."""
+        """Take the spare, or start a new process without one. Raises the reason of its end."""
         spare = self._vacate()
         self._taken.set()
         return spare or await self._start()
 
     def close(self) -> None:
-        """Start no other."""
+        """Start no further spare."""
         self._closed = True
 
     async def _life(self) -> None:
-        """From a spare's start until it is taken or replaced. Raises what ended its process before."""
+        """Start a spare and wait until it is taken or replaced. Raises the reason if its process ends before."""
         beside = not self._vacant.is_set()
         spare = await self._start()
         self._error = None
@@ -129,7 +129,7 @@ class SpareStage:
                 return
             await _first_of(spare.exited, self._taken, timeout_s=_SETTLED_S)
             if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
-                self._vacate()  # what is free may have changed meanwhile: the next one measures it
+                self._vacate()  # free memory may have changed meanwhile: the next spare measures it
                 self._on_change()
                 await self._children.stop(spare)
                 return
@@ -138,13 +138,13 @@ class SpareStage:
             raise spare.error()
 
     def _vacate(self) -> Child | None:
-        """There is no spare any more; what was it."""
+        """Forget the spare and return it."""
         spare, self._child = self._child, None
         self._alone.clear()
         return spare
 
     async def _start(self) -> Child:
-        """A process that measures the device; beside another stage it believes what is known, so as not to disturb."""
+        """Start a process that measures the device. Beside a stage it takes the known profile, so as not to disturb."""
         settings = self._new_settings()
         if not self._vacant.is_set() and self._profile is not None:
             settings = replace(settings, device_profile=device_profile_from_wire(self._profile))
@@ -153,8 +153,8 @@ class SpareStage:
         return child
 
     def _goes_on_after(self, error: EdgepipeError) -> bool:
-        """Whether another spare is worth a try."""
-        if not self._vacant.is_set():  # the device works, it is only short of something
+        """Return whether another spare is worth an attempt."""
+        if not self._vacant.is_set():  # the device works; only some resource is short
             logger.warning("no spare stage backend=%s: %s", self._backend, error)
             return True
         self._error = error
@@ -164,10 +164,10 @@ class SpareStage:
 
 
 async def _first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Until one of them is set, or so long."""
+    """Wait until one of the events is set, at most ``timeout_s``."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one in waiting:
-            one.cancel()
+        for task in waiting:
+            task.cancel()

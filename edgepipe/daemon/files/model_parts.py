@@ -1,4 +1,4 @@
-"""Which parts of a model are on a disk, and how nodes tell each other; parts are numbered as in ``planner.copies``."""
+"""Parts of models on disks, and their form on the wire; parts are numbered as in ``planner.copies``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 
 def part_tensors(config: ModelConfig) -> list[list[str]]:
-    """Names of each part's tensors; a tied head has the norm alone."""
+    """Return the names of each part's tensors; a tied head has the norm alone."""
     layers = [list(layer_tensors(config, layer)) for layer in range(config.num_layers)]
     return [[EMBEDDING], *layers, [FINAL_NORM] if config.tied_embeddings else [FINAL_NORM, HEAD]]
 
 
 def model_parts(config: ModelConfig, manifest: Manifest) -> ModelParts:
-    """What each part takes on a disk; nothing for tensors that the model only imagines."""
+    """Return the size of each part on a disk; tensors that an emulated model only imagines take nothing."""
     sizes = {entry.info.name: entry.info.num_bytes for entry in manifest.tensors}
     return ModelParts(
         sizes=tuple(sum(sizes.get(name, 0) for name in names) for names in part_tensors(config)),
@@ -30,7 +30,7 @@ def model_parts(config: ModelConfig, manifest: Manifest) -> ModelParts:
 
 
 def held_parts(stored: StoredModel) -> frozenset[int]:
-    """The parts of which every tensor is here. Raises ModelInvalid."""
+    """Return the parts whose tensors are all here. Raises ModelInvalid."""
     names = part_tensors(stored.config)
     if stored.whole or stored.card.emulated:
         return frozenset(range(len(names)))
@@ -39,7 +39,7 @@ def held_parts(stored: StoredModel) -> frozenset[int]:
 
 
 def parts_to_wire(parts: Iterable[int]) -> list[common_pb2.LayerRange]:
-    """Runs of parts."""
+    """Group parts into runs."""
     runs: list[common_pb2.LayerRange] = []
     for part in sorted(parts):
         if runs and runs[-1].end == part:
@@ -50,18 +50,18 @@ def parts_to_wire(parts: Iterable[int]) -> list[common_pb2.LayerRange]:
 
 
 def parts_from_wire(runs: Iterable[common_pb2.LayerRange], *, num_parts: int) -> frozenset[int]:
-    """Those of a model with so many parts; what else a node tells is ignored."""
+    """Return the parts in ``runs`` that the model has; ignore other numbers that a node reports."""
     return frozenset(part for run in runs for part in range(run.start, min(run.end, num_parts)))
 
 
 def fetch_bytes(nodes: Iterable[pb.NodeState], stored: StoredModel) -> Callable[[NodeId, Sequence[Slice]], int]:
-    """What a node would have to fetch before it can load slices of a model. Raises ModelInvalid."""
+    """Return a function that counts the bytes a node must fetch to load slices of a model. Raises ModelInvalid."""
     parts = model_parts(stored.config, stored.manifest)
     held = {node.node_id: parts_on(node, stored.id, stored.manifest_hash, num_parts=len(parts.sizes)) for node in nodes}
     return lambda node_id, slices: parts.fetch_bytes(held.get(node_id, frozenset()), slices)
 
 
 def parts_on(node: pb.NodeState, model: str, manifest_hash: str, *, num_parts: int) -> frozenset[int]:
-    """What of a model, in any of its folders, is on a node's disk."""
-    told = [one for one in node.models if one.model == model and one.manifest_hash == manifest_hash]
-    return frozenset(part for one in told for part in parts_from_wire(one.parts, num_parts=num_parts))
+    """Return the parts of a model on a node's disk, over all the model's folders."""
+    copies = [copy for copy in node.models if copy.model == model and copy.manifest_hash == manifest_hash]
+    return frozenset(part for copy in copies for part in parts_from_wire(copy.parts, num_parts=num_parts))

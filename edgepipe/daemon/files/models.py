@@ -1,4 +1,4 @@
-"""The models of this node as the daemon uses them: found, adopted from peers, filled with missing tensors, read out."""
+"""The models of this node: found on disk, adopted from peers, completed with missing tensors, and read for peers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 512 << 10  # as activations: larger ones delay what shares the machine's network
-_FREE_STEP_BYTES = 64 << 20  # others need not hear of every file that somebody writes
-_MAX_OPEN = 4  # models that peers read and that stay open; the one read last is the last to be closed
-_LEAST_BYTES_PER_S = 64 << 10  # that a peer may ask for: all copies share one line, where a slower one delays others
+_CHUNK_BYTES = 512 << 10  # as activations: larger chunks delay other traffic of this machine
+_FREE_STEP_BYTES = 64 << 20  # free space is rounded down to this, so that small files cause no report
+_MAX_OPEN = 4  # models kept open for reading peers; the least recently read one is closed first
+_LEAST_BYTES_PER_S = 64 << 10  # lowest rate that a peer may ask for: a slower copy delays the others in their queue
 _MOST_BYTES_PER_S = 1 << 40
-_UNASKED_S = 600.0  # for one model that a node announced, whichever sources are asked
+_UNASKED_S = 600.0  # for one announced model, over all its sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class LocalModel:
 
     @property
     def config_json(self) -> str:
-        """The shape for an engine."""
+        """The model's shape, as an engine takes it."""
         return json.dumps(config_to_json(self.config))
 
 
@@ -67,7 +67,7 @@ class _Found:
 
 
 class Models:
-    """One store, the peers that may have what it lacks, and the transfers under way."""
+    """This node's store, the peers that may have missing tensors, and the transfers under way."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Models:
         on_change: Callable[[], None],
         hub_endpoint: str | None = None,
     ) -> None:
-        """``hub_endpoint``: None for that of ``huggingface_hub``."""
+        """``hub_endpoint``: None for the default of ``huggingface_hub``."""
         self._store = ModelStore(models_dir)
         self._hub_endpoint = hub_endpoint
         self._hub_idle_s = timeouts.transfer_idle_s
@@ -86,46 +86,46 @@ class Models:
         self._on_change = on_change
         self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
-        self.free_bytes = 0  # for copies, as of the last look
+        self.free_bytes = 0  # for copies, at the last scan
         self._on_disk: list[pb.ModelOnDisk] = []
-        self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash, once it was looked
+        self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash; None before a scan
         self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
-        self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the one read last at the end
+        self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
         self._scanning = asyncio.Lock()
         self._adoptions = Adoptions()
         self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
-        self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that nobody here asked for
-        self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is ended
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
+        self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed
         self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
         self._waited_for = 0  # fetches that stages wait for
-        self._calm = asyncio.Event()  # there are none, so copies may go on
+        self._calm = asyncio.Event()  # no stage waits, so copies may continue
         self._calm.set()
-        self._pace = Pace()  # of what peers copy from here
+        self._pace = Pace()  # of copies that peers read from here
 
     def on_disk(self) -> list[pb.ModelOnDisk]:
-        """What ``rescan`` found last."""
+        """Return the models that the last ``rescan`` found."""
         return self._on_disk
 
     def transfers(self) -> list[pb.Transfer]:
-        """What is being fetched."""
+        """Return the transfers under way."""
         return self._transfers.running()
 
     async def rescan(self) -> None:
-        """Look at the disk again, where the command line pulls and removes models too. Reads headers only."""
+        """Scan the disk, where the command line pulls and removes models, too. Read headers only."""
         async with self._scanning:
             found, room = await asyncio.to_thread(self._scan)
-            self._on_disk = [one.told for one in found]
+            self._on_disk = [entry.told for entry in found]
             self._paths.clear()
-            self._present = {(one.told.model, one.former_hash): one.told.manifest_hash for one in found}
-            for one in found:
-                for manifest_hash in (one.told.manifest_hash, one.former_hash):
-                    self._paths.setdefault(ModelKey(one.told.model, manifest_hash), one.path)
-            self._adoptions.note_held([one.adopted for one in found if one.adopted])
+            self._present = {(entry.told.model, entry.former_hash): entry.told.manifest_hash for entry in found}
+            for entry in found:
+                for manifest_hash in (entry.told.manifest_hash, entry.former_hash):
+                    self._paths.setdefault(ModelKey(entry.told.model, manifest_hash), entry.path)
+            self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
         self._on_change()
 
     def _scan(self) -> tuple[list[_Found], int]:
-        """What is on the disk, and the room for copies."""
+        """Return the models on the disk, and the room for copies."""
         found: list[_Found] = []
         for stored in self._store.list():
             try:
@@ -136,25 +136,25 @@ class Models:
         return found, max(0, room) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
 
     def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
-        """The folder with config, tokenizer and template, if it is here."""
+        """Return the folder with config, tokenizer and template, if it is here."""
         return self._paths.get(ModelKey(model, manifest_hash))
 
     def present_hash(self, model: str, manifest_hash: str) -> str:
-        """Today's hash of a model that is named by one of an earlier kind, if it is here; empty until the disk was
-        looked at."""
+        """Return the present hash of a local model that is named by an earlier kind of hash; empty before the first
+        scan."""
         return self._present.get((model, manifest_hash), manifest_hash) if self._present is not None else ""
 
     async def resolve(self, name: str) -> LocalModel:
-        """The model that a person means, its metadata fetched if only a peer has it. Raises ModelUnknown."""
-        local = [told.model for told in self._on_disk]
-        remote = [told.model for node in self._peers.nodes() for told in node.models]
+        """Find the model that a person means; fetch its metadata if only a peer has it. Raises ModelUnknown."""
+        local = [entry.model for entry in self._on_disk]
+        remote = [entry.model for node in self._peers.nodes() for entry in node.models]
         for known in (local, remote):
             if match := next((model for model in known if model.lower() == name.lower()), None) or _by_last(
                 name, known
             ):
                 return await self.adopt(match)
         try:
-            return await self.adopt(name)  # a peer may have pulled it since it last told
+            return await self.adopt(name)  # a peer may have pulled it since its last report
         except ModelUnknown as exc:
             everywhere = sorted({*local, *remote})
             raise ModelUnknown(
@@ -166,10 +166,10 @@ class Models:
     async def adopt(
         self, name: str, *, manifest_hash: str = "", first_source: str = "", wanted_by: str = ""
     ) -> LocalModel:
-        """The model of that name (and content, if told), its metadata fetched from a peer if it is not here.
+        """Return the model of that name (and content, if given); fetch its metadata from a peer if it is not here.
 
-        ``wanted_by``: the node on whose word, whose share of the disk bounds it (``adoptions.py``); empty: this node's
-        user. Raises ModelUnknown if nobody has it, ModelDownloadFailed if there is no room for it.
+        ``wanted_by``: the announcing node, whose limits apply (``adoptions.py``); empty: this node's user. Raises
+        ModelUnknown if no reachable node has the model, ModelDownloadFailed if there is no room for it.
         """
         key = ModelKey(name, manifest_hash)
         lock = self._adopting.setdefault((key, first_source), asyncio.Lock())  # a slow source delays no other
@@ -183,11 +183,11 @@ class Models:
     async def fetch(
         self, model: LocalModel, slices: Sequence[common_pb2.Slice], *, first_source: str
     ) -> AsyncGenerator[pb.PrepareProgress]:
-        """Fetch the tensors that the slices need and that are not here; nothing to say when all are.
+        """Fetch the tensors that the slices need and that are not here; yield nothing if all are here.
 
-        From peers, and what no reachable one gives from the hub, if the model was pulled from there. Raises
-        ModelUnknown when nobody gives one of them, ModelInvalid when what came was damaged, ModelDownloadFailed when
-        the disk is full or cannot be written.
+        Peers are asked first, then the hub if the model was pulled from there. Raises ModelUnknown when no source has a
+        tensor, ModelInvalid when received data was damaged, ModelDownloadFailed when the disk is full or cannot be
+        written.
         """
         parts = slices_from_wire(slices)
         if not await asyncio.to_thread(model.stored.missing, parts):
@@ -198,7 +198,9 @@ class Models:
             async with self._writing:
                 writer = await asyncio.to_thread(_writer, model)
                 missing = writer.missing(tensor_names(model.config, parts))
-                check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+                check_room(
+                    model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing)
+                )
                 peers = self._sources(model.name, model.manifest_hash, first_source)
                 async with hub_tensors(writer.manifest, endpoint=self._hub_endpoint, idle_s=self._hub_idle_s) as hub:
                     with self._transfers.begin(model.name, missing, peers, hub=hub) as transfer:
@@ -214,18 +216,18 @@ class Models:
     async def keep_copy(
         self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
     ) -> AsyncGenerator[pb.PrepareProgress]:
-        """Fetch parts so that they are here too; whatever a stage waits for goes first. Raises as ``fetch``.
+        """Fetch parts for a copy; pause while a stage waits for tensors. Raises like ``fetch``.
 
-        Never from the hub: nobody asked for the download.
+        Never asks the hub: no user asked for the download.
         """
         names = part_tensors(model.config)
         wanted = [name for part in parts if part < len(names) for name in names[part]]
         if model.stored.whole or model.stored.card.emulated:
-            await self.rescan()  # the others do not know it yet
+            await self.rescan()  # the other nodes do not know it yet
             return
         writer = await asyncio.to_thread(_writer, model)
         missing = writer.missing(wanted)
-        check_room(model.name, self._store.root, sum(one.num_bytes - one.have_bytes for one in missing))
+        check_room(model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing))
         sources = self._sources(model.name, model.manifest_hash, first_source)
         with self._transfers.begin(model.name, missing, sources, copy=True, bytes_per_s=bytes_per_s) as transfer:
             while not transfer.complete:
@@ -238,9 +240,9 @@ class Models:
         await self.rescan()
 
     async def keep_served_metadata(self, changes: Callable[[], AsyncIterator[None]]) -> None:
-        """Fetch the metadata of every model that is served anywhere, so that this node's gateway can answer for it.
+        """Fetch the metadata of every served model, so that this node's gateway can answer for it.
 
-        Bounded for each node that announces engines, and deleted when they are gone for long: see ``adoptions.py``.
+        Each announcing node has limits. Metadata is deleted when the engines are gone for long: see ``adoptions.py``.
         """
         await self.rescan()
         async with asyncio.TaskGroup() as tasks:
@@ -253,7 +255,7 @@ class Models:
                     tasks.create_task(self._adopt_announced(wanted), name=f"adopt:{wanted.node_id}")
 
     async def _adopt_announced(self, wanted: Wanted) -> None:
-        """Returns when its node's next model may be fetched."""
+        """Fetch an announced model. Return when its node's next model may be fetched."""
         key, node_id = wanted.key, wanted.node_id
         try:
             async with self._fetching, asyncio.timeout(_UNASKED_S):
@@ -267,32 +269,32 @@ class Models:
         self._on_change()
 
     async def _delete(self, adopted: Sequence[Adopted]) -> None:
-        """Delete models that are here on other nodes' word only."""
-        gone = [await asyncio.to_thread(self._drop, one) for one in adopted]
+        """Delete models that are here only because other nodes announced them."""
+        gone = [await asyncio.to_thread(self._drop, model) for model in adopted]
         if any(gone):
             await self.rescan()
 
-    def _drop(self, one: Adopted) -> bool:
-        """Whether it is gone."""
-        stored = self._store.find(*one.key)
+    def _drop(self, model: Adopted) -> bool:
+        """Delete an adopted model; return whether it is gone."""
+        stored = self._store.find(*model.key)
         if stored is None or not stored.adopted_for:  # it was deleted or used meanwhile
             return False
         try:
             self._store.drop(stored)
         except OSError as exc:
-            logger.debug("metadata of model=%s was not deleted: %s", one.key.model, exc)
+            logger.debug("metadata of model=%s was not deleted: %s", model.key.model, exc)
             return False
-        logger.info("deleted the metadata of model=%s, adopted for node=%s", one.key.model, one.node_id)
+        logger.info("deleted the metadata of model=%s, adopted for node=%s", model.key.model, model.node_id)
         return True
 
     async def manifest_json(self, name: str) -> bytes:
-        """For a peer. Raises ModelUnknown."""
+        """Return a model's manifest, for a peer. Raises ModelUnknown."""
         return await asyncio.to_thread(lambda: self._store.resolve(name).manifest.to_json())
 
     async def read_tensor(
         self, name: str, manifest_hash: str, tensor: str, *, offset: int, bytes_per_s: float = 0.0
     ) -> AsyncGenerator[pb.DataChunk]:
-        """For a peer, which wants at most ``bytes_per_s`` (0: as fast as it goes).
+        """Yield a tensor's bytes for a peer, at no more than ``bytes_per_s`` (0: no limit).
 
         Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor.
         """
@@ -313,7 +315,7 @@ class Models:
             offset += size
 
     async def read_file(self, name: str, manifest_hash: str, file: str, *, offset: int) -> AsyncGenerator[pb.DataChunk]:
-        """For a peer. Raises ModelUnknown, ModelInvalid if it is no file that nodes exchange."""
+        """Yield a metadata file's bytes for a peer. Raises ModelUnknown, and ModelInvalid for any other file."""
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         end = stored.metadata_file(file).num_bytes
         for start in range(offset, end, _CHUNK_BYTES):
@@ -322,7 +324,7 @@ class Models:
             yield pb.DataChunk(offset=start, data=data.tobytes())
 
     def _local(self, key: ModelKey, *, keep: bool) -> LocalModel | None:
-        """The model, if its metadata is here; ``keep``: as one that this node's user wants."""
+        """Return the model if its metadata is here; ``keep`` marks it as wanted by this node's user."""
         stored = self._store.find(*key)
         if stored is None:
             return None
@@ -337,7 +339,7 @@ class Models:
         )
 
     def _opened(self, name: str, manifest_hash: str) -> StoredModel:
-        """In a thread, of which several may be here."""
+        """Open a model for reading. Runs in threads, several at once."""
         key = ModelKey(name, manifest_hash)
         stored = self._reading.pop(key, None)
         if stored is None or not stored.path.exists():
@@ -353,7 +355,7 @@ class Models:
             try:
                 return await self._fetch_from(source, key, wanted_by)
             except ModelDownloadFailed:
-                raise  # it is this node's own disk
+                raise  # this node's own disk failed
             except EdgepipeError as error:
                 problem = error
                 logger.info("no metadata from node=%s model=%s: %s", source.name, key.model, error)
@@ -364,7 +366,7 @@ class Models:
         )
 
     async def _fetch_from(self, source: pb.NodeState, key: ModelKey, wanted_by: str) -> LocalModel:
-        """Raises ModelInvalid if what came is not what the hash covers, so that the next source is asked."""
+        """Fetch a model's metadata from one source. Raises ModelInvalid if it does not match the hash: ask the next."""
         manifest = await self._client.manifest(source, key.model)
         await asyncio.to_thread(_check_offer, manifest, key)
         check_room(key.model, self._store.root, manifest.metadata_bytes)
@@ -375,7 +377,7 @@ class Models:
             return await self._receive(source, manifest, adopted_for=wanted_by)
 
     async def _receive(self, source: pb.NodeState, manifest: Manifest, *, adopted_for: str) -> LocalModel:
-        """Each file goes to the disk while it comes."""
+        """Write each metadata file to the disk as it arrives."""
         with disk_errors(manifest.model_id), self._store.adoption(manifest, adopted_for=adopted_for) as adoption:
             for entry in manifest.metadata_files:
                 with adoption.open(entry) as sink:
@@ -391,18 +393,18 @@ class Models:
         return model
 
     def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:
-        """Other nodes to ask: ``first``, those that tell of the whole model, of parts, and then everybody else."""
+        """Return other nodes in the order to ask: ``first``, those with the whole model, those with parts, the rest."""
 
         def rank(node: pb.NodeState) -> tuple[bool, int]:
-            told = [one for one in node.models if one.model == name and manifest_hash in ("", one.manifest_hash)]
-            return node.node_id != first, 0 if any(one.complete for one in told) else 1 if told else 2
+            copies = [copy for copy in node.models if copy.model == name and manifest_hash in ("", copy.manifest_hash)]
+            return node.node_id != first, 0 if any(copy.complete for copy in copies) else 1 if copies else 2
 
         return sorted((node for node in self._peers.nodes() if not self._peers.is_self(node.node_id)), key=rank)
 
 
 def _look_at(stored: StoredModel) -> _Found:
-    """Raises ModelInvalid."""
-    told = pb.ModelOnDisk(
+    """Describe a stored model. Raises ModelInvalid."""
+    on_disk = pb.ModelOnDisk(
         model=stored.id,
         manifest_hash=stored.manifest_hash,
         num_bytes=stored.size_bytes,
@@ -410,18 +412,20 @@ def _look_at(stored: StoredModel) -> _Found:
         parts=parts_to_wire(held_parts(stored)),
     )
     node_id, key = stored.adopted_for, ModelKey(stored.id, stored.manifest_hash)
-    adopted = Adopted(key=key, node_id=node_id, num_bytes=told.num_bytes, since_s=stored.adopted_s) if node_id else None
-    return _Found(told=told, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
+    adopted = (
+        Adopted(key=key, node_id=node_id, num_bytes=on_disk.num_bytes, since_s=stored.adopted_s) if node_id else None
+    )
+    return _Found(told=on_disk, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
 
 
 def _announced(node: pb.NodeState) -> list[ModelKey]:
-    """The models of a node's engines."""
+    """Return the models of a node's engines."""
     running = [engine for engine in node.engines if engine.manifest_hash and engine.state != "failed"]
     return [ModelKey(engine.model, engine.manifest_hash) for engine in running]
 
 
 def _check_offer(manifest: Manifest, key: ModelKey) -> None:
-    """Whether a peer's manifest is that of the model. Raises ModelUnknown, ModelInvalid."""
+    """Check that a peer's manifest is that of the model. Raises ModelUnknown, ModelInvalid."""
     if not manifest.described:
         raise ModelInvalid(
             "the peer's manifest does not cover the tokenizer",
@@ -435,12 +439,12 @@ def _check_offer(manifest: Manifest, key: ModelKey) -> None:
 
 
 def _writer(model: LocalModel) -> ShardWriter:
-    """Raises ModelDownloadFailed."""
+    """Open the model for writing tensors. Raises ModelDownloadFailed."""
     with disk_errors(model.name):
         return model.stored.writer()
 
 
 def _by_last(name: str, known: Sequence[str]) -> str | None:
-    """The one model whose last part is ``name``: ``Qwen3-8B`` for ``Qwen/Qwen3-8B``."""
+    """Return the only model whose last part is ``name``: ``Qwen3-8B`` for ``Qwen/Qwen3-8B``."""
     found = {model for model in known if model.rsplit("/", 1)[-1].lower() == name.lower()}
     return found.pop() if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Tensors and files from peers, and tensors that no peer gives from the hub: resumed where it broke, checked by hash.
+"""Tensors and files from peers, and from the hub tensors that no peer has: resumed after a break, checked by hash.
 
 Each tensor or file from a peer comes on a channel of its own.
 """
@@ -33,10 +33,10 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_PROGRESS_STEP = 100  # progress is told about a hundred times a transfer
-_ATTEMPTS = 3  # with the same source: a broken connection is normal, a third one in a row is not
-_LATER_S = 60.0  # a source that does not answer is asked last for so long, or every tensor would wait for it
-_FILE_WAITS = 6  # a metadata file may take so many times as long as a peer may be silent
+_PROGRESS_STEP = 100  # progress is reported about a hundred times per transfer
+_ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row are not
+_LATER_S = 60.0  # a source that does not answer is asked last for so long; else every tensor would wait for it
+_FILE_WAITS = 6  # a metadata file may take so many times the idle limit of a peer
 _HUB = "hub"  # in place of a node id
 
 
@@ -49,14 +49,14 @@ class WeightsClient:
         self._timeouts = timeouts
 
     async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
-        """What a model of ``source`` consists of. Raises ModelUnknown, ModelInvalid, LinkError."""
+        """Fetch the manifest of a source's model. Raises ModelUnknown, ModelInvalid, LinkError."""
         request = pb.ManifestRequest(hello=self._hello, model=model)
         async with self._stub(source) as stub:
             reply = await stub.GetManifest(request, timeout=self._timeouts.transfer_idle_s)
         return await asyncio.to_thread(Manifest.from_json, reply.manifest)
 
     async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
-        """A metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, what the source raises."""
+        """Yield a metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, the source's errors."""
         request = pb.ReadFileRequest(hello=self._hello, model=manifest.model_id, name=name, manifest_hash=manifest.hash)
         async with self._stub(source) as stub:
             stream = stub.ReadFile(request, timeout=_FILE_WAITS * self._timeouts.transfer_idle_s)
@@ -67,7 +67,7 @@ class WeightsClient:
     async def tensor(
         self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
     ) -> AsyncGenerator[pb.DataChunk]:
-        """A tensor's bytes from ``offset`` on. Raises LinkError, SendTimeout, and what the source raises."""
+        """Yield a tensor's bytes from ``offset`` on. Raises LinkError, SendTimeout, and the source's errors."""
         request = pb.ReadTensorRequest(
             hello=self._hello,
             model=manifest.model_id,
@@ -81,7 +81,7 @@ class WeightsClient:
                 yield chunk
 
     async def _chunks(self, source: pb.NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
-        """Raises SendTimeout when the source falls silent."""
+        """Yield chunks. Raises SendTimeout when the source falls silent."""
         chunks = aiter(stream)
         while True:
             try:
@@ -101,12 +101,12 @@ class WeightsClient:
             try:
                 with translated(f"node {source.name}"):
                     yield node_pb2_grpc.WeightsStub(channel)
-            except ModelDownloadFailed as error:  # else a peer's word would be taken for this node's own disk
+            except ModelDownloadFailed as error:  # else a peer's error would mean that this node's own disk failed
                 raise LinkError(error.what, fact=error.fact) from error
 
 
 class Source(Protocol):
-    """Somebody who may have a tensor."""
+    """A source that may have a tensor."""
 
     @property
     def source_id(self) -> str:
@@ -115,11 +115,11 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for people."""
         ...
 
     def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
-        """A tensor's bytes from ``offset`` on. Raises ModelUnknown and ModelInvalid for good, LinkError for now."""
+        """Yield a tensor's bytes from ``offset`` on. Raises ModelUnknown, ModelInvalid (final), LinkError."""
         ...
 
 
@@ -137,7 +137,7 @@ class PeerSource:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for people."""
         return f"node {self.node.name}"
 
     def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
@@ -147,52 +147,52 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromHub:
-    """The hub, for what somebody waits for: it is asked for all that it can give."""
+    """The hub, for tensors that a stage waits for; it sends as fast as it can."""
 
     tensors: HubTensors
 
     @property
     def source_id(self) -> str:
-        """As ``Transfer.source`` tells it."""
+        """The value of ``Transfer.source``."""
         return _HUB
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for people."""
         return "the hub"
 
     async def tensor(
         self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
     ) -> AsyncGenerator[pb.DataChunk]:
-        """See ``HubTensors.read``; what was refused or cannot be reached is a LinkError, as with peers."""
+        """See ``HubTensors.read``; a refusal or an unreachable hub is a LinkError, as with peers."""
         try:
             async with aclosing(self.tensors.read(name, offset=offset)) as chunks:
                 async for data in chunks:
                     yield pb.DataChunk(offset=offset, data=data)
                     offset += len(data)
-        except ModelDownloadFailed as error:  # else it would be taken for this node's own disk
+        except ModelDownloadFailed as error:  # else it would mean that this node's own disk failed
             raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
 
 
 class Transfer:
-    """Missing tensors on their way, one after the other; it may be left and taken up again."""
+    """Missing tensors, fetched one after the other; ``run`` may be left and started again."""
 
     def __init__(
         self,
-        told: pb.Transfer,
+        state: pb.Transfer,
         missing: Sequence[MissingTensor],
         sources: Sequence[Source],
         on_change: Callable[[], None],
         *,
         bytes_per_s: float,
     ) -> None:
-        self._told = told
+        self._told = state
         self._missing = list(missing)
         self._sources = sources
-        self._later_s: dict[str, float] = {}  # sources that do not answer are asked last until then
+        self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
         self._on_change = on_change
         self._bytes_per_s = bytes_per_s
-        self._done_bytes = 0  # of tensors that are complete
+        self._done_bytes = 0  # of complete tensors
         self._step = -1
 
     @property
@@ -207,7 +207,7 @@ class Transfer:
         """
         while self._missing:
             tensor = self._missing[0]
-            if writer.missing([tensor.name]):  # else it came for a stage while this was left
+            if writer.missing([tensor.name]):  # else it came for a stage while this transfer paused
                 async with aclosing(self._tensor(writer, tensor)) as positions:
                     async for position in positions:
                         if self._moved(self._done_bytes + position):
@@ -220,7 +220,7 @@ class Transfer:
         return pb.PrepareProgress(phase="fetching", bytes_done=done, bytes_total=total)
 
     def _moved(self, bytes_done: int) -> bool:
-        """Whether that is worth telling."""
+        """Record the bytes done; return whether to report them."""
         self._told.bytes_done = bytes_done
         step = bytes_done * _PROGRESS_STEP // max(1, self._told.bytes_total)
         if step == self._step:
@@ -230,26 +230,26 @@ class Transfer:
         return True
 
     async def _tensor(self, writer: ShardWriter, tensor: MissingTensor) -> AsyncGenerator[int]:
-        """Positions reached; on return the tensor is complete and checked."""
+        """Yield the positions reached; on return the tensor is complete and checked."""
         problems: dict[str, EdgepipeError] = {}
         now_s = asyncio.get_running_loop().time
-        for source in sorted(self._sources, key=lambda one: now_s() < self._later_s.get(one.source_id, 0.0)):
+        for source in sorted(self._sources, key=lambda each: now_s() < self._later_s.get(each.source_id, 0.0)):
             for _ in range(_ATTEMPTS):
-                began_bytes = sum(one.have_bytes for one in writer.missing([tensor.name]))
+                began_bytes = sum(part.have_bytes for part in writer.missing([tensor.name]))
                 try:
                     async with aclosing(self._from(source, writer, tensor.name)) as positions:
                         async for position in positions:
                             yield position
                     return
                 except ModelDownloadFailed:
-                    raise  # it is this node's own disk
+                    raise  # this node's own disk failed
                 except EdgepipeError as error:
                     problems[source.source_id] = error
                     logger.warning("transfer broke tensor=%s source=%s: %s", tensor.name, source.name, error)
                     if isinstance(error, ModelInvalid) and began_bytes:
-                        continue  # what was here before may have been the damaged part
+                        continue  # the bytes from before may be the damaged part
                     if isinstance(error, ModelUnknown | ModelInvalid):
-                        break  # asking the same source again gives the same
+                        break  # the same source would answer the same
             else:
                 self._later_s[source.source_id] = now_s() + _LATER_S
         raise _nobody_gave(tensor.name, writer.manifest.model_id, problems)
@@ -269,15 +269,17 @@ class Transfer:
 
 
 def _nobody_gave(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:
-    """``problems``: the last one with each source that was asked, in that order."""
+    """Combine the sources' last errors into one; ``problems`` has them in the order in which the sources were asked."""
     hub = problems.get(_HUB)
     peers = [problem for source_id, problem in problems.items() if source_id != _HUB]
     facts = [str(peers[-1]) if peers else "no other node is in the cluster"]
     if hub is not None:
         facts.append(f"from the hub: {hub.what}, {hub.fact}" if hub.fact else f"from the hub: {hub.what}")
     damaged = next((problem for problem in (hub, *peers[-1:]) if isinstance(problem, ModelInvalid)), None)
-    kind, what = (ModelInvalid, damaged.what) if damaged else (ModelUnknown, f"no reachable node has tensor '{tensor}'")
-    return kind(what, fact="; ".join(facts), next_step=f"edgepipe models pull {model_id}")
+    kind, message = (
+        (ModelInvalid, damaged.what) if damaged else (ModelUnknown, f"no reachable node has tensor '{tensor}'")
+    )
+    return kind(message, fact="; ".join(facts), next_step=f"edgepipe models pull {model_id}")
 
 
 class Transfers:
@@ -289,7 +291,7 @@ class Transfers:
         self._running: list[pb.Transfer] = []
 
     def running(self) -> list[pb.Transfer]:
-        """Transfers under way."""
+        """Return the transfers under way."""
         return [_copy(transfer) for transfer in self._running]
 
     @contextmanager
@@ -303,20 +305,20 @@ class Transfers:
         copy: bool = False,
         bytes_per_s: float = 0.0,
     ) -> Generator[Transfer]:
-        """A transfer, listed while the block runs; ``hub`` is asked for what no peer gives.
+        """List a transfer while the block runs; ``hub`` is asked for tensors that no peer has.
 
-        ``copy``: nobody waits for it; ``bytes_per_s``: what peers send at most, 0 for no limit.
+        ``copy``: no stage waits for it; ``bytes_per_s``: the highest rate of peers, 0 for no limit.
         """
         total = sum(tensor.num_bytes for tensor in missing)
         sources: list[Source] = [PeerSource(self._client, node) for node in peers]
         if hub is not None:
             sources.append(FromHub(hub))
-        told = pb.Transfer(model=model, source=sources[0].source_id if sources else "", bytes_total=total, copy=copy)
-        self._running.append(told)
+        state = pb.Transfer(model=model, source=sources[0].source_id if sources else "", bytes_total=total, copy=copy)
+        self._running.append(state)
         try:
-            yield Transfer(told, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
+            yield Transfer(state, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
         finally:
-            self._running = [one for one in self._running if one is not told]
+            self._running = [each for each in self._running if each is not state]
             self._on_change()
 
 

@@ -1,4 +1,4 @@
-"""Whether other people use this computer: its loopback addresses are theirs, too."""
+"""Whether other people use this computer: they reach its loopback addresses, too."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Account = tuple[int, str]  # user id, login shell
 
 
 def shared_computer() -> bool:
-    """Whether several people have an account here. Takes milliseconds, whatever the accounts come from.
+    """Return whether several people have an account here. Takes milliseconds with any source of accounts.
 
-    Linux: those of ``/etc/passwd``. Listing all that a directory (LDAP, Active Directory) knows may take minutes; a
-    directory is recognised by this process's own account, which it has and the file has not.
+    Linux: reads ``/etc/passwd``, since listing a directory (LDAP, Active Directory) may take minutes. If this process's
+    own account is missing in that file, it comes from a directory, and a directory means several people.
     """
     if sys.platform == "darwin":
-        return several_people((one.pw_uid, one.pw_shell) for one in pwd.getpwall())
+        return several_people((account.pw_uid, account.pw_shell) for account in pwd.getpwall())
     accounts = list(_local_accounts())
     return several_people(accounts) or _from_directory(accounts, own_uid=os.getuid())
 
 
 def several_people(accounts: Iterable[Account]) -> bool:
-    """Whether at least two accounts are of people who can log in."""
+    """Return whether at least two accounts are of people who can log in."""
     return len({uid for uid, shell in accounts if uid in _PEOPLE and not shell.endswith(_NO_LOGIN)}) > 1
 
 
@@ -45,7 +45,7 @@ def _local_accounts() -> Iterable[Account]:
 
 
 def _from_directory(accounts: Iterable[Account], *, own_uid: int) -> bool:
-    """Whether the account has a name though the file does not list it; a container's bare number has none."""
+    """Return whether the own account has a name but no line in the file; a container's bare user id has no name."""
     if any(uid == own_uid for uid, _ in accounts):
         return False
     with suppress(KeyError):

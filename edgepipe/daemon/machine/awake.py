@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def awake_command() -> tuple[str, ...]:
-    """The program that keeps this machine awake while it runs; empty: none is needed.
+    """Return the program that keeps this machine awake while it runs; empty where no program is needed.
 
-    ``-i`` holds off idle sleep, ``-s`` sleep on mains power, ``-w`` ends it with this process, should that be killed.
+    ``-i`` prevents idle sleep, ``-s`` sleep on mains power; ``-w`` ends the program if this process is killed.
     """
     return ("/usr/bin/caffeinate", "-i", "-s", "-w", str(os.getpid())) if platform.system() == "Darwin" else ()
 

@@ -1,4 +1,4 @@
-"""Which backend a node uses when nobody says. Looks for packages without importing them: the daemon never computes."""
+"""Chooses a node's default backend. Finds packages without importing them: the daemon never computes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from importlib.util import find_spec
 from edgepipe.backend.loader import backend_names
 from edgepipe.errors import ConfigInvalid, FeatureMissing
 
-NONE = "none"  # the node gives gateway, chat and status, and computes nothing
+NONE = "none"  # the node offers gateway, chat and status, and computes nothing
 _LIBRARIES = ("torch", "mlx")  # backends named after the package that they need
 
 
 def choose_backend(wanted: str) -> str:
-    """The backend's name: ``wanted`` unless that is ``auto``.
+    """Return the backend's name: ``wanted`` unless that is ``auto``.
 
-    MLX on Apple silicon, else torch where it is installed (it finds CUDA itself), else MLX's CPU device, else none.
-    Raises ConfigInvalid for a backend that nobody declares, FeatureMissing for one whose library is not installed.
+    ``auto``: MLX on Apple silicon, else torch where installed (it finds CUDA itself), else MLX's CPU device, else none.
+    Raises ConfigInvalid for an undeclared backend, FeatureMissing for one whose library is not installed.
     """
     if wanted != "auto":
         return _checked(wanted)
@@ -26,7 +26,7 @@ def choose_backend(wanted: str) -> str:
 
 
 def installed_backends() -> tuple[str, ...]:
-    """Those whose packages are here."""
+    """Return the backends whose packages are installed."""
     return tuple(name for name in backend_names() if name not in _LIBRARIES or find_spec(name) is not None)
 
 

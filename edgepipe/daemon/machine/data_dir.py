@@ -1,4 +1,4 @@
-"""A node's data directory: its lock that keeps a second daemon out, its count of starts, the socket of its machine."""
+"""A node's data directory: a lock against a second daemon, a count of starts, and the daemon's socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOCKET_PATH_BYTES = 100  # the kernel takes 107 on Linux and 103 on macOS
 
 
 def socket_path(data_dir: Path) -> Path:
-    """Where the daemon of ``data_dir`` answers the command line: in it, or in /tmp when that path is too long."""
+    """Return the daemon's socket for the command line: in ``data_dir``, or in /tmp if that path is too long."""
     inside = data_dir / "daemon.sock"
     if len(os.fsencode(inside)) <= _SOCKET_PATH_BYTES:
         return inside
@@ -24,15 +24,15 @@ def socket_path(data_dir: Path) -> Path:
 
 
 def log_path(data_dir: Path) -> Path:
-    """The daemon's log file; its children's lines are in it too."""
+    """Return the daemon's log file; it also has the children's lines."""
     return data_dir / "node.log"
 
 
 class DataDir:
-    """The opened and locked directory. ``close`` gives the lock back and removes what a stopped node leaves nobody."""
+    """The opened and locked directory. ``close`` unlocks it and removes files that only a running node needs."""
 
     def __init__(self, path: Path) -> None:
-        """Create (0700) and lock. Raises ConfigInvalid if another daemon has it or it cannot be written."""
+        """Create (0700) and lock. Raises ConfigInvalid if another daemon has the lock or the folder is not writable."""
         self.path = path
         make_private_folder(path)
         with writable(path):
@@ -61,15 +61,15 @@ class DataDir:
         return file
 
     def next_incarnation(self, clock: Clock) -> int:
-        """A number greater than at every start before: others take what the node tells now for newer.
+        """Return a number greater than at every start before: other nodes then take this node's state for newer.
 
-        Raises ConfigInvalid if it cannot be written down.
+        Raises ConfigInvalid if the number cannot be written.
         """
         try:
             last = int((self.path / "incarnation").read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):  # no text of ours: it was damaged
+        except (FileNotFoundError, ValueError):  # missing, or damaged
             last = 0
-        # From the clock, so that two copies of one directory do not count alike; never back, should the clock go back.
+        # From the clock, so that two copies of a directory differ; never lower than before, should the clock go back.
         incarnation = max(last + 1, int(clock.wall_s() * 1000))
         with writable(self.path):
             write_private(self.path / "incarnation", f"{incarnation}\n".encode())

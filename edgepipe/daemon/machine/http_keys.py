@@ -1,4 +1,4 @@
-"""Keys of this node's HTTP: given by a setting, or made once where other machines or other users reach it."""
+"""Keys of this node's HTTP: from a setting, or made once where other machines or other users reach it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _MOST_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpKeys:
-    """What the gateway asks for."""
+    """The keys that the gateway accepts."""
 
     keys: tuple[str, ...] = ()
-    on_loopback: bool = False  # asked for on this machine, too
+    on_loopback: bool = False  # whether clients on this machine need a key, too
 
 
 def key_file(data_dir: Path) -> Path:
-    """Where the key stands for clients of the same user; 0600, may be missing."""
+    """Return the file with the key for clients of the same user; 0600, may be missing."""
     return data_dir / _FILE
 
 
 def read_key(data_dir: Path) -> str:
-    """The key of that file; empty if there is none. Raises ConfigInvalid if others may read it."""
+    """Return the key in that file; empty if the file is missing. Raises ConfigInvalid if others may read it."""
     try:
         return read_private(key_file(data_dir), most_bytes=_MOST_BYTES).decode("ascii").strip()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -37,14 +37,14 @@ def read_key(data_dir: Path) -> str:
 
 
 def asks_on_loopback(config: Config) -> bool:
-    """Whether clients on this computer need a key: by the setting, else if one was given or others have accounts."""
+    """Return whether clients on this computer need a key: as set, else if a key is set or others have accounts."""
     if config.local_key != "auto":
         return config.local_key == "yes"
     return bool(config.api_key) or shared_computer()
 
 
 def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
-    """Keys by settings; ``data_dir`` keeps the first for the command line, and the one that is made here."""
+    """Return the keys by settings. ``data_dir`` keeps the first for the command line, or the key that is made here."""
     on_loopback = asks_on_loopback(config)
     if config.api_key:
         write_private(key_file(data_dir), config.api_key[0].encode())
@@ -59,5 +59,5 @@ def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     return ipaddress.ip_address(host).is_loopback

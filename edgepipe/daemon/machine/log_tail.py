@@ -1,4 +1,4 @@
-"""The daemon's log as its command line sees it: the last lines, then those that come."""
+"""The daemon's log for the command line: the last lines, then new ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from edgepipe.telemetry.log import LineFormatter
 
 _KEPT_LINES = 2000  # about 200 KB
-_MAX_WAITING = 1000  # lines for one slow reader; older ones are left out
+_MAX_WAITING = 1000  # lines for one slow reader; it misses older ones
 
 
 class LogTail(logging.Handler):
-    """Keeps the newest lines in memory and passes new ones on. Made on the event loop whose readers it serves."""
+    """Keeps the newest lines in memory and passes new ones on. Create it on the event loop of its readers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,14 +24,14 @@ class LogTail(logging.Handler):
         self._readers: set[asyncio.Queue[str]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging, on whatever thread logs."""
+        """Take a record from logging, on the thread that logs."""
         for line in self.format(record).split("\n"):
             self._lines.append(line)
             for reader in list(self._readers):
                 self._loop.call_soon_threadsafe(_offer, reader, line)
 
     async def lines(self, *, last: int, follow: bool) -> AsyncIterator[str]:
-        """The last lines, oldest first, and with ``follow`` all that come."""
+        """Yield the last lines, oldest first, and with ``follow`` all new ones."""
         reader: asyncio.Queue[str] = asyncio.Queue(_MAX_WAITING)
         known = list(self._lines)[-last:] if last else []
         self._readers.add(reader)

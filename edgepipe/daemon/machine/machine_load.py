@@ -1,4 +1,4 @@
-"""What other programs take of this machine's processors while something is measured."""
+"""The share of this machine's processors that other programs use during a measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-BUSY_SHARE = 0.2  # of all cores; what is measured beside more says little of quieter times
+BUSY_SHARE = 0.2  # of all cores; beside more load, measurements say little of quieter times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Look:
 
 
 def look(pid: int) -> Look:
-    """At this moment; ``pid`` measures. A process that has gone took nothing."""
+    """Read the processor times; ``pid`` is the process that measures. A process that has ended used nothing."""
     machine = psutil.cpu_times()
     try:
         own = psutil.Process(pid).cpu_times()
@@ -30,7 +30,7 @@ def look(pid: int) -> Look:
 
 
 def others_share(before: Look, after: Look) -> float:
-    """0..1: what neither idled nor worked for the process, of all cores between two looks. PURE."""
+    """Return the share 0..1 of all cores that other processes used between two readings. PURE."""
     total_s = after.total_s - before.total_s
     if total_s <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Before and after the machine sleeps: others are told, and on waking nothing runs on that was replaced meanwhile."""
+"""Acts before and after sleep: reports it to other nodes, and stops work that was replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from edgepipe.cluster.sleep import BootClock, SleepWatch
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-_FALL_ASLEEP_S = 30.0  # announced and not slept by then: it stays awake
+_FALL_ASLEEP_S = 30.0  # a machine that announced sleep and has not slept by then stays awake
 
 
 class SleepGuard:
-    """``run`` looks at the clocks; ``announce`` is the system's word that sleep is near."""
+    """Detects sleep by the clocks (``run``); the system announces it in advance (``announce``)."""
 
     def __init__(
         self, clock: BootClock, *, tell: Callable[[bool], None], on_wake: Callable[[float], Awaitable[None]]
     ) -> None:
-        """``tell(sleeping)``: others shall know; ``on_wake(slept_s)``: the machine has slept and is back."""
+        """``tell(sleeping)``: reports to the other nodes; ``on_wake(slept_s)``: the machine has slept and is back."""
         self._clock = clock
         self._watch = SleepWatch(clock)
         self._tell = tell
@@ -28,19 +28,19 @@ class SleepGuard:
         self._announced_at_s: float | None = None
 
     def announce(self) -> None:
-        """The machine is about to sleep."""
+        """Report that the machine is about to sleep."""
         logger.info("the machine is about to sleep")
         self._announced_at_s = self._clock.monotonic_s()
         self._tell(True)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check the clocks until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """One look at the clocks, and what follows from it."""
+        """Check the clocks once, and act on what they show."""
         slept_s = self._watch.slept_s()
         announced_at_s = self._announced_at_s
         stays_awake = announced_at_s is not None and self._clock.monotonic_s() - announced_at_s >= _FALL_ASLEEP_S

@@ -1,8 +1,8 @@
-"""Gives back, twice a minute, what a daemon that lives for weeks no longer holds.
+"""Frees unused memory twice a minute, since a daemon lives for weeks.
 
-Finished calls of gRPC leave cycles, of which a quiet daemon makes too few for Python to look through all its objects of
-its own accord, and they hold messages; and glibc keeps what was freed between pieces that live on. Without this, three
-daemons with a fault every 20 s grew by 1.9 % an hour; a look takes 1-3 ms, as what was imported is left out of it.
+Finished gRPC calls leave reference cycles that hold messages. A quiet daemon makes too few cycles to start Python's
+full collection. Also, glibc keeps freed memory between living pieces. Without this module, three daemons with a fault
+every 20 s grew by 1.9 % an hour. One collection takes 1-3 ms, as imported modules are frozen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 async def keep_tidy(*, every_s: float = 30.0) -> None:
-    """Until cancelled."""
+    """Collect and trim every ``every_s`` seconds, until cancelled."""
     trim = _trim()
     while True:
         await asyncio.sleep(every_s)
@@ -24,7 +24,7 @@ async def keep_tidy(*, every_s: float = 30.0) -> None:
 
 
 def _trim() -> Callable[[int], object]:
-    """glibc's ``malloc_trim``; where there is another allocator, nothing."""
+    """Return glibc's ``malloc_trim``; a function without effect for other allocators."""
     try:
         return ctypes.CDLL(None).malloc_trim if sys.platform == "linux" else int
     except (OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""Other nodes: their states, addresses, links and the calls to them. Knows no models."""
+"""Other nodes: their states, addresses and links, and calls to them. Knows no models."""

@@ -12,19 +12,19 @@ _MAX_GUESTS = 16  # a person runs one bench at a time
 
 
 class Guests:
-    """Their certificates."""
+    """Certificates of the commands that run now."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._certificates: list[bytes] = []
 
     def certificates(self) -> list[bytes]:
-        """PEM, of those who run now."""
+        """Return the certificates (PEM) of the commands that run now."""
         return list(self._certificates)
 
     @contextmanager
     def admit(self, certificate: bytes) -> Generator[None]:
-        """Count it as a gateway of this node inside the block. Raises CertificateInvalid, QueueFull."""
+        """Count the command as a gateway of this node inside the block. Raises CertificateInvalid, QueueFull."""
         if len(self._certificates) >= _MAX_GUESTS:
             raise QueueFull("too many commands call engines at once", fact=f"{_MAX_GUESTS} run already")
         pem = read_certificate(certificate).pem

@@ -1,4 +1,4 @@
-"""Connections that did not prove who they are: counted over all of a node's processes, and audited."""
+"""Connections that did not prove their identity: counted over all of a node's processes, and audited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK_S = 5.0  # a handshake may take 3 s
 
 
 class RefusedHandshakes:
-    """``run`` looks now and then; ``count`` is what there is now."""
+    """Counts refused handshakes (``count``) and audits new ones (``run``)."""
 
     def __init__(self, *, tls: MutualTls, children: Children, audit: AuditLog) -> None:
         self._tls = tls
@@ -20,20 +20,20 @@ class RefusedHandshakes:
         self._audit = audit
 
     def count(self) -> int:
-        """Of the processes that live."""
+        """Return the refused handshakes of all living processes."""
         return self._tls.refused_handshakes + sum(
             child.progress.refused_handshakes for child in self._children.running()
         )
 
     async def run(self) -> None:
-        """Until cancelled. One that is still in its handshake is counted the next time."""
-        told = earlier = self.count()
+        """Audit new refusals, until cancelled. A handshake still under way is counted at the next check."""
+        audited = earlier = self.count()
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self.count()
             settled, earlier = min(earlier, now), now
-            if settled > told:
-                refused = settled - told
+            if settled > audited:
+                refused = settled - audited
                 detail = f"{refused} connection{'s' * (refused != 1)}"
                 self._audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=detail)
-            told = settled  # children that ended took theirs with them
+            audited = settled  # the counts of ended children are gone

@@ -1,8 +1,8 @@
-"""Who may talk to whom: the daemon's own view of it, and what it tells its children.
+"""Decides which processes may talk to each other, for the daemon and for its children.
 
-The nodes of the cluster are known from the trust store. A node tells in its state which certificates its gateway and
-its engines have made for this life; that state came over a connection that proved whose it is. Stages are told their
-one engine here, and their neighbours by that engine.
+The trust store names the nodes of the cluster. A node's state lists the certificates that its gateway and engines made
+for their life. That state came over a connection that proved the node's identity. A stage learns its one engine from
+this module, and its neighbours from that engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _MOST_PROCESSES = 32  # gateways and engines of one node
-_MOST_CERTIFICATES = 1024  # read and remembered
+_MOST_CERTIFICATES = 1024  # parsed and cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """Everybody, as of now."""
+    """All peers that are known now."""
 
     callers: list[Peer]  # nodes that may call here
     nodes: list[Peer]  # nodes that may be called
@@ -37,7 +37,7 @@ class _Known:
 
 
 class Introductions:
-    """Keeps the daemon's ``security`` and every child up to date. ``refresh`` after whatever may have changed."""
+    """Keeps the daemon's ``security`` and every child up to date. Call ``refresh`` after any change of its inputs."""
 
     def __init__(
         self,
@@ -54,23 +54,23 @@ class Introductions:
         self._own = own
         self._others = others
         self._children = children
-        self._states: dict[str, pb.NodeState] = {}  # also of nodes that are silent now: a blip cuts nobody
+        self._states: dict[str, pb.NodeState] = {}  # also of silent nodes: a short loss of contact cuts no call
         self._certificates: dict[bytes, Certificate | None] = {}
 
     async def follow_trust(self) -> None:
-        """Act on every change of trust at once, until cancelled."""
+        """Refresh on every change of trust, until cancelled."""
         async for _ in self._trust.changes():
             self.refresh()
 
     def refresh(self) -> None:
-        """Work out anew who is known, and tell. Calls of those who are not any more are cut."""
+        """Compute the known peers and send them to all processes. This cuts the calls of peers that are not known."""
         known = self._known()
         self._security.introduce([*known.callers, *known.engines], nodes=known.nodes)
         for child in self._children.running():
             child.introduce(_told(child, known))
 
     def greet(self, child: Child) -> None:
-        """Tell one child, as after its start or when a stage got its engine."""
+        """Send the known peers to one child, after its start or when a stage got its engine."""
         child.introduce(_told(child, self._known()))
 
     def _known(self) -> _Known:
@@ -111,7 +111,7 @@ class Introductions:
             try:
                 self._certificates[pem] = read_certificate(pem)
             except CertificateInvalid as error:
-                logger.warning("a node tells of a certificate that is not accepted: %s", error)
+                logger.warning("a node reports a certificate that is not accepted: %s", error)
                 self._certificates[pem] = None
         return self._certificates[pem]
 

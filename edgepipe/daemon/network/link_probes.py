@@ -1,4 +1,4 @@
-"""What the way to another node is like, at the sizes of activations: measured on a channel of its own, kept a while."""
+"""Measures the link to another node at the sizes of activations, on a channel of its own; keeps results a while."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LARGE_BYTES = 256 << 10  # a frame
 _PINGS = 9
 _CALLS = 15
 _ROUND_BYTES = (1 << 20, 1 << 20, 1 << 20, 4 << 20)
-_SLOW_S = 0.2  # of one round: the wire is so slow that nothing else counts
+_SLOW_S = 0.2  # of one round: so slow a wire dominates all other costs
 _KEPT_S = 600.0
-_FRESH_S = 10.0  # no member can keep a wire busy by asking for it again and again
+_FRESH_S = 10.0  # least age of a result to be measured again: no member can keep a wire busy with requests
 _LONGEST_S = 10.0
 
 
@@ -31,21 +31,21 @@ class LinkProbes:
     """Measures the links that leave this node."""
 
     def __init__(self, *, peers: Peers, clock: Clock, timeouts: Timeouts, network: Network | None) -> None:
-        """``network``: emulated, as the node's activations meet it; None: the real one."""
+        """``network``: emulated, as it delays the node's activations; None: the real network."""
         self._peers = peers
         self._clock = clock
         self._timeouts = timeouts
         self._network = network
-        self._known: dict[str, tuple[float, pb.LinkProfile]] = {}  # by address: when, what
-        self._busy = asyncio.Lock()  # two at a time would share the wire
+        self._known: dict[str, tuple[float, pb.LinkProfile]] = {}  # by address: time of the measurement, result
+        self._busy = asyncio.Lock()  # two measurements at a time would share the wire
 
     def known(self, node_ids: list[str]) -> list[pb.LinkProfile]:
-        """What was measured, however long ago; others are left out. This node's host is told with them."""
+        """Return earlier measurements of any age, including this node's host; leave unmeasured nodes out."""
         wanted = {*node_ids, self._peers.own_id}
         return [found for _, found in self._known.values() if found.receiver in wanted]
 
     async def measure(self, node_ids: list[str], *, fresh: bool = False) -> list[pb.LinkProfile]:
-        """One after the other, this node's host first; ``fresh``: also what is known for more than 10 s.
+        """Measure one link after the other, this node's host first; ``fresh``: results older than 10 s, too.
 
         Raises NodeUnreachable, LinkError.
         """
@@ -69,7 +69,7 @@ class LinkProbes:
             return found
 
     async def _measure_host(self) -> pb.LinkProfile:
-        """What one small message costs, by calls to this node itself: each is two, handled at both ends by one loop."""
+        """Measure the cost of one small message: a call to this node is two messages, each handled at both ends."""
         own_id = self._peers.own_id
         nothing = pb.ProfileLinksRequest(hello=self._peers.hello, known_only=True)
         trips: list[float] = []
@@ -95,7 +95,7 @@ class LinkProbes:
                     rate = 0.0
                     for total in _ROUND_BYTES:
                         taken_s = await self._round(call, line, [_LARGE_BYTES] * (total // _LARGE_BYTES)) - trip_s
-                        rate = max(rate, total / max(taken_s, 1e-6))  # what else the machines do only slows a round
+                        rate = max(rate, total / max(taken_s, 1e-6))  # other work of the machines only slows a round
                         if taken_s > _SLOW_S:
                             break
                 finally:
@@ -107,7 +107,7 @@ class LinkProbes:
         )
 
     async def _round(self, call: Any, line: Any, sizes: list[int]) -> float:
-        """Seconds from the first byte to the answer to the last frame."""
+        """Return the seconds from the first byte to the answer to the last frame."""
         started_s = self._clock.monotonic_s()
         for index, size in enumerate(sizes):
             frame = pb.EchoFrame(data=bytes(size), reply=index == len(sizes) - 1)
@@ -123,7 +123,7 @@ class ProbesService(node_pb2_grpc.ProbesServicer):
         self._network = network
 
     async def Echo(self, request_iterator: AsyncIterator[pb.EchoFrame], context: Any) -> AsyncGenerator[pb.EchoFrame]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A small answer to each frame that wants one."""
+        """Send a small answer to each frame that asks for one."""
         async with delayed_replies(self._network, context) as replies:
             async for frame in request_iterator:
                 if frame.reply:

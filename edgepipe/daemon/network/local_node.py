@@ -1,4 +1,4 @@
-"""What this node tells of itself."""
+"""The state that this node reports to the others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from edgepipe.daemon.changes import Changes
 from edgepipe.ids import NodeId
 from edgepipe.wire.v1 import node_pb2 as pb
 
-Part = Callable[[pb.NodeState], None]  # fills in its fields
+Part = Callable[[pb.NodeState], None]  # fills in some fields
 
 
 class LocalNode:
-    """Builds this node's state from its parts, counts its versions and spreads the news."""
+    """Builds this node's state from its parts, counts its versions and announces changes."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class LocalNode:
         on_change: Callable[[], None],
         announce: Callable[[], None],
     ) -> None:
-        self.changes = Changes()  # of this node and of the cluster as seen from it
+        self.changes = Changes()  # of this node, and of the cluster as this node sees it
         self.state = pb.NodeState(
             node_id=node_id,
             name=name,
@@ -45,7 +45,7 @@ class LocalNode:
         self._parts.append(part)
 
     def refresh(self, *, urgent: bool = True) -> None:
-        """Build the state again; if it differs, others hear of it: at once when ``urgent``, else with the next beat."""
+        """Build the state again. Other nodes get a changed state at once when ``urgent``, else with the next beat."""
         fresh = pb.NodeState()
         fresh.CopyFrom(self.state)
         for field in ("devices", "engines", "models", "transfers", "gateways", "serves", "silent"):

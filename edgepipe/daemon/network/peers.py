@@ -1,4 +1,4 @@
-"""Calls from this daemon to others (and to itself): one control channel per node, a channel of its own per transfer."""
+"""Calls from this daemon to nodes, itself included: one control channel per node, and a channel per transfer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 logger = logging.getLogger(__name__)
 
 _PROFILE_S = 60.0  # several shapes may wait for one device
-_KNOWN_S = 0.5  # to tell what was measured before: who does not, while an answer waits, is estimated
-_STAND_BY_S = 10.0  # a busy machine starts Python slowly; longer, and whoever is drained rather ends
-_COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; what came stays for the next time
+_KNOWN_S = 0.5  # to report earlier measurements; the plan estimates a node that does not answer in time
+_STAND_BY_S = 10.0  # a busy machine starts Python slowly; a draining node rather ends than wait longer
+_COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; received parts are kept for the next attempt
 
 
 class Peers:
@@ -43,7 +43,7 @@ class Peers:
         clock: Clock,
         binds: Callable[[str, EngineState], bool],
     ) -> None:
-        """``binds``: whether an engine that a node tells of was asked for there (``ServeBook.binds``)."""
+        """``binds``: whether a record names an engine that a node reports (``ServeBook.binds``)."""
         self.hello = hello
         self._binds = binds
         self._clock = clock
@@ -55,22 +55,22 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def nodes(self) -> list[pb.NodeState]:
-        """This node and every reachable member, without engines that nobody asked for there."""
+        """Return this node and every reachable member, without engines that no record names."""
         return [self._own(), *(self.bound(member.node) for member in self._membership.reachable())]
 
     def bound(self, node: pb.NodeState) -> pb.NodeState:
-        """What a node tells of itself, without engines that nobody asked for there."""
+        """Return a node's state without engines that no record names."""
         engines = [engine for engine in node.engines if self._binds(node.node_id, engine)]
         if len(engines) == len(node.engines):
             return node
-        told = pb.NodeState()
-        told.CopyFrom(node)
-        del told.engines[:]
-        told.engines.extend(engines)
-        return told
+        state = pb.NodeState()
+        state.CopyFrom(node)
+        del state.engines[:]
+        state.engines.extend(engines)
+        return state
 
     def node(self, node_id: str) -> pb.NodeState:
-        """One of them. Raises NodeUnreachable."""
+        """Return a present node. Raises NodeUnreachable."""
         for node in self.nodes():
             if node.node_id == node_id:
                 return node
@@ -85,60 +85,60 @@ class Peers:
 
     @property
     def own_drains(self) -> bool:
-        """Whether this node is being drained."""
+        """Whether this node is draining."""
         return self._own().draining
 
     def is_gone(self, node_id: str) -> bool:
-        """Whether the node is away for certain, by what this one knows itself, or gives its engines away."""
+        """Return whether this node itself knows that the node is away or hands its engines over."""
         if self.is_self(node_id):
             return self.own_drains
         member = self._membership.member(node_id)
-        if member is None:  # it was never met: after a power cut it may be a little late
+        if member is None:  # never met: after a power cut the node may be a little late
             return self._clock.monotonic_s() - self._since_s >= self._timeouts.dead_max_s
         return not member.reachable or member.node.draining
 
     def reaches(self, node_id: str) -> bool:
-        """Whether the node is this one or a member that is heard."""
+        """Return whether the node is this one or a member that is heard, and is not draining."""
         return any(node.node_id == node_id and not node.draining for node in self.nodes())
 
     def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
-        """Both ways of every pair of nodes that are heard here and do not hear each other."""
+        """Return both directions of every pair of nodes that are heard here and do not hear each other."""
         pairs = self._membership.broken_links()
-        return frozenset([*pairs, *((other, one) for one, other in pairs)])
+        return frozenset([*pairs, *((other, node_id) for node_id, other in pairs)])
 
     def is_self(self, node_id: str) -> bool:
-        """Whether it is this node's id."""
+        """Return whether this is this node's id."""
         return node_id == self._own().node_id
 
     async def start_engine(self, node_id: str, request: pb.StartEngineRequest) -> None:
-        """``Node.StartEngine`` there. Raises its errors and LinkError."""
+        """Call ``Node.StartEngine``. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
             await self._stub(node_id).StartEngine(request, timeout=self._timeouts.child_start_s)
 
     async def stand_by(self, node_id: str) -> None:
-        """``Node.StandBy`` there. Raises its errors and LinkError."""
+        """Call ``Node.StandBy``. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
             await self._stub(node_id).StandBy(pb.StandByRequest(hello=self.hello), timeout=_STAND_BY_S)
 
     def engine_state(self, node_id: str, pipeline_id: str) -> str:
-        """What a node tells of its engine for the pipeline; empty if it has none."""
+        """Return the state that a node reports for its engine of the pipeline; empty without an engine."""
         engines = (engine for node in self.nodes() if node.node_id == node_id for engine in node.engines)
         return next((engine.state for engine in engines if engine.pipeline_id == pipeline_id), "")
 
     async def stop_engine(self, node_id: str, pipeline_id: str, record: pb.ServeRecord | None) -> None:
-        """``Node.StopEngine`` there, with the record that says so. Raises its errors and LinkError."""
+        """Call ``Node.StopEngine`` with the record of the stop. Raises its errors and LinkError."""
         request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id, record=record)
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
 
     async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
-        """``Node.Rebalance`` there: whether stages move. Raises its errors and LinkError."""
+        """Call ``Node.Rebalance``; return whether stages move. Raises its errors and LinkError."""
         request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
         with translated(self.node(node_id).name):
             return (await self._stub(node_id).Rebalance(request, timeout=self._timeouts.child_start_s)).changed
 
     async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, pb.VouchReply]:
-        """What each other reachable member says of the pipeline and the node; who does not answer is left out."""
+        """Ask all other reachable members about the pipeline and the node; leave out those that do not answer."""
         others = [node for node in self.nodes() if not self.is_self(node.node_id)]
         replies = await asyncio.gather(*(self._vouch(other.node_id, pipeline_id, node_id) for other in others))
         return {other.node_id: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
@@ -153,33 +153,33 @@ class Peers:
             return None
 
     async def release(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
-        """``Node.Release`` of that epoch and those before it there. Raises its errors and LinkError."""
+        """Call ``Node.Release`` for that epoch and earlier ones. Raises its errors and LinkError."""
         request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
         with translated(self.node(node_id).name):
             await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
 
     async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
-        """``Node.ProfileLayer`` there. Raises its errors and LinkError."""
+        """Call ``Node.ProfileLayer``. Raises its errors and LinkError."""
         timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
             return await self._stub(node_id).ProfileLayer(request, timeout=timeout_s)
 
     async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
-        """``Node.ProfileLinks`` there. Raises its errors and LinkError."""
+        """Call ``Node.ProfileLinks``. Raises its errors and LinkError."""
         timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
             return list((await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)).links)
 
     async def keep_copy(self, node_id: str, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
-        """``Node.KeepCopy`` there. Raises its errors and LinkError; a node that goes away ends it by its channel."""
+        """Call ``Node.KeepCopy``. Raises its errors and LinkError; a lost node ends the call by its channel."""
         with translated(self.node(node_id).name):
             async for progress in self._stub(node_id).KeepCopy(request, timeout=_COPY_S):
                 yield progress
 
     async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
-        """At which epoch the engine of a pipeline works, asked from itself; None if it does not say in time."""
+        """Ask a pipeline's engine for its epoch; None if it does not answer in time."""
         try:
-            engine = next(one for one in self.node(node_id).engines if one.pipeline_id == pipeline_id)
+            engine = next(each for each in self.node(node_id).engines if each.pipeline_id == pipeline_id)
             async with make_channel(engine.address, self.security.to_process(engine.certificate)) as channel:
                 with translated("the engine"):
                     state = await EngineStub(channel).Describe(

@@ -1,4 +1,4 @@
-"""Where members answered last, kept on disk: they are found again where multicast does not pass."""
+"""The last addresses of members, kept on disk: this node finds them again where multicast does not pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NODES = 256  # a home has a few dozen machines
 
 
 class RememberedAddresses:
-    """Node id to HOST:PORT. What is read may be old or wrong: whoever answers there must prove who it is."""
+    """Node id to HOST:PORT. An entry may be old or wrong: the node that answers must prove its identity."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,11 +27,11 @@ class RememberedAddresses:
         self._changed = asyncio.Event()
 
     def all(self) -> Mapping[str, str]:
-        """What is remembered."""
+        """Return all addresses."""
         return dict(self._addresses)
 
     def note(self, node_id: str, address: str) -> None:
-        """A member told where it is."""
+        """Keep the address that a member reports."""
         if address and self._addresses.get(node_id) != address:
             self._addresses.pop(node_id, None)
             self._addresses[node_id] = address
@@ -40,12 +40,12 @@ class RememberedAddresses:
             self._changed.set()
 
     def forget(self, node_id: str) -> None:
-        """A node belongs to the cluster no more."""
+        """Drop the address of a node that is no longer a member."""
         if self._addresses.pop(node_id, None) is not None:
             self._changed.set()
 
     async def run(self) -> None:
-        """Write every change down, until cancelled."""
+        """Write every change to the disk, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -57,7 +57,7 @@ class RememberedAddresses:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """What was written; nothing of it is worth an error, since members can be found in other ways."""
+    """Read the addresses. A damaged file raises nothing, since members can be found in other ways."""
     try:
         document: Any = json.loads(read_private(path, most_bytes=_MOST_BYTES))
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Joins machines to a cluster, on the host's side and on the guest's. Knows no models."""
+"""Joins machines to a cluster, on the side of the host and of the joining machine. Knows no models."""

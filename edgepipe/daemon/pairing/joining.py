@@ -26,11 +26,11 @@ from edgepipe.wire.common import make_hello
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewMember:
-    """What this machine is now."""
+    """This machine after it joined."""
 
     store: TrustStore
     node_name: str
-    wanted_name: str = ""  # what it calls itself, where another machine has that name already; empty: the same
+    wanted_name: str = ""  # its own name if another machine already has that name, else empty
 
 
 async def join_cluster(
@@ -44,10 +44,10 @@ async def join_cluster(
     audit: AuditLog,
     on_waiting: Callable[[str], None],
 ) -> NewMember:
-    """Pair with ``host`` and keep its cluster in ``data_dir``, which nobody else uses meanwhile.
+    """Pair with ``host`` and keep its cluster in ``data_dir``; no other process may use that folder meanwhile.
 
-    ``host`` may be empty for a long string. ``on_waiting`` gets the host's name when its person is asked. Raises
-    ConfigInvalid for a bad code or files, PairingRejected, and what keeps the two machines apart.
+    ``host`` may be empty if ``code`` is a long string. ``on_waiting`` gets the host's name when its person is asked.
+    Raises ConfigInvalid for a bad code or files, PairingRejected, and the network's errors.
     """
     understood = read_code(code)
     host, port = host or understood.host, port or understood.port or NODE_PORT + PAIRING_OFFSET
@@ -57,7 +57,7 @@ async def join_cluster(
     make_private_folder(data_dir)
     key_pair = load_identity(folders.identity)
     if new_identity or _must_change(data_dir, key_pair.fingerprint):
-        key_pair = make_key_pair()  # kept with the new cluster, when there is one
+        key_pair = make_key_pair()  # written with the new cluster, once pairing succeeds
     party = Party(
         code=understood.secret,
         key_pair=key_pair,
@@ -79,7 +79,7 @@ async def join_cluster(
 
 
 def _must_change(data_dir: Path, node_id: str) -> bool:
-    """Whether a new key is needed: this one was removed from its cluster. Raises PairingRejected in a living one."""
+    """Return whether a new key is needed: this one was removed. Raises PairingRejected inside a living cluster."""
     if (home := home_of(data_dir)) is not None:
         raise PairingRejected(
             f"this machine is in cluster '{home.cluster_name}' already",
@@ -91,6 +91,6 @@ def _must_change(data_dir: Path, node_id: str) -> bool:
 
 
 def _keep(data_dir: Path, pairing: JoinerPairing, key_pair: KeyPair) -> None:
-    assert pairing.store is not None, "kept when it has come"
+    assert pairing.store is not None, "called once the store has come"
     adopt_cluster(data_dir, pairing.store, key_pair)
     write_private(data_dir / "addresses.json", json.dumps(pairing.addresses).encode())

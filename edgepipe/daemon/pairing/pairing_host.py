@@ -1,4 +1,4 @@
-"""The pairing port of a running node: open while somebody invites, and for one machine."""
+"""The pairing port of a running node: open during an invitation, for one machine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from edgepipe.wire.v1 import trust_pb2 as pb
 
 CODE_S = 300
 _MOST_CODE_S = 3600
-_MOST_STRING_S = 24 * 3600  # a long string is not guessed in any time
+_MOST_STRING_S = 24 * 3600  # a long string cannot be guessed in any time
 _WINDOWS_PER_HOUR = 10
 _HOUR_S = 3600.0
 
 
 class PairingHost:
-    """Opens windows, one at a time. Joins and failures go to the audit log."""
+    """Opens one pairing window at a time. Writes joins and failures to the audit log."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PairingHost:
         self._trust = trust
         self._hello = hello
         self._host = host
-        self._port = port  # of the node as it was configured; 0: any
+        self._port = port  # the node's configured port; 0: any
         self._addresses = addresses
         self._announce = announce
         self._clock = clock
@@ -55,8 +55,8 @@ class PairingHost:
         self._open = asyncio.Lock()
 
     async def invite(self, commands: AsyncIterator[pb.InviteCommand]) -> AsyncGenerator[pb.InviteEvent]:
-        """One window from its first command to its end. Raises TrustInvalid on a node that owns nothing, QueueFull
-        while another window is open or after too many, PortInUse, PairingRejected when nobody joined."""
+        """Run one window from its first command to its end. Raises TrustInvalid on a node that is no owner, QueueFull
+        while another window is open or after too many, PortInUse, PairingRejected when no machine joined."""
         first = await anext(commands, None)
         if first is None or not first.HasField("start"):
             raise ConfigInvalid("an invitation begins with its options")
@@ -98,7 +98,7 @@ class PairingHost:
 
 
 class _Invitation:
-    """One code, and what happens while it is valid."""
+    """One code, and the events while it is valid."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Invitation:
         self._valid_s = min(start.valid_s or CODE_S, _MOST_STRING_S if start.long_string else _MOST_CODE_S)
 
     def opened(self, host: str, port: int, *, usual_port: bool) -> pb.InviteEvent:
-        """The first event."""
+        """Return the first event."""
         code = show_code(self._digits)
         if self._start.long_string:
             code = show_string(host=host, port=port, node_id=self._trust.node_id, secret=self._secret)
@@ -144,7 +144,7 @@ class _Invitation:
         )
 
     async def run(self) -> None:
-        """Wait for the window's end. Raises PairingRejected if nobody joined."""
+        """Wait for the window's end. Raises PairingRejected if no machine joined."""
         try:
             await self.window.until_over(valid_s=self._valid_s)
             if not self._joined:
@@ -205,19 +205,19 @@ class _Invitation:
 def _nobody_joined(tries: Tries) -> PairingRejected:
     if not tries.used_up:
         return PairingRejected(
-            "nobody joined",
+            "no machine joined",
             fact="the code is not valid any more",
             next_step="edgepipe node invite makes a new code",
         )
     return PairingRejected(
-        "nobody joined",
+        "no machine joined",
         fact=f"{MAX_TRIES} wrong codes were given, by {' and '.join(tries.wrong_from())}",
         next_step="edgepipe node invite makes a new code; one with --long cannot be used up by strangers",
     )
 
 
 def _role(asked: str, store: TrustStore) -> Role:
-    """The second machine becomes an owner too: losing one machine must not lock its owner out of the cluster."""
+    """Return the new member's role. The second machine is an owner: else one lost machine locks its owner out."""
     if not asked:
         return Role.OWNER if len(store.peers) == 1 else Role.MEMBER
     if asked not in list(Role):

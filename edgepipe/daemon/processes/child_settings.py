@@ -1,4 +1,4 @@
-"""What a node tells its children at their birth, from what the node was told itself."""
+"""Settings that a node gives each child at its start, made from the node's own configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgepipe.workers.settings import ChildSettings
 
 
 class ChildSettingsMaker:
-    """Makes the settings of one child after the other."""
+    """Makes the settings of each child."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ChildSettingsMaker:
         ids: IdSource,
         children: Children,
     ) -> None:
-        """``hello``: as the node introduces itself; ``address``: HOST:PORT of its daemon, known once that listens."""
+        """``hello``: this node's introduction; ``address``: HOST:PORT of its daemon, known once the daemon listens."""
         self._config = config
         self._hello = hello
         self._host = host
@@ -42,7 +42,7 @@ class ChildSettingsMaker:
         self._children = children
 
     def make(self, kind: str, *, http_port: int = 0) -> ChildSettings:
-        """For a child of that kind; gateways get the port of HTTP."""
+        """Make the settings of a child of that kind; gateways also get their HTTP port."""
         config = self._config
         return ChildSettings(
             kind=kind,
@@ -70,7 +70,7 @@ class ChildSettingsMaker:
         )
 
     def _free_ports(self) -> tuple[int, ...]:
-        """Any free port when the daemon's is; else the fifteen above it, those of living children left out."""
+        """Return any free port if the daemon's is ephemeral; else the fifteen above it, without living children's."""
         if self._config.port == 0:
             return (0,)
         taken = {child.port for child in self._children.running()}

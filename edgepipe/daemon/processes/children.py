@@ -1,4 +1,4 @@
-"""Child processes: started with their settings on standard input, attached over the Unix socket, ended for sure."""
+"""Child processes: they read settings from standard input and attach over the Unix socket; the node ends them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 _MAIN = ("-m", "edgepipe.workers.main")
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
-_LOOK_S = 0.25  # at children that may hang
-_KNOWS_S = 1.0
+_LOOK_S = 0.25  # between checks for hanging children
+_KNOWS_S = 1.0  # for a child to confirm its peers
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
 
@@ -41,24 +41,24 @@ class Child:
         self, settings: ChildSettings, process: asyncio.subprocess.Process, *, mark: StepMark | None = None
     ) -> None:
         self._mark = mark
-        self.crashed_in: tuple[int, StepId] | None = None  # a stage: epoch's counter and step in which it crashed
+        self.crashed_in: tuple[int, StepId] | None = None  # stages: the epoch's counter and the step of the crash
         self.settings = settings
         self.process = process
         self.started: asyncio.Future[pb.ChildStarted] = asyncio.get_running_loop().create_future()
         self.exited = asyncio.Event()
         self.stopping = False
         self.fault: EdgepipeError | None = None
-        self.hang = ""  # what showed that it hangs
+        self.hang = ""  # the evidence that it hangs
         self.progress = pb.ChildProgress()  # the newest
         self.on_progress: Callable[[pb.ChildProgress], None] = lambda _progress: None
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
-        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _told: None
-        self.engine: Peer | None = None  # stages: the one that may send plans
+        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _profile: None
+        self.engine: Peer | None = None  # stages: the engine that may send plans
         self.on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None
         self._introduced: list[pb.IntroducedPeer] | None = None
-        self._version = 0  # of what was introduced
-        self._current = asyncio.Event()  # it has taken the newest
+        self._version = 0  # of the introduced peers
+        self._current = asyncio.Event()  # the child has confirmed the newest version
         self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     @property
@@ -73,13 +73,13 @@ class Child:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0 until it has told."""
+        """The port it listens on; 0 until reported."""
         well = self.started.done() and self.started.exception() is None
         return self.started.result().port if well else 0
 
     @property
     def certificate(self) -> bytes:
-        """PEM, made by the process at its start; empty until it has told."""
+        """PEM, made by the process at its start; empty until reported."""
         well = self.started.done() and self.started.exception() is None
         return self.started.result().certificate if well else b""
 
@@ -94,7 +94,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, also in the moment before its end has been noticed here."""
+        """Whether the process runs; exact also before its end was noticed here."""
         if self.exited.is_set() or self.stopping:
             return False
         try:
@@ -103,9 +103,9 @@ class Child:
             return False
 
     async def lives(self) -> bool:
-        """Whether it answers. One that is silent for a second is believed to live as long as its process stands.
+        """Return whether the process answers. If it is silent for a second, return whether it still exists.
 
-        A process that is being killed hangs up on its peers some time before the system tells of its end.
+        A process that is being killed closes its connections some time before the system reports its end.
         """
         if self.alive and self._introduced is not None:
             self._tell_peers(self._introduced)
@@ -113,7 +113,7 @@ class Child:
         return self.alive
 
     def introduce(self, peers: list[pb.IntroducedPeer]) -> None:
-        """Tell whom it may talk to, unless it knows."""
+        """Send the list of peers that the child may talk to, unless the child has that list."""
         if self._introduced is None or peers != self._introduced:
             self._tell_peers(peers)
 
@@ -121,20 +121,20 @@ class Child:
         self._introduced = peers
         self._version += 1
         self._current.clear()
-        told = pb.IntroducedPeers(version=self._version, peers=peers)
-        self.send(pb.ChildCommand(introduce=told))
+        introduced = pb.IntroducedPeers(version=self._version, peers=peers)
+        self.send(pb.ChildCommand(introduce=introduced))
 
     async def knows_peers(self) -> None:
-        """Wait until what ``introduce`` told holds there, or until the process ends, or a second."""
+        """Wait until the child confirms the introduced peers, it ends, or a second passes."""
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._current, self.exited)]
         try:
             await asyncio.wait(waiting, timeout=_KNOWS_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waiting:
-                one.cancel()
+            for task in waiting:
+                task.cancel()
 
     def send(self, command: pb.ChildCommand) -> None:
-        """Queue a command. A child that takes none for so long is killed: it hangs."""
+        """Queue a command. A full queue means that the child hangs: kill it."""
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
@@ -142,12 +142,12 @@ class Child:
             self.kill()
 
     async def commands(self) -> AsyncIterator[pb.ChildCommand]:
-        """The commands in order, until the child is gone."""
+        """Yield the commands in order, until the child is gone."""
         while (command := await self._commands.get()) is not None:
             yield command
 
     def take_report(self, report: pb.ChildReport) -> None:
-        """One report came from the child."""
+        """Handle one report of the child."""
         if report.HasField("started") and not self.started.done():
             self.started.set_result(report.started)
         if report.HasField("fault"):
@@ -173,7 +173,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def ended(self) -> None:
-        """The process is gone: whoever waits for it or for its start wakes."""
+        """Note the end of the process and wake all waiters."""
         if self._mark is not None:
             self.crashed_in = self._mark.read() if self.hang or _crashed(self.process.returncode) else None
             self._mark.close()
@@ -183,10 +183,10 @@ class Child:
             self._commands.put_nowait(None)
         if not self.started.done():
             self.started.set_exception(self.error())
-            self.started.exception()  # nobody may be waiting
+            self.started.exception()  # no task may be waiting for it
 
     def error(self) -> EdgepipeError:
-        """Why it ended, as far as is known."""
+        """Return why the process ended, as far as is known."""
         if self.fault is not None:
             return self.fault
         if self.hang:
@@ -210,7 +210,7 @@ class Children:
         on_new: Callable[[Child], None] = lambda _child: None,
         on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None,
     ) -> None:
-        """``on_new``: a child was started and is to be told whom it may talk to. ``on_denied``: one refused a call."""
+        """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call."""
         self._on_new = on_new
         self._on_denied = on_denied
         self._timeouts = timeouts
@@ -219,11 +219,11 @@ class Children:
         self._children: dict[str, Child] = {}
 
     def running(self, kind: str = "") -> list[Child]:
-        """Children whose process lives."""
+        """Return the children whose process lives."""
         return [child for child in self._children.values() if not kind or child.kind == kind]
 
     async def start(self, settings: ChildSettings, tasks: asyncio.TaskGroup) -> Child:
-        """Spawn the process and watch it from ``tasks``; returns before it has attached."""
+        """Spawn the process and watch it from ``tasks``. Return before it has attached."""
         with contextlib.ExitStack() as passed:
             mark, descriptor = _new_mark(passed) if settings.kind == "stage" else (None, -1)
             settings = replace(settings, mark=descriptor)
@@ -235,7 +235,7 @@ class Children:
         logger.info("child started kind=%s pid=%d", child.kind, child.pid)
         tasks.create_task(self._watch(child), name=f"watch:{child.kind}:{child.pid}")
         assert process.stdin is not None
-        with contextlib.suppress(OSError, RuntimeError):  # it died already; the watcher tells
+        with contextlib.suppress(OSError, RuntimeError):  # it died already; the watcher reports that
             process.stdin.write(settings.to_line())
             await process.stdin.drain()
         return child
@@ -243,7 +243,7 @@ class Children:
     async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # what lies in the current folder is no module of ours
+            "-P",  # import nothing from the current folder
             *_MAIN,
             settings.kind,
             stdin=asyncio.subprocess.PIPE,
@@ -251,12 +251,12 @@ class Children:
             stderr=asyncio.subprocess.STDOUT,
             env=child_environment(threads=settings.threads),
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # ^C in the terminal is the daemon's to handle
+            start_new_session=True,  # only the daemon handles ^C of the terminal
             pass_fds=(settings.mark,) if settings.mark >= 0 else (),
         )
 
     async def wait_started(self, child: Child) -> pb.ChildStarted:
-        """The child's first report. Raises what ended it, or BackendUnavailable (after a kill) if it hangs."""
+        """Wait for the child's first report. Raises the reason of its end, or BackendUnavailable if it hangs."""
         try:
             async with asyncio.timeout(self._timeouts.child_start_s):
                 return await asyncio.shield(child.started)
@@ -267,7 +267,7 @@ class Children:
             ) from exc
 
     async def watch_hangs(self) -> None:
-        """Kill children that hang, until cancelled. Whoever waits for them hears of their end."""
+        """Kill children that hang, until cancelled. Their waiters see the end of the process."""
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self._clock.monotonic_s()
@@ -282,11 +282,11 @@ class Children:
                     child.kill()
 
     async def stop(self, child: Child) -> None:
-        """Ask it to stop, then kill it; returns when the process is gone."""
+        """Ask the child to stop, then kill it. Return when the process is gone."""
         child.stopping = True
         child.send(pb.ChildCommand(stop=pb.StopChild()))
         if child.process.stdin is not None:
-            child.process.stdin.close()  # tells also a child that has not attached yet
+            child.process.stdin.close()  # ends also a child that has not attached yet
         try:
             async with asyncio.timeout(self._timeouts.child_stop_s):
                 await child.exited.wait()
@@ -296,7 +296,7 @@ class Children:
             await child.exited.wait()
 
     async def stop_all(self, kind: str) -> None:
-        """Stop all children of a kind, side by side."""
+        """Stop all children of a kind at the same time."""
         await asyncio.gather(*(self.stop(child) for child in self.running(kind)))
 
     def kill_all(self) -> None:
@@ -305,7 +305,7 @@ class Children:
             child.kill()
 
     async def attach(self, reports: AsyncIterator[pb.ChildReport]) -> AsyncGenerator[pb.ChildCommand]:
-        """Handler of ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
+        """Serve ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
         first = await anext(aiter(reports), None)
         child = self._children.get(first.child_id) if first is not None else None
         if first is None or child is None:
@@ -342,7 +342,7 @@ class Children:
                 logger.info("%s[%d] %s", child.kind, child.pid, text)
             await child.process.wait()
         finally:
-            child.kill()  # whatever of its group is left
+            child.kill()  # the rest of its process group
             if child.process.returncode is None:
                 await asyncio.shield(child.process.wait())
             self._children.pop(child.settings.child_id, None)
@@ -354,7 +354,7 @@ class Children:
 
 
 async def _next_line(stream: asyncio.StreamReader) -> bytes:
-    """The next line, cut where a child writes one without end."""
+    """Read the next line; replace a line that is too long."""
     try:
         return await stream.readline()
     except ValueError:
@@ -362,25 +362,25 @@ async def _next_line(stream: asyncio.StreamReader) -> bytes:
 
 
 def _new_mark(passed: contextlib.ExitStack) -> tuple[StepMark | None, int]:
-    """A mark for a new stage, and the descriptor to pass on; that is closed here once the stage has it.
+    """Make a mark for a new stage. Return it with the descriptor to pass on; ``passed`` closes the descriptor here.
 
-    None, and no descriptor, where the disk takes no file: then nobody knows which step a stage died in.
+    Return None and -1 if the disk takes no file: the node then cannot tell in which step a stage died.
     """
     try:
         file = passed.enter_context(tempfile.TemporaryFile())
         return StepMark(file.fileno()), file.fileno()
     except OSError as exc:
-        logger.warning("crashes inside steps cannot be told from others: %s", exc)
+        logger.warning("the node cannot distinguish crashes inside steps from other crashes: %s", exc)
         return None, -1
 
 
 def _crashed(status: int | None) -> bool:
-    """Whether a process broke by itself: whoever is killed or told to end, by people or for want of memory, did not."""
+    """Return whether a process crashed on its own: SIGKILL and SIGTERM come from people, or from lack of memory."""
     return status is not None and status != 0 and -status not in (signal.SIGKILL, signal.SIGTERM)
 
 
 def _how_it_ended(status: int | None, last_lines: Iterable[str]) -> str:
-    """A signal's name, else the exit status and the last thing it wrote."""
+    """Name the signal, else the exit status and the last line of output."""
     if status == -signal.SIGKILL:
         return "killed by SIGKILL, as the system does when memory runs out"
     how = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exit status {status}"

@@ -1,4 +1,4 @@
-"""The node's gateway process: started, fed with views of the cluster, started again when it dies."""
+"""Keeps the node's gateway process: starts it, sends it views of the cluster, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgepipe.workers.settings import ChildSettings
 logger = logging.getLogger(__name__)
 
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
-_MOST_LOADING = 4  # models at once
+_MOST_LOADING = 4  # models loaded at the same time
 _VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
 
 
@@ -37,14 +37,14 @@ class GatewayKeeper:
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
-        """``load`` serves a model as is best; ends when it answers, or raises why it does not. ``unload`` stops one
-        that was loaded so."""
+        """``load`` serves a model in its best placement; it ends when the model answers, or raises the reason why not.
+        ``unload`` stops a model that ``load`` served."""
         self._load = load
         self._unload = unload
         self._unloading: set[str] = set()
         self._loading: set[str] = set()  # models that requests wait for
-        self.http_port = 0  # where it answers now
-        self.certificate = b""  # of the process that answers now
+        self.http_port = 0  # of the running process
+        self.certificate = b""  # of the running process
         self._told = pb.ClusterView()
         self._told_more = Changes()
         self._children = children
@@ -56,23 +56,25 @@ class GatewayKeeper:
         self._on_change = on_change
 
     async def start(self) -> Child:
-        """Start the first one. Raises PortInUse and whatever else hinders it."""
+        """Start the gateway. Raises PortInUse and other errors that prevent the start."""
         child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
         started = await self._children.wait_started(child)
         child.on_report = lambda report: self._take(child, report)
         self.certificate = started.certificate
-        self.http_port = self._wanted_port = started.port  # a restarted one answers at the same place
+        self.http_port = self._wanted_port = started.port  # a restarted gateway keeps the port
         self._on_change()
         return child
 
     async def knows(self, pipeline_id: str) -> None:
-        """Wait until the gateway was told of a ready engine, so that who asks it next finds the model."""
+        """Wait until the gateway knows a ready engine, so that its next client finds the model."""
         async for _ in self._told_more.watch():
-            if any(one.engine.pipeline_id == pipeline_id and one.engine.state == "ready" for one in self._told.served):
+            if any(
+                entry.engine.pipeline_id == pipeline_id and entry.engine.state == "ready" for entry in self._told.served
+            ):
                 return
 
     async def keep(self, child: Child) -> None:
-        """Feed it, and start another whenever it ends. Ends by cancellation only."""
+        """Send the gateway views of the cluster and restart it whenever it ends, until cancelled."""
         wait_s = _RESTART_MIN_S
         while True:
             feeder = self._tasks.create_task(self._feed(child), name="gateway:views")

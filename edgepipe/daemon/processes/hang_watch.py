@@ -1,17 +1,17 @@
-"""Tells a child that hangs from one that works or waits, by what it reports."""
+"""Detects a hanging child by its reports: a working or waiting child keeps reporting."""
 
 from __future__ import annotations
 
 from edgepipe.wire.v1 import node_pb2 as pb
 
-_LATE_S = 0.25  # of the daemon's own looks: while it did not run, no report could be read
+_LATE_S = 0.25  # lag of the daemon's own checks: while the daemon did not run, it could read no report
 
 
 class HangWatch:
-    """One child. It must report as often as it announced, and must finish what it has started."""
+    """Watches one child. It must report as often as it announced, and must finish what it has started."""
 
     def __init__(self, *, hang_s: float, now: float) -> None:
-        self._hang_s = hang_s  # for a child that announced nothing longer
+        self._hang_s = hang_s  # the least limit; a child may announce a longer one
         self._limit_s = hang_s
         self._reported_at_s = now
         self._progress_at_s = now
@@ -20,7 +20,7 @@ class HangWatch:
         self._looked_at_s = now
 
     def report(self, progress: pb.ChildProgress, *, now: float) -> None:
-        """The child told how far it is."""
+        """Take a progress report of the child."""
         counts = (progress.received, progress.started, progress.finished, progress.sent)
         working = progress.started > progress.finished
         if counts[1:3] != self._counts[1:3] or not working:
@@ -30,11 +30,11 @@ class HangWatch:
         self._reported_at_s = now
 
     def why_hung(self, *, now: float, every_s: float) -> str:
-        """What shows that it hangs; empty while nothing does. To be asked every ``every_s`` seconds."""
+        """Return the evidence that the child hangs; empty without evidence. Call it every ``every_s`` seconds."""
         self._forgive(now - self._looked_at_s - every_s)
         self._looked_at_s = now
         if now - self._reported_at_s >= self._limit_s:
-            return f"it has told nothing for {now - self._reported_at_s:.1f} s"
+            return f"it has reported nothing for {now - self._reported_at_s:.1f} s"
         if self._working and now - self._progress_at_s >= self._limit_s:
             _, started, finished, _ = self._counts
             return f"step {finished + 1} of {started} started ones runs for {now - self._progress_at_s:.1f} s"

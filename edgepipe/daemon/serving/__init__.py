@@ -1,1 +1,1 @@
-"""Which models are served, where their stages are, and who says so. The top wing of ``daemon``."""
+"""Served models: their records, engines, placements and copies. The top wing of ``daemon``."""

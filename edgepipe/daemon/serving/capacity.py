@@ -1,4 +1,4 @@
-"""From what nodes tell to what the planner takes, and back."""
+"""Conversions between the states that nodes report and the planner's values."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from edgepipe.planner.placement import Need, NodeRoom, Placed
 from edgepipe.wire.common import slices_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 
-_PLACEMENT_KV_TOKENS = 512  # that every stage must hold at the least; more is taken as memory allows
+_PLACEMENT_KV_TOKENS = 512  # minimum of every stage; a stage takes more as memory allows
 
 
 def placement_need(config: ModelConfig, context_length: int) -> Need:
-    """What of a model is to be placed."""
+    """Return the memory that a model's placement needs."""
     return Need(config=config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context_length or config.context_length))
 
 
 def rooms_of(node: pb.NodeState, dtype: str, *, own: str = "") -> Sequence[NodeRoom]:
-    """What a node's device offers; nothing while it cannot compute.
+    """Return the room on a node's device; empty while the device cannot compute.
 
-    ``own`` names a running pipeline that is placed again: what it holds counts as free, and a device that merely starts
-    another process is as good as one that has.
+    ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
+    "starting" counts as ready.
     """
     if node.draining:
         return []
     unusable = ("failed",) if own else ("starting", "failed")
     rooms: list[NodeRoom] = []
-    for device in [one for one in node.devices if one.state not in unusable][:1]:  # until several join in one slice
+    for device in [candidate for candidate in node.devices if candidate.state not in unusable][
+        :1
+    ]:  # until several join in one slice
         compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
         size = 4 if compute == "float32" else 2
-        held = sum(one.num_bytes for one in device.reserved if own and one.pipeline_id == own)
+        held = sum(reservation.num_bytes for reservation in device.reserved if own and reservation.pipeline_id == own)
         if device.free_bytes + held:
             rooms.append(
                 NodeRoom(
@@ -48,11 +50,11 @@ def rooms_of(node: pb.NodeState, dtype: str, *, own: str = "") -> Sequence[NodeR
 
 
 def stages_of(placed: Sequence[Placed]) -> list[pb.StagePlacement]:
-    """One stage per node, in the order in which tokens first reach them."""
+    """Group slices into one stage per node, in the order in which tokens first reach the nodes."""
     by_node: dict[NodeId, list[Placed]] = {}
-    for one in placed:
-        by_node.setdefault(one.node_id, []).append(one)
+    for piece in placed:
+        by_node.setdefault(piece.node_id, []).append(piece)
     return [
-        pb.StagePlacement(node_id=node_id, slices=slices_to_wire(one.part for one in parts))
+        pb.StagePlacement(node_id=node_id, slices=slices_to_wire(piece.part for piece in parts))
         for node_id, parts in by_node.items()
     ]

@@ -1,7 +1,7 @@
-"""Moving everything away from this node, so that it can be switched off without anybody waiting.
+"""Moves all stages and engines off this node, so that it can be switched off without interrupting requests.
 
-Stages go first: their engines, here or elsewhere, prepare others before they let go. Then engines are handed over: the
-node that will start them has a process ready before those here end.
+Stages go first: their engines prepare replacements before the stages here end. Then engines are handed over: the node
+that will start them has a process ready before the engines here end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drain:
-    """Whether the node is being drained, and how far it is."""
+    """The drain of this node: whether it is active, and how far it is."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Drain:
         changes: Callable[[], AsyncIterator[None]],
         on_change: Callable[[], None],
     ) -> None:
-        """``has_engine``: whether a pipeline's engine runs on a node that can be reached."""
+        """``has_engine``: whether a pipeline's engine runs on a reachable node."""
         self.active = False
         self._device = device
         self._engines = engines
@@ -49,14 +49,14 @@ class Drain:
 
     @property
     def is_needed(self) -> bool:
-        """Whether something is here that others could take."""
+        """Whether this node has stages or engines that another node could take."""
         left = self._left()
         return bool(self._others() and (left.stages or left.engines))
 
     async def run(self) -> AsyncGenerator[pb.DrainEvent]:
-        """What is still here, whenever that changes, until nothing is; the node then takes nothing until ``undo``.
+        """Yield the stages and engines still here after each change, until none is left. Accept no work until ``undo``.
 
-        Raises NoFeasiblePlacement when no other node stays, or a model fits nowhere else; then all stays as it is.
+        Raises NoFeasiblePlacement, and undoes the drain, when no other node stays or a model fits nowhere else.
         """
         try:
             async for event in self._run():
@@ -66,7 +66,7 @@ class Drain:
             raise
 
     async def run_within(self, seconds: float) -> None:
-        """Drain as far as that goes in so long, because the machine will not wait. It takes nothing afterwards."""
+        """Drain for at most ``seconds``, as the machine will not wait longer. Accept no work afterwards."""
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._run():
@@ -77,7 +77,7 @@ class Drain:
             if self._others():
                 logger.warning("nothing is moved away: %s", error)
             else:
-                logger.info("nothing is moved away: %s", error.what)  # all were told to stop
+                logger.info("nothing is moved away: %s", error.what)  # all nodes are stopping
 
     def undo(self) -> None:
         """Take work again."""
@@ -92,11 +92,11 @@ class Drain:
             yield event
 
     async def _progress(self) -> AsyncGenerator[pb.DrainEvent]:
-        told: pb.DrainEvent | None = None
+        last_event: pb.DrainEvent | None = None
         async for _ in self._changes():
             event = self._left()
-            if event != told:
-                told = event
+            if event != last_event:
+                last_event = event
                 yield event
             if not event.stages and not event.engines:
                 return
@@ -106,32 +106,32 @@ class Drain:
                 await self._hand_over()
 
     async def _check_room(self) -> None:
-        """Raises NoFeasiblePlacement, naming what is missing, if a model cannot go on without this node."""
+        """Raise NoFeasiblePlacement, naming what is missing, if a model cannot continue without this node."""
         if not self._others():
             raise NoFeasiblePlacement(
                 "there is no other node to move to", next_step="stop the model, or start another node"
             )
-        here = self._device.pipelines()
+        hosted = self._device.pipelines()
         for record in self._book.served():
-            if record.pipeline_id in here:
+            if record.pipeline_id in hosted:
                 await self._replanner.plan(record.pipeline_id, pb.PlanWanted(spec=record.spec))
 
     async def _hand_over(self) -> None:
-        """End the engines here when the node that starts them again is ready to."""
+        """End the engines here once the node that starts them again is ready."""
         heir = min(self._others())
         try:
             await self._peers.stand_by(heir)
         except EdgepipeError as error:
-            logger.info("node=%s has no engine process ready: %s", heir, error)  # it starts one later
+            logger.info("node=%s has no engine process ready: %s", heir, error)  # that node starts one later
         self._engines.hand_over()
 
     def _left(self) -> pb.DrainEvent:
-        """What is here; a stage whose engine nobody runs waits for none."""
+        """Return the stages and engines still here; a stage whose engine runs nowhere does not count."""
         stages = [pipeline_id for pipeline_id in self._device.pipelines() if self._has_engine(pipeline_id)]
         return pb.DrainEvent(stages=stages, engines=[state.model for state in self._engines.states()])
 
     def _others(self) -> list[str]:
-        """Ids of nodes that stay."""
+        """Return the ids of the nodes that stay."""
         return [
             node.node_id for node in self._peers.nodes() if not node.draining and not self._peers.is_self(node.node_id)
         ]

@@ -1,9 +1,9 @@
-"""Sees to it that every model that is wanted has an engine: on the node that had it, else on another.
+"""Keeps an engine running for every served model: on the node that had it, else on another.
 
-Whose engine's node is gone: after its dead limit every member that can be reached is asked. One that still hears the
-node vetoes; else the smallest node id among them takes over: it signs a record, which others believe because they know
-that the other node is gone. Two sides of a partition may each have an engine; when they meet, an owner's node says
-which counts (``ServeBook.merge``), and where there is none the newer claim yields.
+When an engine's node has passed its dead limit, this node asks every reachable member. A member that still hears the
+node vetoes. Else the smallest node id among them takes over: it signs a record, which others believe because they know
+that the other node is gone. After a partition each side may have an engine. When the sides meet, an owner's node says
+which engine counts (``ServeBook.merge``); without an owner the newer claim yields.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_YIELD_S = 5.0  # an owner's node that can be reached has decided long before
-_LOOK_AGAIN_S = 1.0  # until somebody has the engine: it may have given way to one whose node was lost just then
+_YIELD_S = 5.0  # an owner's reachable node has decided long before
+_LOOK_AGAIN_S = 1.0  # between attempts: an engine may have ended for another one that was then lost
 
 
 class EngineKeeper:
-    """Compares what shall be served with what is, whenever something changes."""
+    """Compares the recorded models with the running engines after every change, and corrects the difference."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EngineKeeper:
         self._since_s = clock.monotonic_s()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Merge records, start missing engines and end stale ones, until cancelled."""
         async for _ in self._changes():
             for node in self._peers.nodes():
                 if not self._peers.is_self(node.node_id):
@@ -89,12 +89,12 @@ class EngineKeeper:
         ]
 
     def _wanted(self, pipeline_id: str) -> pb.ServeBody | None:
-        """The record, while nobody that can be reached has its engine."""
-        record = next((one for one in self._book.served() if one.pipeline_id == pipeline_id), None)
+        """Return the pipeline's record while no reachable node has its engine, else None."""
+        record = next((body for body in self._book.served() if body.pipeline_id == pipeline_id), None)
         return record if record is not None and not self._engines_of(pipeline_id) else None
 
     async def _see_to(self, pipeline_id: str) -> None:
-        """Until somebody has the engine: start it once it is this node's turn."""
+        """Start the engine when it is this node's turn; return once any node has the engine."""
         while (record := self._wanted(pipeline_id)) is not None:
             if await self._is_ours(record):
                 await self._gather(record)
@@ -103,7 +103,7 @@ class EngineKeeper:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _is_ours(self, record: pb.ServeBody) -> bool:
-        """Whether this node starts it: as the one that had it, or by the rule for another's."""
+        """Return whether this node starts the engine: it had the engine, or the takeover rule chooses this node."""
         head = record.engine_node
         if self._peers.own_drains or self._ends():
             return False
@@ -117,7 +117,7 @@ class EngineKeeper:
         )
 
     async def _gather(self, record: pb.ServeBody) -> None:
-        """After a power cut the other machines start, too: wait a little for those that the model was on."""
+        """Wait a while for the nodes that held the model: after a power cut the other machines start, too."""
         wanted = {stage.node_id for stage in record.spec.stages}
         left_s = self._since_s + self._timeouts.gather_s - self._clock.monotonic_s()
         try:
@@ -146,7 +146,7 @@ class EngineKeeper:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
 
     def _end_stale_engines(self) -> None:
-        """End engines here that do not count any more: their model was stopped, or another node has the engine."""
+        """End engines here that no longer count: the model was stopped, or another node has the engine."""
         for state in self._engines.states():
             held = self._book.held(state.pipeline_id)
             if held is not None and held.stopped:
@@ -157,7 +157,7 @@ class EngineKeeper:
                 self._engines.give_way(state.pipeline_id)
 
     def _consider(self, rival: pb.ServeBody, node_id: str) -> None:
-        """Another node has, by its own record, the engine that this one took over while it could not hear that node."""
+        """Plan to yield to a node whose engine this node took over while it could not hear that node."""
         held = self._book.held(rival.pipeline_id)
         if held is None or rival.engine_node != node_id or not self._yields(held, rival):
             return

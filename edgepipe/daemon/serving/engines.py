@@ -1,5 +1,5 @@
-"""Engine processes of this node, and what each tells of its model. A model that failed stays listed until it is stopped
-or served again."""
+"""This node's engine processes and the states they report. A failed model stays listed until it is stopped or served
+again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # of one engine; then it stays down
-_STAND_BY_S = 30.0  # that a process waits for the engine of a node that is being drained
+_MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # an engine with so many crashes in that time stays down
+_STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining node
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class _Run:
     spec: pb.ServeSpec
     state: engine_pb2.EngineState
     advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
-    avoided: tuple[tuple[float, engine_pb2.LeftOut], ...] = ()  # by the engine, until a time on the loop's clock
+    avoided: tuple[tuple[float, engine_pb2.LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
     child: Child | None = None
-    restartable: bool = False  # it served, or goes on with what another one served
+    restartable: bool = False  # it served, or continues another engine's requests
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
 
 
@@ -59,9 +59,9 @@ class EngineHost:
         counts: Callable[[str], bool],
         on_change: Callable[[bool], None],
     ) -> None:
-        """``spread`` returns when the other nodes know this one's newest state, or after a moment.
+        """``spread`` returns when the other nodes know this node's newest state, or after a short limit.
 
-        ``on_change(urgent)``: a state is another; urgent when others should hear at once.
+        ``on_change(urgent)``: an engine's state changed; urgent: report it to the other nodes at once.
         ``ends``: whether this node is about to stop.
         ``counts``: whether a pipeline's recorded engine is the one here.
         ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
@@ -81,26 +81,26 @@ class EngineHost:
         self._standing_by: Child | None = None
 
     def states(self) -> list[engine_pb2.EngineState]:
-        """What the engines tell of themselves."""
+        """Return the state of each engine here."""
         return [run.state for run in self._runs.values()]
 
     def ready(self) -> list[tuple[str, pb.ServeSpec]]:
-        """Pipelines that answer, with where their stages are now."""
+        """Return the pipelines whose engines are ready, with their present stages."""
         return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
 
     def state_of(self, pipeline_id: str) -> engine_pb2.EngineState | None:
-        """What one engine tells of itself; None if it does not run here."""
+        """Return the state of one engine; None if it does not run here."""
         run = self._runs.get(pipeline_id)
         return run.state if run is not None else None
 
     def avoided(self, pipeline_id: str) -> Avoided:
-        """What an engine avoids now."""
+        """Return the nodes and links that an engine avoids now."""
         run = self._runs.get(pipeline_id)
         now_s = asyncio.get_running_loop().time()
-        return Avoided.of(one for until_s, one in (run.avoided if run is not None else ()) if now_s < until_s)
+        return Avoided.of(left_out for until_s, left_out in (run.avoided if run is not None else ()) if now_s < until_s)
 
     def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
-        """Tell everybody of a better placement, or that there is none."""
+        """Publish a better placement with the engine's state; None withdraws it."""
         run = self._runs.get(pipeline_id)
         if run is not None and run.advice != advice:
             run.advice = advice
@@ -108,10 +108,10 @@ class EngineHost:
             self._on_change(False)
 
     async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
-        """Start an engine process and give it its task; returns once it has that, or is not wanted any more.
+        """Start an engine process and send it its task. Return once it has the task, or was ended meanwhile.
 
-        ``resuming``: another engine served the model; this one takes its requests at once and looks for its stages.
-        Raises what hinders its start.
+        ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages.
+        Raises the error that prevented the start.
         """
         for pipeline_id, run in list(self._runs.items()):
             if run.state.model == request.spec.model and run.state.state == "failed":
@@ -129,7 +129,7 @@ class EngineHost:
         await self._launch(run, resuming=resuming)
 
     async def stop(self, pipeline_id: str) -> None:
-        """End an engine and its stages everywhere, and forget it; fine if there is none."""
+        """End an engine and its stages everywhere, and forget it. Do nothing if it does not run here."""
         run = self._runs.get(pipeline_id)
         if run is None:
             return
@@ -142,13 +142,13 @@ class EngineHost:
         self._on_change(True)
 
     def give_way(self, pipeline_id: str) -> None:
-        """End an engine whose pipeline another one drives. Its stages are that one's."""
+        """End an engine whose pipeline another engine drives. The other engine keeps the stages."""
         if pipeline_id in self._runs:
             logger.warning("another engine drives pipeline=%s: the one here ends", pipeline_id)
             self._abandon(pipeline_id)
 
     async def stand_by(self) -> None:
-        """Have a process ready for an engine that another node is about to hand over. Raises what hinders its start."""
+        """Start a process for an engine that another node will hand over. Raises the error that prevented the start."""
         if self._standing_by is None:
             child = self._standing_by = await self._children.start(self._new_settings(), self._tasks)
             self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
@@ -163,7 +163,7 @@ class EngineHost:
             await self._children.stop(child)
 
     async def _new_process(self) -> Child:
-        """The one that stands by, or another."""
+        """Return the standby process if it is alive, else a new one."""
         child, self._standing_by = self._standing_by, None
         if child is None or not child.alive:
             child = await self._children.start(self._new_settings(), self._tasks)
@@ -172,11 +172,11 @@ class EngineHost:
     def hand_over(self) -> None:
         """End every engine so that other nodes start them again."""
         for pipeline_id, run in list(self._runs.items()):
-            logger.info("engine ends here, for another node to go on model=%s pipeline=%s", run.spec.model, pipeline_id)
+            logger.info("engine ends here, another node continues model=%s pipeline=%s", run.spec.model, pipeline_id)
             self._abandon(pipeline_id)
 
     def _abandon(self, pipeline_id: str) -> None:
-        """At once, telling no gateway that requests end."""
+        """Kill the engine at once, without telling gateways that requests end."""
         run = self._runs.pop(pipeline_id)
         run.state.state = "stopping"
         if run.child is not None:
@@ -189,7 +189,7 @@ class EngineHost:
         try:
             replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
             child = await self._new_process()
-            if self._runs.get(pipeline_id) is not run:  # stopped, or gave way, before there was a process to end
+            if self._runs.get(pipeline_id) is not run:  # stopped or replaced before its process existed
                 child.stopping = True
                 child.kill()
                 return
@@ -204,7 +204,9 @@ class EngineHost:
             self._fail(run, error)
             raise
         known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
-        known += [one.highest.counter for one in replies.values() if one.highest.counter < max(known) + MAX_EPOCH_STEP]
+        known += [
+            reply.highest.counter for reply in replies.values() if reply.highest.counter < max(known) + MAX_EPOCH_STEP
+        ]
         command = pb.RunEngine(
             pipeline_id=pipeline_id,
             spec=run.spec,
@@ -223,9 +225,9 @@ class EngineHost:
         if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
             return
         if report.engine.state == "failed" and isinstance(error_from_wire(report.engine.error), StaleEpoch):
-            return  # its requests go on, with another engine or with its own next process
+            return  # its requests continue with another engine or with its own next process
         before = (run.state.state, run.state.message)
-        fresh = engine_pb2.EngineState()  # a message that is filled again and again keeps all that it ever held
+        fresh = engine_pb2.EngineState()  # a protobuf message that is refilled never shrinks
         fresh.CopyFrom(report.engine)
         fresh.pipeline_id = fresh.pipeline_id or run.state.pipeline_id
         run.state = fresh
@@ -240,16 +242,16 @@ class EngineHost:
 
     @staticmethod
     def _note_placement(run: _Run) -> None:
-        """Keep where stages are, and what is avoided, as the engine tells it: it alone knows."""
+        """Keep the stages and the avoided nodes that the engine reports: only the engine knows them."""
         now_s = asyncio.get_running_loop().time()
-        run.avoided = tuple((now_s + one.seconds, one) for one in run.state.left_out)
+        run.avoided = tuple((now_s + left_out.seconds, left_out) for left_out in run.state.left_out)
         stages = [pb.StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages]
         if run.state.state == "ready" and stages != list(run.spec.stages):
             spec = pb.ServeSpec()
             spec.CopyFrom(run.spec)
             del spec.stages[:]
             spec.stages.extend(stages)
-            run.spec = spec  # a new message: others may hold the old one
+            run.spec = spec  # a new message: other code may hold the old one
 
     @staticmethod
     def _show_advice(run: _Run) -> None:
@@ -258,10 +260,10 @@ class EngineHost:
             run.state.advice.CopyFrom(run.advice)
 
     async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
-        """Move a pipeline's stages to where they would be placed now; whether that is elsewhere.
+        """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
 
-        ``moves``: whether they go on moving by themselves. Raises NoFeasiblePlacement, and ModelUnknown if its engine
-        does not serve here.
+        ``moves``: whether stages continue to move automatically. Raises NoFeasiblePlacement, and ModelUnknown if the
+        engine does not serve here.
         """
         run = self._runs.get(pipeline_id)
         if run is None or run.child is None or run.state.state != "ready":
@@ -274,7 +276,7 @@ class EngineHost:
         return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, avoided, num_nodes=num_nodes))
 
     def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
-        """Let a pipeline's stages go to a placement; whether that is elsewhere."""
+        """Send a pipeline's stages to a placement; return whether it differs from the present one."""
         run = self._runs.get(pipeline_id)
         if run is None or run.child is None:
             return False
@@ -287,8 +289,8 @@ class EngineHost:
         return elsewhere
 
     async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
-        """Answer an engine that asks where its stages go."""
-        wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # it is not told of new wishes
+        """Answer an engine that asks for a placement."""
+        wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # the engine has the older wishes
         try:
             made = await self._replanner.plan(run.state.pipeline_id, wanted)
         except EdgepipeError as error:
@@ -297,27 +299,27 @@ class EngineHost:
         child.send(pb.ChildCommand(plan=made))
 
     async def _tell_reachable(self, child: Child) -> None:
-        """Tell the engine of the cluster, whenever what it can use of it changes, until it ends."""
-        told: tuple[object, ...] | None = None
+        """Send the engine the reachable nodes whenever their room changes, until the engine ends."""
+        sent: tuple[object, ...] | None = None
         async for _ in self._changes():
             if child.exited.is_set():
                 return
-            if (news := self._replanner.room_changes()) != told:
-                told = news
+            if (news := self._replanner.room_changes()) != sent:
+                sent = news
                 child.send(pb.ChildCommand(reachable=self._replanner.reachable()))
 
     async def _mourn(self, run: _Run, child: Child) -> None:
-        """Wait for the engine's end. One that crashed is started again; one that gave up has said why."""
+        """Wait for the engine's end. Restart it after a crash; mark it as failed if it gave up."""
         await child.exited.wait()
         if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
             return
         if isinstance(child.fault, StaleEpoch):
             if self._counts(run.request.pipeline_id) and self._may_restart(run):
-                await self._restart(run, child)  # an engine that does not count had stages meanwhile
+                await self._restart(run, child)  # an engine that does not count held the stages meanwhile
             else:
                 self.give_way(run.request.pipeline_id)
         elif child.fault is None and self._ends():
-            self._abandon(run.request.pipeline_id)  # whoever told it to end told this node, too
+            self._abandon(run.request.pipeline_id)  # the signal that ended it also reached this node
         elif child.fault is None and run.restartable and self._may_restart(run):
             await self._restart(run, child)
         else:
@@ -325,7 +327,7 @@ class EngineHost:
             await self._release(run)
 
     def _may_restart(self, run: _Run) -> bool:
-        """Not for ever: an engine that crashes as soon as it runs would keep everybody waiting."""
+        """Return whether the engine may start again: one that crashes at once would make its clients wait for ever."""
         now_s = asyncio.get_running_loop().time()
         run.crashes.append(now_s)
         return len(run.crashes) < _MOST_CRASHES or now_s - run.crashes[0] > _CRASHES_WITHIN_S
@@ -342,14 +344,14 @@ class EngineHost:
 
     def _fail(self, run: _Run, error: EdgepipeError) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
-        if run.state.state != "failed":  # what the engine itself said is closer to the cause
+        if run.state.state != "failed":  # the engine's own error is closer to the cause
             run.state.state = "failed"
             run.state.error.CopyFrom(error_to_wire(error))
         run.state.message = ""
         self._on_change(True)
 
     async def _release(self, run: _Run) -> None:
-        """Of this engine's epochs: a newer engine's stages are not its to give back."""
+        """Release the stages of this engine's epochs; stages of a newer engine stay."""
         nodes = {stage.node_id for stage in run.spec.stages}
         pipeline_id, epoch = run.request.pipeline_id, epoch_from_wire(run.state.epoch)
         await asyncio.gather(*(self._release_on(node_id, pipeline_id, epoch) for node_id in sorted(nodes)))

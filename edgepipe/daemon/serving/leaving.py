@@ -1,4 +1,4 @@
-"""Before the node stops and before its machine sleeps: what runs here moves to others, as far as the time allows."""
+"""Moves stages and engines to other nodes before this node stops or its machine sleeps, as far as time allows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from edgepipe.daemon.serving.drain import Drain
 logger = logging.getLogger(__name__)
 
 _STOP_S = 30.0  # service managers kill after 90 s (systemd), and people wait
-_SLEEP_S = 4.0  # systems hold sleep up for 5 s at the most, if at all
+_SLEEP_S = 4.0  # operating systems delay sleep by at most 5 s, if at all
 
 
 class Leaving:
-    """Drains ahead of what takes the node away."""
+    """Drains the node before it stops or sleeps."""
 
     def __init__(
         self,
@@ -26,33 +26,33 @@ class Leaving:
         announce_sleep: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        """``stopping`` is set when the node may stop; ``announce_sleep`` tells the others that the machine sleeps."""
-        self.sleeps_soon = False  # told with the node's state: a machine may sleep before it has announced that
+        """``stopping`` is set when the node may stop; ``announce_sleep`` tells other nodes that the machine sleeps."""
+        self.sleeps_soon = False  # part of the node's state: a machine may sleep before it announces that
         self._drain = drain
         self._stopping = stopping
         self._tasks = tasks
         self._announce_sleep = announce_sleep
         self._on_change = on_change
-        self.winding_down = False  # it was told to stop
+        self.winding_down = False  # set by the first request to stop
 
     def stop(self) -> None:
-        """Stop the node once what others can take has moved there; asked a second time, at once."""
+        """Move stages and engines to other nodes, then stop the node; a second call stops it at once."""
         if self.winding_down or not self._drain.is_needed:
             self._stopping.set()
             return
         self.winding_down = True
-        logger.info("what runs here moves to other nodes first, for at most %.0f s", _STOP_S)
+        logger.info("stages and engines move to other nodes first, for at most %.0f s", _STOP_S)
         self._tasks.create_task(self._wind_down(), name="wind-down")
 
     def sleep(self) -> None:
-        """The machine is about to sleep."""
+        """Drain, then announce sleep: the machine is about to sleep."""
         if not self.sleeps_soon:
             self.sleeps_soon = True
             self._on_change()
             self._tasks.create_task(self._fall_asleep(), name="fall-asleep")
 
     def stays(self) -> None:
-        """The machine has woken, or does not sleep after all."""
+        """Take work again: the machine has woken, or does not sleep after all."""
         if self.sleeps_soon:
             self.sleeps_soon = False
             self._drain.undo()

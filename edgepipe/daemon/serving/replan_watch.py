@@ -1,7 +1,7 @@
-"""Watches whether running models are still placed well: says what a better placement would gain, or moves there.
+"""Checks whether running models are still placed well; advises a better placement with its gain, or moves there.
 
-A plan rests on measurements of idle devices and links. When the running ring shows other times for a while, or a
-machine joins, the search is made again with what is known by then. Driven by news of the cluster; has no timer.
+A plan rests on measurements of idle devices and links. When the running ring's times differ for a while, or a machine
+joins, the search runs again with the newer numbers. Changes of the cluster drive the checks; no timer does.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # between looks at one ring's times
-_AWHILE_S = 30.0  # that times stay off before it is believed
-_SETTLED_S = 10.0  # after an epoch began, until its times are its own
-_REST_S = 300.0  # after a move, until the next one
+_LOOK_S = 1.0  # between two checks of one ring's times
+_AWHILE_S = 30.0  # how long times must differ before the search runs again
+_SETTLED_S = 10.0  # after an epoch began, until times belong to that epoch
+_REST_S = 300.0  # between two moves of one model
 
 
 @dataclass(slots=True, kw_only=True)
 class _Watched:
-    """One running model in one placement."""
+    """One running model in its present placement."""
 
     stages: Sequence[pb.StagePlacement]
     since_s: float
-    usable: frozenset[str]  # nodes that were there when it was placed, or last looked at
+    usable: frozenset[str]  # nodes that were usable at the placement or at the last check
     looked_s: float = float("-inf")
-    known: Known | None = None  # the cluster as the ring has shown it so far
+    known: Known | None = None  # the cluster's speeds, corrected by the ring's times
     off_since_s: float | None = None
-    task: asyncio.Task[None] | None = None  # finds out, or searches
+    task: asyncio.Task[None] | None = None  # learns the speeds, or searches
     left: list[Departure] = field(default_factory=list[Departure])
 
 
 class ReplanWatch:
-    """Looks after the engines beside this daemon."""
+    """Checks the placements of the engines beside this daemon."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class ReplanWatch:
         self._changes = changes
         self._tasks = tasks
         self._watched: dict[str, _Watched] = {}
-        self._moved_s: dict[str, float] = {}  # when stages moved by themselves
+        self._moved_s: dict[str, float] = {}  # when stages last moved automatically
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check every ready model after each change, until cancelled."""
         async for _ in self._changes():
             ready = self._engines.ready()
             for pipeline_id in self._watched.keys() - {pipeline_id for pipeline_id, _ in ready}:
@@ -100,7 +100,7 @@ class ReplanWatch:
             return
         joined = usable - watched.usable
         if watched.usable - usable:
-            self._engines.advise(pipeline_id, None)  # it may name a node that is drained now, or gone
+            self._engines.advise(pipeline_id, None)  # the advice may name a node that is draining or gone
         watched.usable = usable
         if joined:
             self._start(pipeline_id, watched, self._search(watched, pipeline_id, spec, joined=joined))
@@ -109,12 +109,12 @@ class ReplanWatch:
             self._compare(pipeline_id, watched, spec, now_s)
 
     def _compare(self, pipeline_id: str, watched: _Watched, spec: pb.ServeSpec, now_s: float) -> None:
-        """Whether the ring's times have left the plan, and for how long."""
+        """Start a search once the ring's times have differed from the plan for ``_AWHILE_S``."""
         placed = placed_of(spec)
         seen = _seen(self._engines.state_of(pipeline_id), placed)
         ring = _ring(watched.known, placed)
         if seen is None or ring is None:
-            return  # nobody asks anything: it shows nothing, and what it has shown stands
+            return  # an idle ring shows no times; earlier differences stay valid
         watched.left = departures(ring.of(seen.micro_batches, seen.sequences), seen)
         if not watched.left:
             watched.off_since_s = None
@@ -128,7 +128,7 @@ class ReplanWatch:
         watched.task = self._tasks.create_task(work, name=f"replan:{pipeline_id}")
 
     async def _learn(self, watched: _Watched, pipeline_id: str, spec: pb.ServeSpec) -> None:
-        """What the plan rests on."""
+        """Load the measurements that the plan rests on."""
         try:
             watched.known = await self._replanner.known(pipeline_id, spec)
         except EdgepipeError as error:
@@ -143,15 +143,15 @@ class ReplanWatch:
         joined: Collection[str] = (),
         seen: Seen | None = None,
     ) -> None:
-        """Look for a better placement, and tell of it or go there."""
+        """Search for a better placement, then advise it or move there."""
         try:
             placed = placed_of(spec)
             known = await self._updated(watched, pipeline_id, spec, placed, joined=joined, seen=seen)
             if _ring(known, placed) is None:
-                return  # a node of it has gone: the engine asks itself
+                return  # a node of the ring is gone: the engine itself asks for a placement
             found = await self._replanner.search(known, spec, self._engines.avoided(pipeline_id))
             machines, links = known.cluster.machines, known.cluster.links
-            now, better = (describe(known.demand, one, machines, links) for one in (placed, found))
+            now, better = (describe(known.demand, placement, machines, links) for placement in (placed, found))
             gain = better.tokens_per_s / now.tokens_per_s - 1
             if gain < LEAST_GAIN:
                 self._engines.advise(pipeline_id, None)
@@ -172,7 +172,7 @@ class ReplanWatch:
         joined: Collection[str],
         seen: Seen | None,
     ) -> Known:
-        """What is known by now; what the ring showed before stays known, so that the same news is told once."""
+        """Return the newest speeds. Corrections by the ring persist, so the same difference is reported once."""
         before = watched.known
         assert before is not None
         ring = _ring(before, placed)
@@ -181,7 +181,7 @@ class ReplanWatch:
             watched.known = Known(model=before.model, demand=before.demand, cluster=cluster)
         if joined:
             fresh = await self._replanner.known(pipeline_id, spec, measure=joined)
-            speeds = {one.node_id: one for one in watched.known.cluster.machines} if watched.known else {}
+            speeds = {machine.node_id: machine for machine in watched.known.cluster.machines} if watched.known else {}
             watched.known = Known(
                 model=fresh.model, demand=fresh.demand, cluster=fresh.cluster.with_speeds_of(speeds.values())
             )
@@ -197,7 +197,7 @@ class ReplanWatch:
             known.model.config,
             placed,
             better.placed,
-            {one.node_id: one.room for one in known.cluster.machines},
+            {machine.node_id: machine.room for machine in known.cluster.machines},
             fetch_bytes=self._replanner.fetch_bytes(known.model),
             fetch_bytes_per_s=min(rates, default=1e9 / 8),
             replay_s=kept * prompt_s,
@@ -210,8 +210,8 @@ class ReplanWatch:
         worst = left[0]
         kind, _, index = worst.place.partition(" ")
         stages = [now.stages[int(number)].machine.name for number in index.split("-")]
-        what = f"{kind} {' to '.join(stages)}"
-        return f"{what} takes {format_duration_s(worst.seen_s)} instead of {format_duration_s(worst.planned_s)}"
+        place = f"{kind} {' to '.join(stages)}"
+        return f"{place} takes {format_duration_s(worst.seen_s)} instead of {format_duration_s(worst.planned_s)}"
 
     def _tell(
         self,
@@ -237,23 +237,23 @@ class ReplanWatch:
 
 
 def _ring(known: Known | None, placed: Sequence[Placed]) -> Ring | None:
-    """The ring as it was planned; None if something of it is not known."""
+    """Return the ring as it was planned; None if a machine of it is unknown."""
     if known is None:
         return None
-    machines = {one.node_id: one for one in known.cluster.machines}
-    if any(one.node_id not in machines for one in placed):
+    machines = {machine.node_id: machine for machine in known.cluster.machines}
+    if any(piece.node_id not in machines for piece in placed):
         return None
     return Ring(known.demand, placed, machines, known.cluster.links)
 
 
 def _seen(state: engine_pb2.EngineState | None, placed: Sequence[Placed]) -> Seen | None:
-    """What a ring of one slice per node shows; None while it shows nothing."""
+    """Return the times that a ring of one slice per node shows; None while it shows none."""
     if state is None or not state.running or not state.decode_rows or len(state.stages) != len(placed):
         return None
     stages = {NodeId(stage.node_id): stage for stage in state.stages}
-    if len(stages) != len(placed) or any(one.node_id not in stages for one in placed):
+    if len(stages) != len(placed) or any(piece.node_id not in stages for piece in placed):
         return None
-    ordered = [stages[one.node_id] for one in placed]
+    ordered = [stages[piece.node_id] for piece in placed]
     return Seen(
         micro_batches=max(1, round(state.running / state.decode_rows)),
         sequences=state.running,

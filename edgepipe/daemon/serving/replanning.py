@@ -1,4 +1,4 @@
-"""Where the stages of a running model go: when nodes are gone, when somebody asks, when another place is better."""
+"""Where a running model's stages go: after a node is lost, on a user's request, or to a better placement."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 
 DEFAULT_SEQUENCES = 16
-"""Chats side by side that a home cluster's users make, when nobody says."""
+"""Concurrent chats assumed for a home cluster when a spec gives no number."""
 DEFAULT_SEQUENCE_TOKENS = 4096
-"""A long chat; a longer context shares the same room among fewer sequences."""
-_READ_TOKENS = 1024  # that a token attends to on average, as far as a plan is concerned
-_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # of links that nobody measured yet: a cable at home
+"""A long chat; with a longer context fewer sequences share the same room."""
+_READ_TOKENS = 1024  # tokens that a plan lets each token attend to
+_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # assumed for unmeasured links: a cable at home
 
 
 def demand_of(config: ModelConfig, spec: pb.ServeSpec, *, must_keep_tokens: int = 0) -> Demand:
-    """How a model is used that is served so."""
+    """Return the demand implied by a serve spec."""
     context = min(spec.context_length or config.context_length, config.context_length)
     conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
     return Demand(
@@ -48,44 +48,46 @@ def demand_of(config: ModelConfig, spec: pb.ServeSpec, *, must_keep_tokens: int 
 
 
 def placed_of(spec: pb.ServeSpec) -> tuple[Placed, ...]:
-    """Where a spec has its slices, in the order of a token's way."""
+    """Return a spec's slices with their nodes, in the order in which a token passes them."""
     placed = [
         Placed(node_id=NodeId(stage.node_id), part=part)
         for stage in spec.stages
         for part in slices_from_wire(stage.slices)
     ]
-    return tuple(sorted(placed, key=lambda one: one.part.index))
+    return tuple(sorted(placed, key=lambda piece: piece.part.index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Avoided:
-    """What failed an engine lately."""
+    """Nodes and links that failed an engine lately."""
 
-    nodes: frozenset[str] = frozenset()  # that get no stage
-    links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # whose ends are no neighbours in that order
+    nodes: frozenset[str] = frozenset()  # hold no stage
+    links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # (sender, receiver) pairs that must not be neighbours
 
     @classmethod
     def of(cls, left_out: Iterable[engine_pb2.LeftOut]) -> Avoided:
-        """What an engine told."""
-        told = list(left_out)
+        """Collect the entries of an engine's report."""
+        entries = list(left_out)
         return cls(
-            nodes=frozenset(one.node_id for one in told if not one.other_id),
-            links=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in told if one.other_id),
+            nodes=frozenset(entry.node_id for entry in entries if not entry.other_id),
+            links=frozenset((NodeId(entry.node_id), NodeId(entry.other_id)) for entry in entries if entry.other_id),
         )
 
     @classmethod
     def ever_less(cls, left_out: Iterable[engine_pb2.LeftOut]) -> list[Avoided]:
-        """Everything that an engine told, then without one node after the other, the one whose time ends soonest
-        first, then without links."""
-        told = sorted(left_out, key=lambda one: one.seconds)
-        nodes, links = [one for one in told if not one.other_id], [one for one in told if one.other_id]
+        """List ever smaller sets: all entries, then fewer and fewer nodes (soonest expiry first), then no links."""
+        entries = sorted(left_out, key=lambda entry: entry.seconds)
+        nodes, links = (
+            [entry for entry in entries if not entry.other_id],
+            [entry for entry in entries if entry.other_id],
+        )
         fewer = [cls.of([*nodes[count:], *links]) for count in range(len(nodes) + 1)]
         return list(dict.fromkeys([*fewer, cls()]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known of the cluster for a model that runs; nothing was measured for it."""
+    """Existing measurements of the cluster with the demand of a running model; making this value measures nothing."""
 
     model: LocalModel
     demand: Demand
@@ -93,7 +95,7 @@ class Known:
 
 
 class Replanner:
-    """Answers for engines beside this daemon with what it knows of the cluster."""
+    """Computes placements for the engines beside this daemon, from the known state of the cluster."""
 
     def __init__(self, *, peers: Peers, models: Models, surveyor: Surveyor) -> None:
         self._peers = peers
@@ -101,34 +103,39 @@ class Replanner:
         self._surveyor = surveyor
 
     def reachable(self) -> pb.Reachable:
-        """The nodes that are there, this one included."""
-        told = pb.Reachable()
+        """Return the present nodes, this one included."""
+        reply = pb.Reachable()
         for node in self._peers.nodes():
-            told.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
+            reply.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
             if node.draining:
-                told.leaving.append(node.node_id)
-        return told
+                reply.leaving.append(node.node_id)
+        return reply
 
     def room_changes(self) -> tuple[object, ...]:
-        """What an engine that waits for memory wants to hear of: equal while nothing of it changes."""
+        """Return a value that changes whenever a waiting engine might find room."""
         return tuple(
-            (node.node_id, node.address, node.draining, tuple((one.state, one.free_bytes) for one in node.devices))
+            (
+                node.node_id,
+                node.address,
+                node.draining,
+                tuple((device.state, device.free_bytes) for device in node.devices),
+            )
             for node in self._peers.nodes()
         )
 
     def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
-        """Nodes that could hold stages of a running pipeline."""
+        """Return the nodes that could hold stages of a running pipeline."""
         return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, own=own))
 
     def name(self, node_id: str) -> str:
-        """Of a node, for people. Raises NodeUnreachable."""
+        """Return a node's name for people. Raises NodeUnreachable."""
         return self._peers.node(node_id).name
 
     async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
-        """Survivors keep their stages where lost ones fit on others; else everything is placed anew.
+        """Place lost stages on other nodes if they fit there; else place all stages anew.
 
-        Where no placement avoids all that the engine does, the nodes come back first whose time ends soonest, and links
-        last.
+        If no placement avoids all that the engine avoids, nodes are allowed again first, soonest expiry first, and
+        links last.
         Raises NoFeasiblePlacement, ModelUnknown.
         """
         spec = wanted.spec
@@ -148,14 +155,14 @@ class Replanner:
                     raise
 
     async def anew(self, pipeline_id: str, spec: pb.ServeSpec, avoided: Avoided, *, num_nodes: int) -> pb.PlanMade:
-        """The best placement over ``num_nodes`` nodes (0: as was wished before). Raises NoFeasiblePlacement."""
+        """Find the best placement over ``num_nodes`` nodes (0: as in ``spec``). Raises NoFeasiblePlacement."""
         wanted = pb.ServeSpec()
         wanted.CopyFrom(spec)
         wanted.num_nodes = num_nodes or spec.num_nodes
         return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted, avoided))
 
     async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
-        """The cluster as far as it has been measured; nodes that do nothing yet may be measured for it.
+        """Return the measurements of the cluster. Nodes in ``measure`` are idle and are measured first.
 
         Raises ModelUnknown.
         """
@@ -166,13 +173,13 @@ class Replanner:
         return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
 
     async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
-        """The best placement as far as is known, without what is avoided. Raises NoFeasiblePlacement.
+        """Find the best placement by known measurements that uses nothing avoided. Raises NoFeasiblePlacement.
 
-        What somebody once wished counts as far as the nodes that are there allow.
+        The wishes in ``spec`` count as far as the present nodes allow.
         """
         staying = {node.node_id for node in self._peers.nodes() if not node.draining}  # ``known`` may be older
-        machines = [one for one in known.cluster.machines if one.node_id in staying - avoided.nodes]
-        names = {name for one in machines for name in (one.name, str(one.node_id))}
+        machines = [machine for machine in known.cluster.machines if machine.node_id in staying - avoided.nodes]
+        names = {name for machine in machines for name in (machine.name, str(machine.node_id))}
         wishes = Wishes(
             num_nodes=min(spec.num_nodes, len(machines)),
             exclude=tuple(name for name in spec.exclude if name in names),
@@ -183,7 +190,7 @@ class Replanner:
         return found.placed
 
     def made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
-        """A placement as engines take it. Raises NodeUnreachable."""
+        """Build the message that gives a placement to an engine. Raises NodeUnreachable."""
         made = pb.PlanMade(spec=spec)
         del made.spec.stages[:]
         made.spec.stages.extend(stages_of(placed))
@@ -193,11 +200,11 @@ class Replanner:
         return made
 
     def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
-        """What a node would have to fetch before it can load slices of the model."""
+        """Return a function that counts the bytes a node must fetch before it can load slices of the model."""
         return fetch_bytes(self._peers.nodes(), model.stored)
 
     def _replaced(self, model: LocalModel, spec: pb.ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
-        """Lost stages elsewhere, the others where they are; None if they do not fit so."""
+        """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
         need = placement_need(model.config, spec.context_length)

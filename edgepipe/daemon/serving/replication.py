@@ -1,7 +1,7 @@
-"""Copies of models' parts on several nodes' disks: made when somebody asks, and in the background for what is served.
+"""Copies of models' parts on several nodes' disks: made on request, and in the background for served models.
 
-The node of a model's engine sees to its copies, so one node decides for each. Who has room fetches from who has the
-part, at most at a share of what the link between them carries while models are served.
+The node of a model's engine plans its copies, so one node decides per model. A node with room fetches from a node that
+has the part. While models are served, the copy takes at most a share of the rate of the link between them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from edgepipe.wire.v1 import node_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _LINK_SHARE = 0.3
-_SETTLED_S = 5.0  # what a cluster has just begun to serve is being fetched by its stages first
+_SETTLED_S = 5.0  # the stages of a newly served model fetch their parts first
 _AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # after a copy broke off
 _TELL_S = 0.25
 
 
 class Replication:
-    """Plans copies, lets nodes make them, and makes this node's."""
+    """Plans copies, asks other nodes to make theirs, and makes this node's."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Replication:
         copies: int,
         changes: Callable[[], AsyncIterator[None]],
     ) -> None:
-        """``copies``: wanted of every part of what this node's engines serve."""
+        """``copies``: how many disks should hold each part of the models that this node's engines serve."""
         self._peers = peers
         self._models = models
         self._engines = engines
@@ -50,7 +50,7 @@ class Replication:
         self._told_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
 
     async def run(self) -> None:
-        """See to the copies of what is served here, until cancelled."""
+        """Complete the copies of models served from here, until cancelled."""
         again_s = _AGAIN_MIN_S
         while self._copies > 1:
             async for _ in self._changes():
@@ -68,10 +68,10 @@ class Replication:
                 again_s = min(2 * again_s, _AGAIN_MAX_S)
 
     async def replicate(self, name: str, *, copies: int) -> AsyncGenerator[pb.ReplicateEvent]:
-        """Let every part be on ``copies`` disks; how far each node is, at the end all of them.
+        """Bring every part to ``copies`` disks; yield each node's progress, at the end all completed copies.
 
-        Raises ModelUnknown, PlanInvalid if there are fewer nodes, NoFeasiblePlacement with the numbers if disks lack
-        room (then nothing is copied), and what ended a node's copying, when the others are done.
+        Raises ModelUnknown, PlanInvalid if the cluster has fewer nodes, and NoFeasiblePlacement with the numbers if
+        disks lack room (then nothing is copied). A node's error is raised after the other nodes have finished.
         """
         model = await self._models.resolve(name)
         num_nodes = len(self._peers.nodes())
@@ -94,7 +94,7 @@ class Replication:
             yield event
 
     async def keep(self, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
-        """Make this node's copies. Raises as ``Models.keep_copy``, and LinkError if the link cannot be measured."""
+        """Make this node's copies. Raises like ``Models.keep_copy``, and LinkError if the link cannot be measured."""
         asking = request.hello.node_id
         model = await self._models.adopt(
             request.model,
@@ -106,17 +106,17 @@ class Replication:
         if request.paced and not self._peers.is_self(request.source):
             asked = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=[self._peers.own_id])
             links = await self._peers.profile_links(request.source, asked)
-            told = [one.bytes_per_s for one in links if one.receiver == self._peers.own_id]
-            if not told:
+            rates = [link.bytes_per_s for link in links if link.receiver == self._peers.own_id]
+            if not rates:
                 raise RemoteProtocolError("the copy's source does not say how fast the link is")
-            bytes_per_s = _LINK_SHARE * min(told)
+            bytes_per_s = _LINK_SHARE * min(rates)
         async for progress in self._models.keep_copy(
             model, list(request.parts), first_source=request.source, bytes_per_s=bytes_per_s
         ):
             yield progress
 
     async def _wanted(self) -> list[LocalModel]:
-        """Models served from here of which a part could have another copy."""
+        """Return the models served from here that could get another copy of a part."""
         found: list[LocalModel] = []
         for _, spec in self._engines.ready():
             try:
@@ -133,7 +133,7 @@ class Replication:
         return found
 
     async def _model(self, spec: pb.ServeSpec) -> LocalModel:
-        """What is served, looked up on the disk once."""
+        """Return the served model, looked up on the disk once."""
         if spec.manifest_hash not in self._served:
             self._served[spec.manifest_hash] = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
         return self._served[spec.manifest_hash]
@@ -157,14 +157,14 @@ class Replication:
         ]
 
     async def _copy(self, model: LocalModel, plan: CopyPlan) -> AsyncGenerator[pb.ReplicateEvent]:
-        """All nodes side by side; an event now and then, and one at the end. Raises the first error, at the end."""
+        """Copy to all nodes at once. Yield progress at intervals and at the end; then raise the first error."""
         if not plan.fetch:
             return
         parts, paced = self._parts(model), any(node.engines for node in self._peers.nodes())
-        told = pb.ReplicateEvent()
+        event = pb.ReplicateEvent()
         copying: list[asyncio.Task[None]] = []
         for node_id, chosen in plan.fetch.items():
-            progress = told.copies.add(
+            progress = event.copies.add(
                 node_id=node_id, node_name=self._peers.node(node_id).name, bytes_total=parts.num_bytes(chosen)
             )
             request = pb.KeepCopyRequest(
@@ -177,25 +177,25 @@ class Replication:
             )
             copying.append(asyncio.ensure_future(self._copy_to(node_id, request, progress)))
         try:
-            yield told
-            while any(not one.done() for one in copying):
+            yield event
+            while any(not task.done() for task in copying):
                 await asyncio.wait(copying, timeout=_TELL_S)
-                yield told
-            for one in copying:
-                one.result()
+                yield event
+            for task in copying:
+                task.result()
         finally:
-            for one in copying:
-                one.cancel()
+            for task in copying:
+                task.cancel()
             await asyncio.wait(copying)
 
     async def _copy_to(self, node_id: str, request: pb.KeepCopyRequest, progress: pb.CopyProgress) -> None:
         logger.info("copying model=%s parts=%d to node=%s", request.model, len(request.parts), progress.node_name)
-        async for one in self._peers.keep_copy(node_id, request):
-            progress.bytes_done = one.bytes_done
+        async for update in self._peers.keep_copy(node_id, request):
+            progress.bytes_done = update.bytes_done
         progress.bytes_done = progress.bytes_total
 
     def _source(self, model: LocalModel, chosen: tuple[int, ...], target: str) -> str:
-        """The node with most of these parts."""
+        """Return the node that holds most of the chosen parts."""
         disks = [disk for disk in self._disks(model) if disk.node_id != target]
         return max(disks, key=lambda disk: (len(disk.holds.intersection(chosen)), disk.node_id)).node_id
 

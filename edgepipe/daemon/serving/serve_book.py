@@ -1,5 +1,5 @@
-"""What the cluster serves, as every node keeps it on its disk: what is served goes on after any machine, or all, were
-off; what was stopped stays stopped. Every record is signed by who says it; ``serve_rules`` has who may say what."""
+"""Records of the models that the cluster serves, on every node's disk: served models continue after machines were off,
+and stopped models stay stopped. Every record is signed; ``serve_rules`` decides which signers a node believes."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ logger = logging.getLogger(__name__)
 _once = Once(logger)
 
 _MOST_BYTES = 8 << 20
-_MOST_RECORDS = 64  # models, the stopped ones among them
-_MOST_CHECKED = 512  # signatures that are remembered as checked
-_MOST_WAITING = 64  # new records of one node that are checked at once; then some more every second:
+_MOST_RECORDS = 64  # models, including stopped ones
+_MOST_CHECKED = 512  # remembered results of signature checks
+_MOST_WAITING = 64  # new records of one node that are checked at once; then the rate below applies
 _CHECKS_PER_S = 4.0
-_SETTLE_S = 5.0  # between two times that an owner's node says again which engine of a model it holds
-_CONTEXT = b"edgepipe-serve-1"  # keeps a signature made for records from meaning anything elsewhere
+_SETTLE_S = 5.0  # between two statements of an owner's node on one model's engine
+_CONTEXT = b"edgepipe-serve-1"  # a signature made for records is valid for nothing else
 
 
 class ServeTrust(Protocol):
-    """What a book needs to know of trust; ``TrustKeeper`` is one."""
+    """The part of the trust store that a book needs; ``TrustKeeper`` implements it."""
 
     @property
     def key_pair(self) -> KeyPair:
-        """This node's."""
+        """This node's key pair."""
         ...
 
     @property
     def cluster_id(self) -> str:
-        """Of this node's cluster."""
+        """The id of this node's cluster."""
         ...
 
     def known(self, node_id: str) -> TrustedPeer | None:
-        """A node that belongs to the cluster."""
+        """Return a member of the cluster; None if the node is no member."""
         ...
 
 
 @dataclass(slots=True)
 class _Checks:
-    """How many more signatures of one node's telling are checked."""
+    """How many more signatures from one node may be checked."""
 
     left: float
     as_of_s: float
 
 
 class ServeBook:
-    """One record per model. Methods are called on the event loop; ``run`` writes."""
+    """One record per model. Call methods on the event loop; ``run`` writes the disk."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class ServeBook:
         clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
-        """``gone(node_id)``: whether a node is away for certain, or gives its engines away.
-        ``engine_state(node_id, pipeline_id)``: what the node tells of its engine for it; empty if it has none."""
+        """``gone(node_id)``: whether a node is certainly away, or hands its engines over.
+        ``engine_state(node_id, pipeline_id)``: the state that the node reports for its engine; empty without one."""
         self._path = path
         self._trust = trust
         self._gone = gone
@@ -86,39 +86,39 @@ class ServeBook:
         self._on_change = on_change
         self._records: dict[str, tuple[pb.ServeBody, pb.ServeRecord]] = {}  # by model
         self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
-        self._checks: dict[str, _Checks] = {}  # by the node that tells
+        self._checks: dict[str, _Checks] = {}  # by the node that sends the records
         self._settled_at_s: dict[str, float] = {}  # by model
         self._changed = asyncio.Event()
         self._changes = Changes()
         self._load()
 
     def records(self) -> list[pb.ServeRecord]:
-        """All of them, to be told to others."""
+        """Return all records, for other nodes."""
         return [record for _, record in self._records.values()]
 
     def served(self) -> list[pb.ServeBody]:
-        """Models that somebody wants served and that have answered."""
+        """Return the models that are wanted and have answered."""
         return [body for body, _ in self._records.values() if not body.stopped and body.begun]
 
     def stopped(self) -> list[str]:
-        """Pipelines that somebody stopped."""
+        """Return the stopped pipelines."""
         return [body.pipeline_id for body, _ in self._records.values() if body.stopped]
 
     def held(self, pipeline_id: str) -> pb.ServeBody | None:
-        """What counts of a pipeline, running or stopped."""
+        """Return the body of a pipeline's record, running or stopped."""
         return next((body for body, _ in self._records.values() if body.pipeline_id == pipeline_id), None)
 
     def is_on_request(self, pipeline_id: str) -> bool:
-        """Whether a request had it loaded, and no person wants it served."""
+        """Return whether a request loaded the model and no person wants it served."""
         held = self.held(pipeline_id)
         return held is not None and held.spec.on_request
 
     def record(self, pipeline_id: str) -> pb.ServeRecord | None:
-        """The same as it travels."""
-        return next((one for body, one in self._records.values() if body.pipeline_id == pipeline_id), None)
+        """Return a pipeline's signed record."""
+        return next((record for body, record in self._records.values() if body.pipeline_id == pipeline_id), None)
 
     def binds(self, node_id: str, engine: engine_pb2.EngineState) -> bool:
-        """Whether the engine that a node tells of is the recorded one, with the recorded content."""
+        """Return whether the engine that a node reports is the recorded one, with the recorded content."""
         body = self.held(engine.pipeline_id)
         return (
             body is not None
@@ -127,13 +127,13 @@ class ServeBook:
         )
 
     def is_here(self, pipeline_id: str) -> bool:
-        """Whether the pipeline's recorded engine is on this node."""
+        """Return whether the pipeline's recorded engine is on this node."""
         body = self.held(pipeline_id)
         return body is not None and not body.stopped and body.engine_node == self._own
 
     async def until_engine(self, pipeline_id: str, node_id: str, manifest_hash: str, *, timeout_s: float) -> None:
-        """Until the pipeline's recorded engine is on that node, with that content. Raises AccessDenied if it is not in
-        time."""
+        """Wait until the pipeline's recorded engine is on that node with that content. Raises AccessDenied after
+        ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 async for _ in self._changes.watch():
@@ -149,36 +149,39 @@ class ServeBook:
             ) from exc
 
     def require_director(self, node_id: str, pipeline_id: str) -> None:
-        """Raise AccessDenied unless the node may say where a pipeline's stages are: it asked for it, has its engine, or
+        """Raise AccessDenied unless the node may place a pipeline's stages: it asked for the model, has its engine, or
         owns the cluster."""
         body = self.held(pipeline_id)
         if not self._is_owner(node_id) and (body is None or node_id not in (body.asker, body.engine_node)):
-            raise AccessDenied("only who had a model served, or an owner, places it anew", fact=f"node {node_id} asked")
+            raise AccessDenied(
+                "only the node that had a model served, its engine's node or an owner may place it anew",
+                fact=f"node {node_id} asked",
+            )
 
     def require_content(self, node_id: str, manifest_hash: str) -> None:
-        """Raise AccessDenied unless somebody's model with that content is served, or the node owns the cluster."""
-        if not self._is_owner(node_id) and all(one.spec.manifest_hash != manifest_hash for one in self.served()):
-            raise AccessDenied("only an owner has copies made of what is not served", fact=f"node {node_id} asked")
+        """Raise AccessDenied unless a model with that content is served, or the node owns the cluster."""
+        if not self._is_owner(node_id) and all(body.spec.manifest_hash != manifest_hash for body in self.served()):
+            raise AccessDenied("only an owner may copy a model that is not served", fact=f"node {node_id} asked")
 
     def ask(self, pipeline_id: str, spec: pb.ServeSpec, *, engine_node: str) -> pb.ServeRecord:
-        """This node's user wants a model served. Raises AccessDenied if it is served already, by others' wish."""
+        """Record that this node's user wants a model served. Raises AccessDenied if others had it served already."""
         body = pb.ServeBody(pipeline_id=pipeline_id, spec=spec, engine_node=engine_node, asker=self._own)
         return self._say(body)
 
     def note_served(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
-        """This node's engine answers, with its stages as in ``spec``."""
+        """Record that this node's engine answers, with the stages in ``spec``."""
         held = self.held(pipeline_id)
         if held is None or held.stopped or held.engine_node != self._own:
             return
         body = self._next(spec.model)
         body.begun = True
         body.spec.CopyFrom(spec)
-        body.spec.on_request = held.spec.on_request  # not for an engine to say
+        body.spec.on_request = held.spec.on_request  # an engine does not decide that
         if body != held:
             self._say_if_believed(body)
 
     def note_kept(self, model: str) -> None:
-        """A person wants it served: what a request loaded stays until a person stops it."""
+        """Record that a person wants the model served: until now it was only loaded for a request."""
         held = self._records.get(model)
         if held is None or held[0].stopped or not held[0].spec.on_request:
             return
@@ -187,7 +190,7 @@ class ServeBook:
         self._say_if_believed(body)
 
     def note_stopped(self, model: str) -> pb.ServeRecord | None:
-        """Nobody wants it served any more. Raises AccessDenied if that is not for this node to say."""
+        """Record that a model is stopped. Raises AccessDenied if this node may not stop it."""
         held = self._records.get(model)
         if held is None or held[0].stopped:
             return held[1] if held is not None else None
@@ -196,7 +199,7 @@ class ServeBook:
         return self._say(body)
 
     def take_over(self, pipeline_id: str) -> None:
-        """From now on the pipeline's engine is here. Raises AccessDenied while the recorded one's node is not gone."""
+        """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node is gone."""
         held = self.held(pipeline_id)
         if held is not None and held.engine_node != self._own:
             body = self._next(held.spec.model)
@@ -204,19 +207,19 @@ class ServeBook:
             self._say(body)
 
     def is_unconfirmed(self, body: pb.ServeBody) -> bool:
-        """Whether it says, on this node's word alone, that a pipeline's engine is here."""
+        """Return whether only this node's record names this node for a pipeline's engine."""
         return (body.engine_node, body.signer) == (self._own, self._own) and not self._is_owner(self._own)
 
     def hand_back(self, other: pb.ServeBody) -> None:
-        """This node's engine yields to the one that another node told of. Raises AccessDenied."""
+        """Yield this node's engine to the one that another node reported. Raises AccessDenied."""
         body = self._next(other.spec.model)
         body.engine_node = other.engine_node
         self._say(body)
 
     def merge(self, source: str, records: Iterable[pb.ServeRecord]) -> list[pb.ServeBody]:
-        """What another node keeps: taken if who signed it may say so.
+        """Take another node's records if the rules allow their signers to make them.
 
-        Returns what names another engine for a model that is held here, and was refused."""
+        Returns the refused ones that name another engine for a model held here."""
         rivals: list[pb.ServeBody] = []
         known = {record.body for _, record in self._records.values()}
         for record in list(records)[:_MOST_RECORDS]:
@@ -236,11 +239,12 @@ class ServeBook:
         return rivals
 
     def renew(self, present_hash: Callable[[str, str], str]) -> None:
-        """An owner's node says again what was said by machines that do not belong to the cluster any more, what nobody
-        has signed, and what plain members said with a version that no newcomer takes from them: who joins later would
-        not believe it. What nobody signed the engine's node says, too.
+        """Sign records again that later members would not believe.
 
-        ``present_hash(model, manifest_hash)``: what a hash of an earlier kind is now; empty if that is not known yet.
+        An owner's node renews records of removed signers, unsigned records, and plain members' records with a version
+        that a newcomer refuses. The engine's node renews unsigned records, too.
+
+        ``present_hash(model, manifest_hash)``: the present form of an earlier kind of hash; empty if not known yet.
         """
         for body, record in list(self._records.values()):
             mine = self._is_owner(self._own) or (not record.body and body.engine_node == self._own)
@@ -253,7 +257,7 @@ class ServeBook:
                 self._say_if_believed(renewed)
 
     async def run(self) -> None:
-        """Write every change down, until cancelled."""
+        """Write every change to the disk, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -261,7 +265,7 @@ class ServeBook:
             try:
                 await asyncio.to_thread(write_private, self._path, data)
             except OSError as exc:
-                logger.error("what is served was not written down: %s", exc)
+                logger.error("the records of served models were not written: %s", exc)
 
     @property
     def _own(self) -> str:
@@ -272,20 +276,20 @@ class ServeBook:
         return peer is not None and peer.role is Role.OWNER
 
     def _next(self, model: str) -> pb.ServeBody:
-        """A copy of what is held, to be changed and said."""
+        """Copy the held record's body, to be changed and signed."""
         body = pb.ServeBody()
         if (held := self._records.get(model)) is not None:
             body.CopyFrom(held[0])
         return body
 
     def _say(self, body: pb.ServeBody, *, above: int = 0) -> pb.ServeRecord:
-        """Sign it and keep it, newer than what is held. Raises AccessDenied if others would not believe it."""
+        """Sign a record newer than the held one and keep it. Raises AccessDenied if others would refuse it."""
         held = self._records.get(body.spec.model)
         body.cluster_id, body.signer = self._trust.cluster_id, self._own
         body.version = 1 + max(above, held[0].version if held is not None else 0)
         if why := self._refusal(body):
             raise AccessDenied(
-                f"'{body.spec.model}' is served by others' wish",
+                f"'{body.spec.model}' is served on another node's request",
                 fact=why,
                 next_step="run the command where it was served, or on an owner's machine: see 'edgepipe peers'",
             )
@@ -295,19 +299,19 @@ class ServeBook:
         return record
 
     def _say_if_believed(self, body: pb.ServeBody) -> None:
-        """What nobody here asked for is not worth an error: this node may have been removed."""
+        """Sign a record that no user asked for. Only log a refusal: this node may have been removed."""
         try:
             self._say(body)
         except AccessDenied as error:
-            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not said: %s", error)
+            _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not signed: %s", error)
 
     def _refusal(self, body: pb.ServeBody) -> str:
         held = self._records.get(body.spec.model)
         signer = self._trust.known(body.signer)
         running = sum(
-            one.asker == body.signer
-            for model, (one, _) in self._records.items()
-            if not one.stopped and model != body.spec.model
+            other.asker == body.signer
+            for model, (other, _) in self._records.items()
+            if not other.stopped and model != body.spec.model
         )
         facts = Facts(
             role=signer.role if signer is not None else None,
@@ -322,11 +326,11 @@ class ServeBook:
         return state != "failed" and (body.begun or bool(state))
 
     def _settle(self, held: pb.ServeBody, rival: pb.ServeBody) -> None:
-        """An owner's node says which engine counts, so that nobody has to guess."""
+        """State as an owner's node which engine counts."""
         now_s, model = self._clock.monotonic_s(), held.spec.model
         if not self._is_owner(self._own) or self._gone(held.engine_node) or self._trust.known(rival.signer) is None:
             return
-        if is_far_ahead(held, rival):  # nobody believes it; an answer would only raise the version
+        if is_far_ahead(held, rival):  # all nodes refuse it; an answer would only raise the version
             return
         if now_s - self._settled_at_s.get(model, -_SETTLE_S) < _SETTLE_S:
             return
@@ -334,7 +338,7 @@ class ServeBook:
         self._say(self._next(model), above=rival.version)
 
     def _read(self, source: str, record: pb.ServeRecord) -> pb.ServeBody | None:
-        """A record that its signer signed; None for all others."""
+        """Return a record's body if its signature is valid, else None."""
         if not record.body or len(record.body) > MAX_BODY_BYTES:
             return None
         try:
@@ -357,7 +361,7 @@ class ServeBook:
         now_s = self._clock.monotonic_s()
         if source not in self._checks:
             known = self._trust.known
-            self._checks = {key: one for key, one in self._checks.items() if known(key) is not None}
+            self._checks = {key: budget for key, budget in self._checks.items() if known(key) is not None}
         checks = self._checks.setdefault(source, _Checks(float(_MOST_WAITING), now_s))
         checks.left = min(_MOST_WAITING, checks.left + _CHECKS_PER_S * (now_s - checks.as_of_s)) - 1
         checks.as_of_s = now_s
@@ -374,16 +378,16 @@ class ServeBook:
         self._on_change()
         moved = before is not None and before[0].engine_node != body.engine_node
         if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
-            self._say(self._next(body.spec.model))  # who cannot know by itself that the other node is gone believes it
+            self._say(self._next(body.spec.model))  # nodes that cannot see the loss themselves believe an owner
 
     def _forgettable(self) -> str:
-        """The oldest stopped model of the node that said most of them: nobody's masses push out what others said."""
-        stopped = {model: one.signer for model, (one, _) in self._records.items() if one.stopped}
+        """Return the oldest stopped model of the signer with most of them: no signer displaces others' records."""
+        stopped = {model: body.signer for model, (body, _) in self._records.items() if body.stopped}
         most = [signer for signer, _ in Counter(stopped.values()).most_common(1)]
         return next((model for model, signer in stopped.items() if signer in most), "")
 
     def _load(self) -> None:
-        """What this node wrote was checked when it came in; records of the earlier form wait for ``renew``."""
+        """Load the records; they were checked on arrival. Records of the earlier form wait for ``renew``."""
         try:
             records = pb.ServeRecords.FromString(read_private(self._path, most_bytes=_MOST_BYTES)).records
             for record in records:
@@ -403,4 +407,4 @@ class ServeBook:
             return
         except (ConfigInvalid, DecodeError) as exc:
             self._records.clear()
-            logger.warning("what was served is not known any more: %s", exc)
+            logger.warning("the records of served models are lost: %s", exc)

@@ -1,10 +1,10 @@
-"""Who may say what about what is served: the rules by which a node takes a signed record instead of the one it holds.
+"""The rules by which a node accepts a signed record about a served model instead of the record it holds.
 
-An owner of the cluster may say anything. A plain member may have a model served that is not, stop what it had served,
-tell where the stages of its own engine are, and hand its engine over. Another engine than the recorded one is believed
-only by who knows by itself that the recorded one's node is gone: nobody can take requests over by claiming a higher
-number. Where two sides of a partition believed different engines, an owner's node says which it holds; without one the
-newer claim yields (``engine_keeper``). ``docs/adr/serving.md`` has the reasons.
+An owner of the cluster may say anything. A plain member may have an unserved model served, and stop the models that it
+had served. It may report where its own engine's stages are, and hand its engine over. A node believes a new engine only
+if it knows by itself that the recorded engine's node is gone. So no member takes over requests by claiming a higher
+version. Where two sides of a partition believed different engines, an owner's node says which one it holds; without an
+owner the newer claim yields (``engine_keeper``). ``docs/adr/serving.md`` has the reasons.
 
 PURE: no clock, no keys.
 """
@@ -17,30 +17,30 @@ from dataclasses import dataclass
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.v1 import node_pb2 as pb
 
-MAX_VERSION_STEP = 1 << 20  # a partition changes something a few times, and the highest version must stay far away
+MAX_VERSION_STEP = 1 << 20  # a partition makes few changes, and the highest version must stay out of reach
 MAX_RUNNING_PER_MEMBER = 8  # models that one plain member may have served at once
 MAX_BODY_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a node knows by itself."""
+    """Knowledge of the node that judges a record, from other sources than that record."""
 
-    role: Role | None  # of the new record's signer; None: it does not belong to the cluster
-    gone: Callable[[str], bool]  # whether a node is away for certain, or gives its engines away
+    role: Role | None  # of the new record's signer; None: no member of the cluster
+    gone: Callable[[str], bool]  # whether a node is certainly away, or hands its engines over
     running: int  # records of other models that run because the signer asked
-    runs: Callable[[pb.ServeBody], bool]  # whether a recorded engine has answered or is told of by its node
+    runs: Callable[[pb.ServeBody], bool]  # whether a recorded engine has answered or its node reports it
 
 
 def order(body: pb.ServeBody) -> tuple[int, bool, str, str]:
-    """Of two records of one model the greater counts. Two sides of a partition may count alike: a stop wins, then any
-    order that is the same everywhere."""
+    """Return the sort key of one model's records: the greatest counts. After a partition versions may be equal: a stop
+    wins, then any order that is the same on all nodes."""
     return body.version, body.stopped, body.pipeline_id, body.engine_node
 
 
-def same_engine(one: pb.ServeBody, other: pb.ServeBody) -> bool:
-    """Whether they tell of the same engine of the same content."""
-    return (one.pipeline_id, one.engine_node, one.asker, one.stopped, one.spec.manifest_hash) == (
+def same_engine(record: pb.ServeBody, other: pb.ServeBody) -> bool:
+    """Return whether both records name the same engine with the same content."""
+    return (record.pipeline_id, record.engine_node, record.asker, record.stopped, record.spec.manifest_hash) == (
         other.pipeline_id,
         other.engine_node,
         other.asker,
@@ -50,12 +50,12 @@ def same_engine(one: pb.ServeBody, other: pb.ServeBody) -> bool:
 
 
 def is_far_ahead(held: pb.ServeBody | None, new: pb.ServeBody) -> bool:
-    """Whether only an owner's word could have this version."""
+    """Return whether the version is so high that only an owner may use it."""
     return new.version > (held.version if held is not None else 0) + MAX_VERSION_STEP
 
 
 def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
-    """Why ``new`` is not taken for ``held``; empty if it is. Both are of one model, and ``new`` is well signed."""
+    """Return why ``new`` does not replace ``held``; empty if it does. Both are of one model; ``new`` is well signed."""
     if facts.role is None:
         return "its signer does not belong to the cluster"
     if held is not None and order(new) <= order(held):
@@ -66,9 +66,8 @@ def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
         return "its version is too far ahead"
     if held is None or held.stopped or not facts.runs(held):
         return _refusal_to_begin(new, facts)
-    if (
-        not held.signer and new.engine_node == held.engine_node
-    ):  # of the earlier form: its engine's node says it properly
+    # A record of the earlier form has no signer: its engine's node may sign it.
+    if not held.signer and new.engine_node == held.engine_node:
         return _refusal_to_begin(new, facts)
     if (new.pipeline_id, new.spec.manifest_hash, new.asker) != (
         held.pipeline_id,
@@ -79,7 +78,7 @@ def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
     if new.signer == held.engine_node or (same_engine(held, new) and new.spec == held.spec):
         return ""
     if new.stopped and new.engine_node == held.engine_node:
-        return "" if new.signer == held.asker else "only who had it served, its engine's node or an owner stops it"
+        return "" if new.signer == held.asker else "only its asker, its engine's node or an owner may stop it"
     if new.signer == new.engine_node and facts.gone(held.engine_node):
         return ""
     return "its engine's node is not gone"

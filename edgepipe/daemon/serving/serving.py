@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _CONNECT_S = 3.0  # to an engine that is ready
-_GATEWAY_S = 2.0  # until this node's gateway has the tokenizer of a model from a peer
+_GATEWAY_S = 2.0  # for this node's gateway to get a model's tokenizer from a peer
 
 
 class Serving:
-    """Serves and stops models anywhere in the cluster, on behalf of a command line at this node."""
+    """Serves and stops models anywhere in the cluster, for a command line at this node."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Serving:
         self._tasks = tasks
 
     def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
-        """Every engine of the cluster with its node."""
+        """Return every engine of the cluster with its node."""
         return [(node, engine) for node in self._peers.nodes() for engine in node.engines]
 
     async def serve(self, request: pb.ServeRequest) -> AsyncGenerator[pb.ServeEvent]:
-        """Progress, then the ready engine in the last event. A model that is served already is only followed.
+        """Serve a model: yield progress, then the ready engine. Only follow a model that is served already.
 
-        Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and what ended the
-        engine. A caller that goes away before the end stops what it began.
+        Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and the engine's error.
+        If the caller leaves before the end, the model that it began to serve is stopped.
         """
         self._check_names([*request.exclude, *filter(None, [request.first])])
         yield pb.ServeEvent(message=f"looking for {request.model}")
@@ -99,7 +99,7 @@ class Serving:
         if waited_for := self._starting():
             yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
-        shut: dict[str, ConnectTimeout] = {}  # nodes that cannot be used, by id, and why
+        shut: dict[str, ConnectTimeout] = {}  # the reason by id, for nodes that cannot be used
         while True:
             try:
                 async with aclosing(self._serve_anew(request, model, context, shut)) as events:
@@ -116,7 +116,7 @@ class Serving:
     async def _serve_anew(
         self, request: pb.ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
     ) -> AsyncGenerator[pb.ServeEvent]:
-        """As ``serve``, on nodes that are not ``shut``. Raises the first of those errors if that leaves no way."""
+        """Serve on nodes outside ``shut``. Raises the first error of ``shut`` if the others allow no placement."""
         pipeline_id, engine_node = self._ids.new("pipeline"), ""
         ready = False
         try:
@@ -142,7 +142,7 @@ class Serving:
                 self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
 
     async def _no_way_to(self, engine: engine_pb2.EngineState, node_id: str) -> ConnectTimeout | None:
-        """Why this node's gateway cannot send requests to a ready engine; None if it can."""
+        """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
         host, _, port = engine.address.rpartition(":")
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -150,13 +150,13 @@ class Serving:
         except TimeoutError:
             own, node = self._peers.node(self._peers.own_id), self._peers.node(node_id)
             return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
-        except (OSError, ValueError):  # refused, or an address that is none: its node may tell anything
-            return None  # whoever sends it requests is told why
+        except (OSError, ValueError):  # refused, or a malformed address: a node may report anything
+            return None  # the gateway that sends it requests gets the error
         writer.close()
         return None
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """Raise PlanInvalid for what no node is called."""
+        """Raise PlanInvalid for a name that no node has."""
         nodes = self._peers.nodes()
         known = {name for node in nodes for name in (node.name, node.node_id)}
         if unknown := [name for name in names if name not in known]:
@@ -170,20 +170,20 @@ class Serving:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
-        """What a plan for a model is made of. Raises ModelUnknown, LinkNotMeasured."""
+        """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
         return await self._surveyor.survey(model, dtype, fresh=fresh)
 
     async def measure_links(self) -> list[pb.LinkProfile]:
-        """Every directed link between nodes. Raises LinkNotMeasured."""
+        """Measure every directed link between nodes. Raises LinkNotMeasured."""
         return await self._surveyor.links()
 
     async def _rebalance(
         self, node_id: str, engine: engine_pb2.EngineState, request: pb.ServeRequest
     ) -> AsyncGenerator[pb.ServeEvent]:
-        """Events until the model's stages are where they would be placed now."""
+        """Move the model's stages to the best placement now; yield events until they serve there."""
         yield pb.ServeEvent(message=f"placing {engine.model} anew")
         before = epoch_from_wire(engine.epoch)
         if not await self._peers.rebalance(
@@ -195,7 +195,7 @@ class Serving:
             yield event
 
     async def stop(self, model: str) -> list[str]:
-        """Stop a model, or all of them; returns their names. Raises ModelUnknown."""
+        """Stop a model, or all of them; return their names. Raises ModelUnknown."""
         known = {engine.model for _, engine in self.engines()}
         chosen = {name for name in known | self._wanted() if not model or model_matches(model, name)}
         if model and not chosen:
@@ -208,17 +208,17 @@ class Serving:
         return sorted(chosen)
 
     async def unload(self, model: str) -> None:
-        """Stop a model that a request had loaded; one that a person had served stays. Raises AccessDenied."""
-        if any(one.spec.model == model and one.spec.on_request for one in self._book.served()):
+        """Stop a model that a request loaded; a model that a person had served stays. Raises AccessDenied."""
+        if any(body.spec.model == model and body.spec.on_request for body in self._book.served()):
             await self._stop({model})
 
     def _wanted(self) -> set[str]:
-        return {one.spec.model for one in self._book.served()}
+        return {body.spec.model for body in self._book.served()}
 
     async def _stop(self, models: AbstractSet[str]) -> None:
         engines = [(node, engine) for node, engine in self.engines() if engine.model in models]
         denied: dict[str, AccessDenied] = {}
-        for name in sorted(models):  # first, so that nobody starts it again
+        for name in sorted(models):  # first, so that no node starts it again
             try:
                 self._book.note_stopped(name)
             except AccessDenied as error:
@@ -240,11 +240,11 @@ class Serving:
         return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
 
     def _starting(self) -> list[str]:
-        """Names of nodes whose device is still being measured, at their start or after a model was stopped."""
-        return [node.name for node in self._peers.nodes() if any(one.state == "starting" for one in node.devices)]
+        """Return the nodes whose device is being measured: at their start, or after a model was stopped."""
+        return [node.name for node in self._peers.nodes() if any(device.state == "starting" for device in node.devices)]
 
     def _failed_devices(self) -> list[str]:
-        """Nodes whose device cannot be used, and why."""
+        """Describe each unusable device with its node."""
         return [
             f"{node.name} cannot: {device.error.what}"
             for node in self._peers.nodes()
@@ -253,7 +253,7 @@ class Serving:
         ]
 
     async def _devices_started(self) -> None:
-        """Wait until every device is known, so that a placement leaves none out; not for ever."""
+        """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DEVICES_S):
                 async for _ in self._changes():
@@ -263,7 +263,7 @@ class Serving:
     async def _spec(
         self, request: pb.ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
     ) -> tuple[pb.ServeSpec, str]:
-        """What is to be served, and the node of its engine; on no node (id) of ``exclude``, for this once."""
+        """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
         options = request.options
         nodes = self._peers.nodes()
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
@@ -275,7 +275,7 @@ class Serving:
                 found = await self._planned(request, model, context, exclude)
                 placed, engine_node = found.placed, found.engine
         except NoFeasiblePlacement as error:
-            mismatch = next((one for one in self._refused() if isinstance(one, VersionMismatch)), None)
+            mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)
             if mismatch is not None and request.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             error.fact = "; ".join([error.fact, *self._failed_devices()])
@@ -299,7 +299,7 @@ class Serving:
     async def _planned(
         self, request: pb.ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]
     ) -> Plan:
-        """The best placement that the request allows. Raises as ``plan``."""
+        """Find the best placement that the request allows. Raises like ``plan``."""
         cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
         asked = pb.ServeSpec(context_length=context, throughput=request.throughput, concurrency=request.concurrency)
         must_keep_tokens = context if request.must_keep_context else 0
@@ -308,11 +308,11 @@ class Serving:
         return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
 
     def _describe(self, spec: pb.ServeSpec) -> str:
-        """``layers 0-14 on gamer, 15-29 on mac``."""
+        """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
         parts = [
-            f"{one.layers.start}-{one.layers.end - 1} on {self._peers.node(stage.node_id).name}"
+            f"{part.layers.start}-{part.layers.end - 1} on {self._peers.node(stage.node_id).name}"
             for stage in spec.stages
-            for one in stage.slices
+            for part in stage.slices
         ]
         return f"layers {', '.join(parts)}"
 
@@ -326,18 +326,18 @@ class Serving:
     async def _follow(
         self, node_id: str, pipeline_id: str, *, after: Epoch | None = None
     ) -> AsyncIterator[pb.ServeEvent]:
-        """Events until the engine is ready, in an epoch ``after`` another if one is given.
+        """Yield events until the engine is ready, in an epoch later than ``after`` if that is given.
 
-        Raises its error, or NodeUnreachable when its node goes.
+        Raises the engine's error, or NodeUnreachable when its node goes.
         """
-        told: tuple[str, float] | None = None
+        sent: tuple[str, float] | None = None
         seen = False
         async for _ in self._changes():
-            engine = next((one for one in self._peers.node(node_id).engines if one.pipeline_id == pipeline_id), None)
+            engine = next((each for each in self._peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
             if engine is None:
                 if seen:
                     raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
-                continue  # its node has not told of it yet
+                continue  # its node has not reported it yet
             seen = True
             if engine.state == "failed":
                 raise error_from_wire(engine.error)
@@ -347,8 +347,8 @@ class Serving:
                         await self._gateway_knows(pipeline_id)
                 yield pb.ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
                 return
-            if told != (engine.message, engine.progress):
-                told = (engine.message, engine.progress)
+            if sent != (engine.message, engine.progress):
+                sent = (engine.message, engine.progress)
                 yield pb.ServeEvent(message=engine.message or engine.state, progress=engine.progress)
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
@@ -365,26 +365,28 @@ def _left_out(error: ConnectTimeout) -> str:
 
 
 def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:
-    """Tokens of KV when nobody says how many: some long chats' worth, less where stages take the host's memory."""
+    """Return the default KV tokens: some long chats' worth, less where stages use the host's memory."""
     tokens = DEFAULT_SEQUENCES * min(context, DEFAULT_SEQUENCE_TOKENS)
     by_id = {room.node_id: room for room in rooms}
-    for one in placed:
-        room = by_id[one.node_id]
+    for stage in placed:
+        room = by_id[stage.node_id]
         if room.shares_host_memory:
-            token_bytes = config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
-            most = modest_kv_bytes(weight_bytes=config.slice_parameters(one.part) * room.bytes_per_weight)
+            token_bytes = config.kv_bytes_per_token(
+                num_layers=len(stage.part.layers), bytes_per_value=room.bytes_per_kv
+            )
+            most = modest_kv_bytes(weight_bytes=config.slice_parameters(stage.part) * room.bytes_per_weight)
             tokens = min(tokens, most // token_bytes)
     return max(tokens, context)
 
 
 def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> None:
-    """Raise NoFeasiblePlacement if so many tokens of KV do not fit beside the weights."""
+    """Raise NoFeasiblePlacement if ``kv_tokens`` do not fit beside the weights."""
     by_id = {room.node_id: room for room in rooms}
     most = min(
-        (room.free_bytes - config.slice_parameters(one.part) * room.bytes_per_weight)
-        // config.kv_bytes_per_token(num_layers=len(one.part.layers), bytes_per_value=room.bytes_per_kv)
-        for one in placed
-        for room in (by_id[one.node_id],)
+        (room.free_bytes - config.slice_parameters(piece.part) * room.bytes_per_weight)
+        // config.kv_bytes_per_token(num_layers=len(piece.part.layers), bytes_per_value=room.bytes_per_kv)
+        for piece in placed
+        for room in (by_id[piece.node_id],)
     )
     if kv_tokens > most:
         raise NoFeasiblePlacement(
@@ -395,26 +397,26 @@ def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed]
 
 
 def common_block_size(profiles: Iterable[common_pb2.DeviceProfile]) -> int:
-    """Tokens per KV block: the fewest that every device of the cluster serves well, as any of them may hold a stage."""
-    told = [one.block_sizes for one in profiles if one.block_sizes]
-    common = (size for size in told[0] if all(size in sizes for sizes in told)) if told else ()
+    """Return the tokens per KV block: the fewest that all devices serve well, as any device may hold a stage."""
+    supported = [profile.block_sizes for profile in profiles if profile.block_sizes]
+    common = (size for size in supported[0] if all(size in sizes for sizes in supported)) if supported else ()
     return min(common, default=DEFAULT_BLOCK_SIZE)
 
 
 def model_matches(wanted: str, name: str) -> bool:
-    """Whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
+    """Return whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
     return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
 
 
 def _check_served_as_asked(
     request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str, held: pb.ServeBody | None
 ) -> None:
-    """Raise PlanInvalid if the model is served over other nodes or layers, or with other settings, than this caller
-    wants, or another model by its name."""
+    """Raise PlanInvalid if the served model has other content, other nodes, other layers or other settings than the
+    caller wants."""
     if engine.manifest_hash and engine.manifest_hash != manifest_hash:
         raise PlanInvalid(
             f"another model is served by the name {engine.model}",
-            fact=f"its content is {engine.manifest_hash[:12]}, that of the one here {manifest_hash[:12]}",
+            fact=f"its content is {engine.manifest_hash[:12]}, the model here has {manifest_hash[:12]}",
             next_step=f"edgepipe stop {engine.model}, then serve it again",
         )
     parts = sorted(
@@ -425,7 +427,7 @@ def _check_served_as_asked(
     if request.plan:
         wanted = [text.strip() for text in request.plan.split(",")]
         allowed = [(f"{name}:{layers}", f"{node_id}:{layers}") for _, layers, name, node_id in parts]
-        same = len(wanted) == len(allowed) and all(one in both for one, both in zip(wanted, allowed, strict=True))
+        same = len(wanted) == len(allowed) and all(part in both for part, both in zip(wanted, allowed, strict=True))
     else:
         names = [{name, node_id} for _, _, name, node_id in parts]
         same = request.num_nodes in (0, len(engine.stages))
@@ -444,7 +446,7 @@ def _check_served_as_asked(
 
 
 def _other_setting(request: pb.ServeRequest, spec: pb.ServeSpec) -> str:
-    """What was asked for by a flag and is otherwise; empty: nothing."""
+    """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
     asked = request.options
     flags = {
         "--context": (asked.context_length, spec.context_length),

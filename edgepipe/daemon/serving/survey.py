@@ -1,4 +1,4 @@
-"""Everything that a plan is made of: every node's room and speed with a model, every link; measured where unknown."""
+"""The inputs of a plan: every node's room and speed with a model, and every link; measured where unknown."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ logger = logging.getLogger(__name__)
 
 
 class Surveyor:
-    """Asks the cluster's nodes."""
+    """Collects measurements from the cluster's nodes."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     async def survey(self, model: LocalModel, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
-        """``fresh``: what is known is measured again. Raises LinkNotMeasured when a node goes meanwhile."""
-        told, usable = self._machines(model, dtype)
+        """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes."""
+        reply, usable = self._machines(model, dtype)
         hosts = groupby(sorted(usable, key=_host), key=_host)
-        await asyncio.gather(*(self._profile_all(list(nodes), told, dtype, fresh=fresh) for _, nodes in hosts))
+        await asyncio.gather(*(self._profile_all(list(nodes), reply, dtype, fresh=fresh) for _, nodes in hosts))
         if len(usable) > 1:
-            told.links.extend(await self._links(usable, fresh=fresh))
-        return told
+            reply.links.extend(await self._links(usable, fresh=fresh))
+        return reply
 
     async def known(
         self, model: LocalModel, dtype: str, *, own: str = "", measure: Collection[str] = ()
     ) -> pb.SurveyReply:
-        """The same at once, with what was measured before; the rest is left out.
+        """Collect earlier measurements without waiting; leave unknown values out.
 
-        own      a running pipeline that is placed again: what it holds counts as free
-        measure  nodes that do nothing yet: they are measured, with the links from and to them
+        own      a running pipeline that is placed again: its reservations count as free
+        measure  idle nodes: they are measured now, with the links from and to them
         """
-        told, usable = self._machines(model, dtype, own=own)
+        reply, usable = self._machines(model, dtype, own=own)
         new = frozenset(measure)
-        machines = {one.node_id: one for one in told.machines}
+        machines = {machine.node_id: machine for machine in reply.machines}
         layers = [
-            self._profile(machines[node.node_id], node, told, dtype, known_only=node.node_id not in new)
+            self._profile(machines[node.node_id], node, reply, dtype, known_only=node.node_id not in new)
             for node in usable
         ]
         links = [
@@ -54,23 +54,23 @@ class Surveyor:
         ]
         _, found = await asyncio.gather(asyncio.gather(*layers), asyncio.gather(*links))
         for each in found:
-            told.links.extend(each)
-        return told
+            reply.links.extend(each)
+        return reply
 
     def _machines(self, model: LocalModel, dtype: str, *, own: str = "") -> tuple[pb.SurveyReply, list[pb.NodeState]]:
-        """A survey with every node that can compute, and those nodes."""
-        told = pb.SurveyReply(model=model.name, model_config=model.config_json)
+        """Return a survey of every node that can compute, and those nodes."""
+        reply = pb.SurveyReply(model=model.name, model_config=model.config_json)
         usable: list[pb.NodeState] = []
         for node in self._peers.nodes():
             machine = _machine(node, dtype, own=own)
             if machine is not None:
                 usable.append(node)
-                told.machines.append(machine)
+                reply.machines.append(machine)
             else:
-                told.unusable.append(_why_not(node))
-        for one, other in self._peers.broken_links():
-            told.broken.add(node_id=one, other_id=other)
-        return told, usable
+                reply.unusable.append(_why_not(node))
+        for node_id, other in self._peers.broken_links():
+            reply.broken.add(node_id=node_id, other_id=other)
+        return reply, usable
 
     async def _links_from(self, node: pb.NodeState, ids: Sequence[str], *, known_only: bool) -> list[pb.LinkProfile]:
         request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=ids, known_only=known_only)
@@ -81,23 +81,23 @@ class Surveyor:
             return []
 
     async def links(self) -> list[pb.LinkProfile]:
-        """Every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
+        """Measure every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
         nodes = list(self._peers.nodes())
         return await self._links(nodes) if len(nodes) > 1 else []
 
     async def _profile_all(
-        self, nodes: Sequence[pb.NodeState], told: pb.SurveyReply, dtype: str, *, fresh: bool
+        self, nodes: Sequence[pb.NodeState], reply: pb.SurveyReply, dtype: str, *, fresh: bool
     ) -> None:
-        """Nodes of one machine one after the other: side by side they would slow each other."""
-        machines = {one.node_id: one for one in told.machines}
+        """Profile nodes of one machine in turn: at the same time they would slow each other."""
+        machines = {machine.node_id: machine for machine in reply.machines}
         for node in nodes:
-            await self._profile(machines[node.node_id], node, told, dtype, fresh=fresh)
+            await self._profile(machines[node.node_id], node, reply, dtype, fresh=fresh)
 
     async def _profile(
         self,
         machine: pb.SurveyedMachine,
         node: pb.NodeState,
-        told: pb.SurveyReply,
+        reply: pb.SurveyReply,
         dtype: str,
         *,
         known_only: bool = False,
@@ -105,22 +105,22 @@ class Surveyor:
     ) -> None:
         request = pb.ProfileLayerRequest(
             hello=self._peers.hello,
-            model_config=told.model_config,
+            model_config=reply.model_config,
             dtype="" if dtype == "auto" else dtype,
             known_only=known_only,
             fresh=fresh,
         )
         try:
             machine.layer.CopyFrom(await self._peers.profile_layer(node.node_id, request))
-        except EdgepipeError as error:  # what it can do is then estimated from its memory's and matrix rates
+        except EdgepipeError as error:  # a plan then estimates its speed from its memory and matrix rates
             logger.info("not measured node=%s: %s", node.name, error)
 
     async def _links(self, nodes: Sequence[pb.NodeState], *, fresh: bool = False) -> list[pb.LinkProfile]:
-        """All directed links that carry anything; each node begins with its successor, so that few meet at one node."""
+        """Measure all working directed links. Each node begins with its successor, so that few meet at one node."""
         ids, broken = [node.node_id for node in nodes], self._peers.broken_links()
 
         async def ask(index: int) -> list[pb.LinkProfile]:
-            others = [one for one in (*ids[index + 1 :], *ids[:index]) if (ids[index], one) not in broken]
+            others = [node_id for node_id in (*ids[index + 1 :], *ids[:index]) if (ids[index], node_id) not in broken]
             request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=others, fresh=fresh)
             return await self._peers.profile_links(ids[index], request)
 
@@ -143,21 +143,21 @@ def _host(node: pb.NodeState) -> str:
 def _links_to_ask(
     node: pb.NodeState, usable: Sequence[pb.NodeState], new: Collection[str]
 ) -> list[tuple[bool, list[str]]]:
-    """Whether a node shall only tell what it knows, and of the links to whom: those that touch a new node are
-    measured."""
-    others = [one.node_id for one in usable if one.node_id != node.node_id]
-    measured = [one for one in others if node.node_id in new or one in new]
-    known = [one for one in others if one not in measured]
+    """Split the other nodes by whether a node only reports the link (True) or measures it (False): it measures links
+    that touch a new node."""
+    others = [other.node_id for other in usable if other.node_id != node.node_id]
+    measured = [node_id for node_id in others if node.node_id in new or node_id in new]
+    known = [node_id for node_id in others if node_id not in measured]
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
 def _machine(node: pb.NodeState, dtype: str, *, own: str = "") -> pb.SurveyedMachine | None:
-    """What a node offers; None while it cannot compute."""
+    """Return a node's entry in a survey; None while it cannot compute."""
     room = next(iter(rooms_of(node, dtype, own=own)), None)
     if room is None:
         return None
-    unusable = ("failed",) if own else ("starting", "failed")  # as ``rooms_of`` has it
-    device = next(one for one in node.devices if one.state not in unusable)
+    unusable = ("failed",) if own else ("starting", "failed")  # the same rule as in ``rooms_of``
+    device = next(candidate for candidate in node.devices if candidate.state not in unusable)
     profile = device.profile
     on_host = uses_host_memory(profile)
     ours = device.free_bytes + device.reserved_bytes

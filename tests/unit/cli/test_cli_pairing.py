@@ -12,7 +12,11 @@ from tests.support.command_line import Run
     [
         (("node", "invite"), 2, ("somebody has to answer", "--yes")),
         (("node", "join", "12345"), 2, ("no pairing code", "4821-9037")),
-        (("node", "join", "--host", "127.0.0.1:1", "1234-5678"), 3, ("nobody invites at 127.0.0.1:1", "node invite")),
+        (
+            ("node", "join", "--host", "127.0.0.1:1", "1234-5678"),
+            3,
+            ("no machine invites at 127.0.0.1:1", "node invite"),
+        ),
         (("node", "join", "--host", "a:b", "1234-5678"), 2, ("the host cannot be",)),
         (("peers",), 3, ("no edgepipe node runs",)),
     ],

@@ -82,7 +82,7 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     book.ask("p", pb.ServeSpec(model="tiny"), engine_node=own)
     book.note_served("p", pb.ServeSpec(model="tiny"))
     async with asyncio.timeout(5):
-        while "not written down" not in caplog.text:  # noqa: ASYNC110
+        while "were not written" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert [record.spec.model for record in book.served()] == ["tiny"]
     assert not keeper.done()

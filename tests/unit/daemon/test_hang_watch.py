@@ -35,7 +35,7 @@ def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, pb.
     ("reports", "until", "hung"),
     [
         ([idle(second) for second in range(30)], 30.0, ""),
-        ([idle(1.0)], 30.0, "6 s: it has told nothing"),
+        ([idle(1.0)], 30.0, "6 s: it has reported nothing"),
         ([busy(second, finished=second) for second in range(30)], 30.0, ""),
         ([busy(second, finished=7) for second in range(30)], 30.0, "5.25 s: step 8 of 8 started ones runs"),
         ([busy(second, finished=7, limit_s=60.0) for second in range(40)], 40.0, ""),

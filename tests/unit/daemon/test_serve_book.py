@@ -54,7 +54,7 @@ def test_what_a_member_has_served_everybody_knows_and_its_stop_as_well(tmp_path:
 
 def test_who_may_stop_it(tmp_path: Path) -> None:
     everybody, _ = served_by_b(tmp_path)
-    with pytest.raises(AccessDenied, match="others' wish") as told:
+    with pytest.raises(AccessDenied, match="on another node's request") as told:
         everybody["c"].book.note_stopped("tiny")
     assert "owner" in told.value.fact
     everybody["a"].book.note_stopped("tiny")  # the owner

@@ -191,7 +191,7 @@ async def test_something_that_is_no_frame_ends_the_stream(message: stage_pb2.Rin
         await call.write(stage_pb2.RingMessage(open=stage_pb2.OpenRing(slice=1)))
         await call.write(message)
         assert (await call.read()).credits == 4
-        assert "no frame" in await call.details()
+        assert "without a frame" in await call.details()
     assert isinstance(hop.stream_errors[0], RemoteProtocolError)
 
 
