@@ -23,7 +23,7 @@ from edgepipe.cluster.membership import (
     Membership,
     Probe,
 )
-from edgepipe.cluster.told_states import MAX_BEAT_BYTES, MAX_KNOWN, is_address, refusal
+from edgepipe.cluster.reported_states import MAX_BEAT_BYTES, MAX_KNOWN, is_address, refusal
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId

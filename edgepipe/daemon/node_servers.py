@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from edgepipe.cluster.told_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
+from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.context import NodeBasis
 from edgepipe.daemon.machine.log_tail import LogTail

@@ -47,7 +47,7 @@ class RequestIntake:
     async def serve(
         self, messages: AsyncIterator[engine_pb2.GatewayMessage], *, gateway: common_pb2.Hello, own: common_pb2.Hello
     ) -> AsyncGenerator[engine_pb2.EngineEvent]:
-        """One gateway's stream, until it leaves or the door closes."""
+        """One gateway's stream, until it leaves or the intake closes."""
         stream = GatewayStream(NodeId(gateway.node_id))
         reader = self._tasks.create_task(self._read(stream, messages), name=f"gateway:{gateway.node_id}")
         self._readers[stream] = reader

@@ -17,17 +17,17 @@ from starlette.types import ASGIApp
 from edgepipe.errors import EdgepipeError, ModelUnknown
 from edgepipe.gateway.access import AccessRules, Guard
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.desk import Desk
-from edgepipe.gateway.door import Door
+from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.endpoints import Endpoint, fields
-from edgepipe.gateway.ollama import OllamaChatBody, OllamaDoor, OllamaGenerateBody, ShowBody
+from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, OllamaHandlers, ShowBody
+from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from edgepipe.gateway.status import StatusPages
+from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
-from edgepipe.gateway.tokenizing import TokenPages
+from edgepipe.gateway.tokenizing import TokenHandlers
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ _CARD = fields("id", "object", "created", "owned_by", id="string", created="inte
 
 def make_app(
     *,
-    desk: Desk,
+    service: CompletionService,
     bodies: BodyReader,
-    pages: StatusPages,
+    status_handlers: StatusHandlers,
     rules: AccessRules,
     timeouts: StreamTimeouts | None = None,
 ) -> ASGIApp:
     """The ASGI application."""
-    door = Door(desk=desk, bodies=bodies, timeouts=timeouts or StreamTimeouts())
-    endpoints = _endpoints(door, pages)
+    handlers = OpenAIHandlers(service=service, bodies=bodies, timeouts=timeouts or StreamTimeouts())
+    endpoints = _endpoints(handlers, status_handlers)
     document = make_document(endpoints)
     text = json.dumps(document)
 
@@ -71,23 +71,23 @@ def make_app(
             Exception: _show_bug,
         },
     )
-    return RequestScope(app, ids=desk.ids)
+    return RequestScope(app, ids=service.ids)
 
 
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 
 
-def _endpoints(door: Door, pages: StatusPages) -> Sequence[Endpoint]:
-    tokens = TokenPages(models=door.desk.models, bodies=door.bodies)
-    return [*_openai(door, pages), *_status(pages), *_tokens(tokens), *_ollama(door)]
+def _endpoints(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
+    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies)
+    return [*_openai(handlers, status_handlers), *_status(status_handlers), *_tokens(tokens), *_ollama(handlers)]
 
 
-def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
+def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[Endpoint]:
     return [
         Endpoint(
             method="POST",
             path="/v1/chat/completions",
-            handler=door.chat,
+            handler=handlers.chat,
             group="OpenAI",
             summary="The next turn of a conversation.",
             body=ChatBody,
@@ -97,7 +97,7 @@ def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="POST",
             path="/v1/completions",
-            handler=door.complete,
+            handler=handlers.complete,
             group="OpenAI",
             summary="Continuations of prompts.",
             body=CompletionBody,
@@ -107,7 +107,7 @@ def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/v1/models",
-            handler=pages.list_models,
+            handler=status_handlers.list_models,
             group="OpenAI",
             summary="Models that answer now.",
             answer=_LIST,
@@ -115,7 +115,7 @@ def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/v1/models/{id:path}",
-            handler=pages.one_model,
+            handler=status_handlers.one_model,
             group="OpenAI",
             summary="One of them.",
             answer=_CARD,
@@ -123,14 +123,14 @@ def _openai(door: Door, pages: StatusPages) -> list[Endpoint]:
     ]
 
 
-def _status(pages: StatusPages) -> list[Endpoint]:
+def _status(status_handlers: StatusHandlers) -> list[Endpoint]:
     group = "Status"
     status = fields("status", status="string")
     return [
         Endpoint(
             method="GET",
             path="/health",
-            handler=pages.health,
+            handler=status_handlers.health,
             group=group,
             summary="This gateway lives.",
             answer=status,
@@ -139,7 +139,7 @@ def _status(pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/ready",
-            handler=pages.ready,
+            handler=status_handlers.ready,
             group=group,
             summary="A model answers; 503 while none does.",
             answer=status,
@@ -148,7 +148,7 @@ def _status(pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/version",
-            handler=pages.version,
+            handler=status_handlers.version,
             group=group,
             summary="Versions of edgepipe and of its protocol.",
             answer=fields("version", "protocol", version="string", protocol="integer"),
@@ -156,7 +156,7 @@ def _status(pages: StatusPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/metrics",
-            handler=pages.scrape,
+            handler=status_handlers.scrape,
             group=group,
             summary="Figures for Prometheus.",
             media_type="text/plain",
@@ -164,13 +164,13 @@ def _status(pages: StatusPages) -> list[Endpoint]:
     ]
 
 
-def _tokens(pages: TokenPages) -> list[Endpoint]:
+def _tokens(tokens: TokenHandlers) -> list[Endpoint]:
     group = "Tokens"
     return [
         Endpoint(
             method="POST",
             path="/tokenize",
-            handler=pages.tokenize,
+            handler=tokens.tokenize,
             group=group,
             summary="Token ids of a text or of a conversation.",
             body=TokenizeBody,
@@ -179,7 +179,7 @@ def _tokens(pages: TokenPages) -> list[Endpoint]:
         Endpoint(
             method="POST",
             path="/detokenize",
-            handler=pages.detokenize,
+            handler=tokens.detokenize,
             group=group,
             summary="The text of token ids.",
             body=DetokenizeBody,
@@ -188,7 +188,7 @@ def _tokens(pages: TokenPages) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/tokenizer_info",
-            handler=pages.tokenizer_info,
+            handler=tokens.tokenizer_info,
             group=group,
             summary="Special tokens and chat template.",
             answer=fields("model", model="string"),
@@ -197,9 +197,9 @@ def _tokens(pages: TokenPages) -> list[Endpoint]:
     ]
 
 
-def _ollama(door: Door) -> list[Endpoint]:
+def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
     group = "Ollama"
-    ollama = OllamaDoor(desk=door.desk, door=door)
+    ollama = OllamaHandlers(service=handlers.service, handlers=handlers)
     models = fields("models", models="array")
     return [
         Endpoint(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edgepipe.gateway.desk import Order
+from edgepipe.gateway.completion_service import PreparedCompletion
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.logprobs import TextLogprobs, chat_logprobs
 from edgepipe.gateway.problems import HttpProblem
@@ -33,9 +33,9 @@ def event(body: str) -> bytes:
     return f"data: {body}\n\n".encode()
 
 
-def usage(order: Order) -> dict[str, Any]:
+def usage(prepared: PreparedCompletion) -> dict[str, Any]:
     """Token counts of a request so far."""
-    prompt_tokens, counts = order.completion.num_prompt_tokens, order.counts
+    prompt_tokens, counts = prepared.completion.num_prompt_tokens, prepared.counts
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": counts.completion_tokens,
@@ -99,10 +99,10 @@ class Head:
     with_running_usage: bool  # in every event
 
     @classmethod
-    def of(cls, body: RequestBody, order: Order, *, response_id: str, created_s: int) -> Head:
+    def of(cls, body: RequestBody, prepared: PreparedCompletion, *, response_id: str, created_s: int) -> Head:
         """From a request."""
         options = body.stream_options
-        served = order.entry.served
+        served = prepared.entry.served
         made_of = f"{served.pipeline_id}/{served.epoch.engine_id}"
         return cls(
             response_id=response_id,
@@ -114,13 +114,13 @@ class Head:
             with_running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         )
 
-    def fields(self, kind: str, order: Order) -> dict[str, Any]:
+    def fields(self, kind: str, prepared: PreparedCompletion) -> dict[str, Any]:
         """The first fields of a body."""
         fields: dict[str, Any] = {
             "id": self.response_id,
             "object": kind,
             "created": self.created_s,
-            "model": order.completion.model,
+            "model": prepared.completion.model,
             "system_fingerprint": self.fingerprint,
         }
         return fields | ({"service_tier": self.service_tier} if self.service_tier else {})
@@ -157,11 +157,11 @@ class _EventShape:
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: Head, order: Order, *, kind: str) -> None:
+    def __init__(self, head: Head, prepared: PreparedCompletion, *, kind: str) -> None:
         self._head = head
-        self._order = order
-        self._wants_logprobs = order.completion.requests[0].sampling.logprobs
-        self._fields = head.fields(kind, order)
+        self._prepared = prepared
+        self._wants_logprobs = prepared.completion.requests[0].sampling.logprobs
+        self._fields = head.fields(kind, prepared)
         self._prefix = compact(self._fields)[:-1] + ',"choices":['
         self._null_usage = ',"usage":null' if head.with_usage else ""
 
@@ -169,14 +169,14 @@ class _EventShape:
         """See Shape."""
         if not self._head.with_usage:
             return DONE
-        return event(f'{self._prefix}],"usage":{compact(usage(self._order))}}}') + DONE
+        return event(f'{self._prefix}],"usage":{compact(usage(self._prepared))}}}') + DONE
 
     def error(self, problem: HttpProblem) -> bytes:
         """See Shape."""
         return event(compact(problem.body()))
 
     def _event(self, choice: str, more: str = "") -> bytes:
-        numbers = f',"usage":{compact(usage(self._order))}' if self._head.with_running_usage else self._null_usage
+        numbers = f',"usage":{compact(usage(self._prepared))}' if self._head.with_running_usage else self._null_usage
         return event(f"{self._prefix}{choice}]{numbers}{more}}}")
 
     def _shows(self, delta: Delta) -> bool:
@@ -187,26 +187,26 @@ class _EventShape:
 class ChatShape(_EventShape):
     """``chat.completion`` and ``chat.completion.chunk``."""
 
-    def __init__(self, head: Head, order: Order, *, streams: bool) -> None:
-        super().__init__(head, order, kind="chat.completion.chunk" if streams else "chat.completion")
+    def __init__(self, head: Head, prepared: PreparedCompletion, *, streams: bool) -> None:
+        super().__init__(head, prepared, kind="chat.completion.chunk" if streams else "chat.completion")
 
     def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
         """See Shape."""
         body: dict[str, Any] = self._fields | {
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": usage(self._order),
+            "usage": usage(self._prepared),
         }
         if self._head.with_ids:
-            body["prompt_token_ids"] = list(self._order.completion.requests[0].prompt)
+            body["prompt_token_ids"] = list(self._prepared.completion.requests[0].prompt)
         return body
 
     def opening(self) -> bytes:
         """See Shape. The role comes first, so that a client can show the answer's place while the prompt is read."""
-        ids = self._order.completion.requests[0].prompt
+        ids = self._prepared.completion.requests[0].prompt
         more = f',"prompt_token_ids":{compact(ids)}' if self._head.with_ids else ""
         return b"".join(
             self._event(self._part(index, '{"role":"assistant","content":""}'), more if index == 0 else "")
-            for index in range(self._order.completion.num_choices)
+            for index in range(self._prepared.completion.num_choices)
         )
 
     def delta(self, delta: Delta) -> bytes:
@@ -239,18 +239,18 @@ class ChatShape(_EventShape):
         return body | ({"token_ids": choice.ids} if self._head.with_ids else {})
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return chat_logprobs(self._order.assets, ids, logprobs)
+        return chat_logprobs(self._prepared.assets, ids, logprobs)
 
 
 class TextShape(_EventShape):
     """``text_completion``, whole and streamed."""
 
-    def __init__(self, head: Head, order: Order) -> None:
-        super().__init__(head, order, kind="text_completion")
-        self._texts = order.texts  # echoed
+    def __init__(self, head: Head, prepared: PreparedCompletion) -> None:
+        super().__init__(head, prepared, kind="text_completion")
+        self._texts = prepared.texts  # echoed
         self._logprobs = [
-            TextLogprobs(order.assets, before=() if self._texts else self._prompt(choice))
-            for choice in range(order.completion.num_choices)
+            TextLogprobs(prepared.assets, before=() if self._texts else self._prompt(choice))
+            for choice in range(prepared.completion.num_choices)
         ]
         self._begun: set[int] = set()  # choices whose echo was sent
 
@@ -271,7 +271,7 @@ class TextShape(_EventShape):
             if self._head.with_ids:
                 entry |= {"token_ids": choice.ids, "prompt_token_ids": self._prompt(index)}
             entries.append(entry)
-        return self._fields | {"choices": entries, "usage": usage(self._order)}
+        return self._fields | {"choices": entries, "usage": usage(self._prepared)}
 
     def opening(self) -> bytes:
         """See Shape. Only clients that want ids see anything before the first text."""
@@ -281,7 +281,7 @@ class TextShape(_EventShape):
             self._event(
                 self._part(index, "", more=f',"token_ids":[],"prompt_token_ids":{compact(self._prompt(index))}')
             )
-            for index in range(self._order.completion.num_choices)
+            for index in range(self._prepared.completion.num_choices)
         )
 
     def delta(self, delta: Delta) -> bytes:
@@ -308,13 +308,13 @@ class TextShape(_EventShape):
         return f'{{"index":{index},"text":{compact(text)},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
 
     def _echo(self, choice: int) -> str:
-        return self._texts[self._order.completion.prompt_of(choice)] if self._texts else ""
+        return self._texts[self._prepared.completion.prompt_of(choice)] if self._texts else ""
 
     def _prompt(self, choice: int) -> tuple[int, ...]:
-        return self._order.completion.requests[self._order.completion.prompt_of(choice)].prompt
+        return self._prepared.completion.requests[self._prepared.completion.prompt_of(choice)].prompt
 
     def _of_prompt(self, choice: int) -> dict[str, Any]:
-        scored = self._order.counts.prompt_logprobs[self._order.completion.prompt_of(choice)]
+        scored = self._prepared.counts.prompt_logprobs[self._prepared.completion.prompt_of(choice)]
         part = self._logprobs[choice].add(self._prompt(choice), [None, *scored])
         self._logprobs[choice].move_to(len(self._echo(choice)))
         return part

@@ -20,8 +20,8 @@ from edgepipe.gateway.admission import Admission, AdmissionLimits
 from edgepipe.gateway.app import make_app
 from edgepipe.gateway.assets import load_assets
 from edgepipe.gateway.bodies import BodyReader
+from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, ConnectionLimits, Connections
-from edgepipe.gateway.desk import Desk
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.grammar_trial import GrammarTrial
@@ -29,7 +29,7 @@ from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.messages import served_models
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
-from edgepipe.gateway.status import StatusPages
+from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.gateway.unloading import KeepAlives
@@ -84,7 +84,7 @@ class Gateway:
         self._grammar_trial = GrammarTrial()
         self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model)
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
-        desk = Desk(
+        service = CompletionService(
             models=self._models,
             loads=self._loads,
             keep_alives=self._keep_alives,
@@ -95,10 +95,14 @@ class Gateway:
             metrics=metrics.requests,
             compiler=GrammarCompiler(self._grammar_trial.check),
         )
-        pages = StatusPages(models=self._models, clock=clock, metrics=metrics)
+        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics)
         self._bodies = BodyReader(models=self._models)
         self.app: ASGIApp = make_app(
-            desk=desk, bodies=self._bodies, pages=pages, rules=rules or AccessRules(), timeouts=timeouts
+            service=service,
+            bodies=self._bodies,
+            status_handlers=status_handlers,
+            rules=rules or AccessRules(),
+            timeouts=timeouts,
         )
 
     def update(self, view: node_pb2.ClusterView) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.desk import TooManyTokens, encode, render_chat
+from edgepipe.gateway.completion_service import TooManyTokens, encode, render_chat
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
@@ -19,7 +19,7 @@ MAX_TOKEN_STRINGS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenPages:
+class TokenHandlers:
     """The handlers."""
 
     models: ModelTable

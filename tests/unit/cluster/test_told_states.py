@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.cluster.told_states import MAX_ENTRIES, MAX_STATE_BYTES, is_address, refusal
+from edgepipe.cluster.reported_states import MAX_ENTRIES, MAX_STATE_BYTES, is_address, refusal
 from edgepipe.wire.v1 import engine_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1.common_pb2 import LayerRange

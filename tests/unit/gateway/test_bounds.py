@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgepipe.gateway.desk import _scored_limit  # pyright: ignore[reportPrivateUsage]
-from edgepipe.gateway.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
+from edgepipe.gateway.completion_service import _scored_limit  # pyright: ignore[reportPrivateUsage]
+from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import JSON_SIZE, ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.sampling import SamplingParams

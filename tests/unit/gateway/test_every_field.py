@@ -13,7 +13,7 @@ import pytest_asyncio
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from edgepipe.gateway.ollama import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
+from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import (

@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.errors import ModelUnknown
-from edgepipe.gateway.desk import Desk, Order
-from edgepipe.gateway.door import Door, owner_of
+from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.logprobs import chat_logprobs
 from edgepipe.gateway.models import Assets, ModelTable
+from edgepipe.gateway.openai_handlers import OpenAIHandlers, owner_of
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact
@@ -215,8 +215,8 @@ class OllamaShape:
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, order: Order, clock: Clock, *, chat: bool) -> None:
-        self._order = order
+    def __init__(self, prepared: PreparedCompletion, clock: Clock, *, chat: bool) -> None:
+        self._prepared = prepared
         self._clock = clock
         self._chat = chat
         self._began_s = clock.monotonic_s()
@@ -259,7 +259,10 @@ class OllamaShape:
         return _as_line({"error": problem.message})
 
     def _line(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._order.completion.model, "created_at": _time_text(self._clock.wall_s())}
+        body: dict[str, Any] = {
+            "model": self._prepared.completion.model,
+            "created_at": _time_text(self._clock.wall_s()),
+        }
         if not self._chat:
             return body | {"response": text}
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -268,9 +271,9 @@ class OllamaShape:
         return body | {"message": message}
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        if not self._order.completion.requests[0].sampling.logprobs:
+        if not self._prepared.completion.requests[0].sampling.logprobs:
             return {}
-        return {"logprobs": chat_logprobs(self._order.assets, ids, logprobs)["content"]}
+        return {"logprobs": chat_logprobs(self._prepared.assets, ids, logprobs)["content"]}
 
     def _numbers(self) -> dict[str, Any]:
         now_s = self._clock.monotonic_s()
@@ -280,19 +283,19 @@ class OllamaShape:
             "done_reason": "stop" if self._reason == "tool_calls" else self._reason,
             "total_duration": _ns(now_s - self._began_s),
             "load_duration": 0,
-            "prompt_eval_count": self._order.completion.num_prompt_tokens,
+            "prompt_eval_count": self._prepared.completion.num_prompt_tokens,
             "prompt_eval_duration": _ns(first_s - self._began_s),
-            "eval_count": self._order.counts.completion_tokens,
+            "eval_count": self._prepared.counts.completion_tokens,
             "eval_duration": _ns(now_s - first_s),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaDoor:
+class OllamaHandlers:
     """The handlers."""
 
-    desk: Desk
-    door: Door
+    service: CompletionService
+    handlers: OpenAIHandlers
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
@@ -305,14 +308,14 @@ class OllamaDoor:
         body = await self._read(request, OllamaGenerateBody)
         if body.raw and body.prompt:
             kept_s = body.keep_s()
-            name = _known_name(self.desk.models, body.model)
-            fields = body.shared_fields(await (await self.desk.loads.entry(name)).assets())
+            name = _known_name(self.service.models, body.model)
+            fields = body.shared_fields(await (await self.service.loads.entry(name)).assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
-            order = await self.desk.complete(validate(CompletionBody, fields), owner=owner_of(request))
-            order.keep_s = kept_s
-            return await self.door.answer(request, order, self._shape(order, chat=False), body.stream)
+            prepared = await self.service.complete(validate(CompletionBody, fields), owner=owner_of(request))
+            prepared.keep_s = kept_s
+            return await self.handlers.answer(request, prepared, self._shape(prepared, chat=False), body.stream)
         messages = [{"role": "user", "content": body.prompt}]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
@@ -320,9 +323,9 @@ class OllamaDoor:
 
     async def tags(self, request: Request) -> Response:
         """``GET /api/tags``."""
-        created = _time_text(self.desk.clock.wall_s())
+        created = _time_text(self.service.clock.wall_s())
         return JSONResponse(
-            {"models": [_card(served) | {"modified_at": created} for served in self.desk.models.served]}
+            {"models": [_card(served) | {"modified_at": created} for served in self.service.models.served]}
         )
 
     async def ps(self, request: Request) -> Response:
@@ -331,14 +334,14 @@ class OllamaDoor:
             _card(served)
             | {"size_vram": served.weight_bytes, "context_length": served.context_length}
             | {"expires_at": self._expiry_text(served)}
-            for served in self.desk.models.served
+            for served in self.service.models.served
         ]
         return JSONResponse({"models": running})
 
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
         body = await self._read(request, ShowBody)
-        entry = self.desk.models.get(_known_name(self.desk.models, body.model or body.name or ""))
+        entry = self.service.models.get(_known_name(self.service.models, body.model or body.name or ""))
         assets = await entry.assets()
         return JSONResponse(
             {
@@ -361,7 +364,7 @@ class OllamaDoor:
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Ollama's clients and its documentation send no Content-Type; what a web page sends has an Origin."""
-        return await self.door.bodies.read(request, kind, of_any_type=True)
+        return await self.handlers.bodies.read(request, kind, of_any_type=True)
 
     async def _chat(
         self,
@@ -372,43 +375,43 @@ class OllamaDoor:
         tools: list[dict[str, Any]] | None,
         chat: bool,
     ) -> Response:
-        name, kept_s = _known_name(self.desk.models, body.model), body.keep_s()
+        name, kept_s = _known_name(self.service.models, body.model), body.keep_s()
         if not messages and kept_s == 0:
             self._unload(name)
             return self._empty(body, "unload", chat=chat)
-        entry = await self.desk.loads.entry(name)
+        entry = await self.service.loads.entry(name)
         name = entry.served.name
         if not messages:  # asks that the model be loaded: it is
-            self.desk.keep_alives.want(entry.served, kept_s)
+            self.service.keep_alives.want(entry.served, kept_s)
             return self._empty(body, "load", chat=chat)
         fields = body.shared_fields(await entry.assets()) | body.chat_fields()
         fields |= {"messages": messages, "model": name, "tools": tools}
-        order = await self.desk.chat(validate(ChatBody, fields), owner=owner_of(request))
-        order.keep_s = kept_s
-        return await self.door.answer(request, order, self._shape(order, chat=chat), body.stream)
+        prepared = await self.service.chat(validate(ChatBody, fields), owner=owner_of(request))
+        prepared.keep_s = kept_s
+        return await self.handlers.answer(request, prepared, self._shape(prepared, chat=chat), body.stream)
 
     def _unload(self, name: str) -> None:
         """Unload a model. Raises ModelUnknown if it is neither served nor could be loaded."""
         try:
-            self.desk.keep_alives.want(self.desk.models.get(name).served, 0.0)
+            self.service.keep_alives.want(self.service.models.get(name).served, 0.0)
         except ModelUnknown:
-            if not self.desk.loads.can_load(name):
+            if not self.service.loads.can_load(name):
                 raise
 
     def _expiry_text(self, served: ServedModel) -> str:
-        left_s = self.desk.keep_alives.left_s(served)
-        return _time_text(self.desk.clock.wall_s() + left_s) if left_s < _MOST_LEFT_S else _FOREVER
+        left_s = self.service.keep_alives.left_s(served)
+        return _time_text(self.service.clock.wall_s() + left_s) if left_s < _MOST_LEFT_S else _FOREVER
 
     def _empty(self, body: OllamaBody, reason: str, *, chat: bool) -> Response:
-        line: dict[str, Any] = {"model": body.model, "created_at": _time_text(self.desk.clock.wall_s())}
+        line: dict[str, Any] = {"model": body.model, "created_at": _time_text(self.service.clock.wall_s())}
         line |= {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
         line |= {"done": True, "done_reason": reason}
         if body.stream:
             return Response(_as_line(line), media_type=OllamaShape.media_type)
         return JSONResponse(line)
 
-    def _shape(self, order: Order, *, chat: bool) -> OllamaShape:
-        return OllamaShape(order, self.desk.clock, chat=chat)
+    def _shape(self, prepared: PreparedCompletion, *, chat: bool) -> OllamaShape:
+        return OllamaShape(prepared, self.service.clock, chat=chat)
 
 
 def _known_name(models: ModelTable, name: str) -> str:

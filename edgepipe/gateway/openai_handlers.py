@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.desk import Desk, Order
+from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.problems import from_error
 from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape
 from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
@@ -21,46 +21,50 @@ _PRIORITY_HEADER = "x-edgepipe-priority"  # interactive | batch, for clients tha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class OpenAIHandlers:
     """The handlers. The routing layer turns HttpProblem and EdgepipeError into responses."""
 
-    desk: Desk
+    service: CompletionService
     bodies: BodyReader
     timeouts: StreamTimeouts
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self.bodies.read(request, ChatBody)
-        order = await self.desk.chat(_prioritised(body, request), owner=owner_of(request))
-        head = self._head("chatcmpl", body, order)
-        return await self.answer(request, order, ChatShape(head, order, streams=bool(body.stream)), bool(body.stream))
+        prepared = await self.service.chat(_prioritised(body, request), owner=owner_of(request))
+        head = self._head("chatcmpl", body, prepared)
+        return await self.answer(
+            request, prepared, ChatShape(head, prepared, streams=bool(body.stream)), bool(body.stream)
+        )
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await self.bodies.read(request, CompletionBody)
-        order = await self.desk.complete(_prioritised(body, request), owner=owner_of(request))
-        head = self._head("cmpl", body, order)
-        return await self.answer(request, order, TextShape(head, order), bool(body.stream))
+        prepared = await self.service.complete(_prioritised(body, request), owner=owner_of(request))
+        head = self._head("cmpl", body, prepared)
+        return await self.answer(request, prepared, TextShape(head, prepared), bool(body.stream))
 
-    async def answer(self, request: Request, order: Order, shape: Shape, streams: bool) -> Response:
+    async def answer(self, request: Request, prepared: PreparedCompletion, shape: Shape, streams: bool) -> Response:
         """Run the order and answer in a shape."""
-        deltas = self.desk.run(order)
+        deltas = self.service.run(prepared)
         if streams:
             return EventStream(
                 _events(deltas, shape),
                 opening=shape.opening(),
                 on_error=lambda error: shape.error(from_error(error)),
-                place=order.ticket,
+                place=prepared.ticket,
                 timeouts=self.timeouts,
-                news=order.news,
+                news=prepared.news,
                 media_type=shape.media_type,
             )
-        with order.ticket:
-            choices = await until_disconnect(request, _gather(deltas, order.completion.num_choices))
+        with prepared.ticket:
+            choices = await until_disconnect(request, _gather(deltas, prepared.completion.num_choices))
         return JSONResponse(shape.whole(choices))
 
-    def _head(self, prefix: str, body: RequestBody, order: Order) -> Head:
-        return Head.of(body, order, response_id=self.desk.ids.new(prefix), created_s=int(self.desk.clock.wall_s()))
+    def _head(self, prefix: str, body: RequestBody, prepared: PreparedCompletion) -> Head:
+        return Head.of(
+            body, prepared, response_id=self.service.ids.new(prefix), created_s=int(self.service.clock.wall_s())
+        )
 
 
 def owner_of(request: Request) -> str:

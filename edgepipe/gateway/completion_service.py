@@ -1,4 +1,4 @@
-"""What every protocol at the door needs done: a checked body to a completion, and its run with place and figures."""
+"""The request path that all protocols share: validate, admit, run, meter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN_KEYWORDS = frozenset({"tools", "documents"})  # of templates; a request has
 
 
 @dataclass(slots=True, kw_only=True)
-class Order:
+class PreparedCompletion:
     """A completion that is ready to run, and what it has come to."""
 
     completion: Completion
@@ -58,7 +58,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class CompletionService:
     """Takes orders. Everything that can be refused is refused before there is one."""
 
     models: ModelTable
@@ -71,7 +71,7 @@ class Desk:
     metrics: RequestMetrics
     compiler: GrammarCompiler
 
-    async def chat(self, body: ChatBody, *, owner: str) -> Order:
+    async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
         """A conversation's next turn. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
@@ -93,9 +93,9 @@ class Desk:
         completion = self._completion(
             body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
         )
-        return self._order(completion, entry, assets, owner)
+        return self._prepared(completion, entry, assets, owner)
 
-    async def complete(self, body: CompletionBody, *, owner: str) -> Order:
+    async def complete(self, body: CompletionBody, *, owner: str) -> PreparedCompletion:
         """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
@@ -120,31 +120,31 @@ class Desk:
         completion = self._completion(body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=plan)
         completion = replace(completion, continues=True, only_scores=body.max_tokens == 0)
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
-        return self._order(completion, entry, assets, owner, texts=texts)
+        return self._prepared(completion, entry, assets, owner, texts=texts)
 
-    async def run(self, order: Order) -> AsyncGenerator[Delta]:
+    async def run(self, prepared: PreparedCompletion) -> AsyncGenerator[Delta]:
         """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
-        meter = order.meter
+        meter = prepared.meter
         try:
-            with self.keep_alives.use(order.entry.served, order.keep_s):
-                await order.ticket.admitted.wait()
+            with self.keep_alives.use(prepared.entry.served, prepared.keep_s):
+                await prepared.ticket.admitted.wait()
                 meter.started()
-                deltas = run_completion(order.completion, order.entry, order.assets, order.counts, meter)
+                deltas = run_completion(prepared.completion, prepared.entry, prepared.assets, prepared.counts, meter)
                 async with aclosing(deltas):
                     async for delta in deltas:
-                        order.ticket.grow(order.completion.token_bytes * len(delta.ids))
+                        prepared.ticket.grow(prepared.completion.token_bytes * len(delta.ids))
                         yield delta
         except EdgepipeError as exc:
             meter.failed(exc.code)
             raise
         meter.ended()
 
-    def _order(
+    def _prepared(
         self, completion: Completion, entry: ModelEntry, assets: Assets, owner: str, *, texts: tuple[str, ...] = ()
-    ) -> Order:
+    ) -> PreparedCompletion:
         """The last step: nothing waits between this and the caller's hold of the ticket."""
         entry.link.check_room(len(completion.requests))
-        return Order(
+        return PreparedCompletion(
             completion=completion,
             entry=entry,
             assets=assets,

@@ -17,7 +17,7 @@ from edgepipe.gateway.responses import model_card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusPages:
+class StatusHandlers:
     """The handlers."""
 
     models: ModelTable
