@@ -22,10 +22,10 @@ from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
-from edgepipe.sampling.columns import ColumnSampler
 from edgepipe.sampling.grammar import check_grammar, json_grammar
 from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
+from tests.support.sampling_columns import ColumnSampler
 
 V = 152_064  # Qwen2.5's vocabulary
 BATCH = 64

@@ -15,7 +15,6 @@ from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
-from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import Slice
@@ -42,6 +41,7 @@ from edgepipe.wire.plans import (
 )
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
+from tests.support.memory_link import MemorySender
 
 BLOCK_SIZE = 16
 

@@ -13,7 +13,6 @@ from edgepipe.backend.types import Activations, ActivationType
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import EngineId, Epoch, PipelineId, StepId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.link.memory import MemorySender
 from edgepipe.link.protocol import Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.sender import RingSender
@@ -26,6 +25,7 @@ from edgepipe.wire.common import make_hello
 from edgepipe.wire.plans import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
+from tests.support.memory_link import MemorySender
 
 EPOCH = Epoch(3, EngineId("engine"))
 HIDDEN = 8

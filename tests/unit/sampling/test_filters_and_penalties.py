@@ -15,9 +15,9 @@ from edgepipe.errors import RequestInvalid, StepFailed
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec, SampleRow, SamplingParams, SequenceSampler, draw, logit_edits, sample
-from edgepipe.sampling.columns import ColumnSampler
 from edgepipe.sampling.device import sample_picked
 from edgepipe.sampling.grammar import GrammarTokenizer, json_grammar
+from tests.support.sampling_columns import ColumnSampler
 
 V = 61
 PARAMS = st.builds(
