@@ -2,20 +2,47 @@
 
 ::
 
-    EdgepipeError                      retry = SAFE | AFTER_REPLAN | NEVER
-    ├─ UserError        the caller's input or setting is wrong          exit 2, HTTP 400
-    │  ├─ ConfigInvalid · PlanInvalid · RequestInvalid · PromptTooLong · PortInUse · FeatureMissing
-    │  ├─ ModelUnknown · ModelDownloadFailed                            exit 7, HTTP 404
-    │  └─ ModelInvalid · ArchitectureUnsupported · TemplateFailed       exit 7, HTTP 400
-    ├─ CapacityError    it does not fit now                             HTTP 503
-    │  └─ QueueFull · KVCacheFull · NoFeasiblePlacement (exit 6)
-    ├─ LinkError        one hop failed                                  exit 3, HTTP 503
-    │  └─ ConnectTimeout · SendTimeout · PeerClosed · LocalProtocolError · RemoteProtocolError
-    ├─ ClusterError     the cluster cannot do this now                  exit 3, HTTP 503
-    │  ├─ NodeUnreachable · LinkNotMeasured · NoPeersFound (exit 4) · StaleEpoch · VersionMismatch (exit 9)
-    │  └─ PairingRejected · CertificateInvalid · AccessDenied · TrustInvalid  exit 5
-    └─ StageError       a stage failed                                  exit 1, HTTP 503
-       └─ BackendUnavailable · ShardMismatch · DeviceOutOfMemory · StageLost · StepFailed · PipelineBroken
+    EdgepipeError                      exit 1, HTTP 500
+    ├─ UserError                       exit 2, HTTP 400
+    │  ├─ ConfigInvalid                exit 2, HTTP 400
+    │  ├─ PlanInvalid                  exit 2, HTTP 400
+    │  ├─ RequestInvalid               exit 2, HTTP 400
+    │  │  └─ PromptTooLong             exit 2, HTTP 400
+    │  ├─ PortInUse                    exit 1, HTTP 400
+    │  ├─ FeatureMissing               exit 2, HTTP 501
+    │  ├─ ModelUnknown                 exit 7, HTTP 404
+    │  ├─ ModelDownloadFailed          exit 7, HTTP 502
+    │  ├─ ModelInvalid                 exit 7, HTTP 400
+    │  │  └─ ArchitectureUnsupported   exit 7, HTTP 400
+    │  └─ TemplateFailed               exit 2, HTTP 400
+    ├─ CapacityError                   exit 1, HTTP 503
+    │  ├─ QueueFull                    exit 1, HTTP 429
+    │  ├─ KVCacheFull                  exit 1, HTTP 503
+    │  └─ NoFeasiblePlacement          exit 6, HTTP 503
+    ├─ LinkError                       exit 3, HTTP 503
+    │  ├─ ConnectTimeout               exit 3, HTTP 503
+    │  ├─ SendTimeout                  exit 3, HTTP 503
+    │  ├─ PeerClosed                   exit 3, HTTP 503
+    │  ├─ LocalProtocolError           exit 3, HTTP 503
+    │  └─ RemoteProtocolError          exit 3, HTTP 503
+    ├─ ClusterError                    exit 3, HTTP 503
+    │  ├─ NodeUnreachable              exit 3, HTTP 503
+    │  ├─ LinkNotMeasured              exit 3, HTTP 503
+    │  ├─ NoPeersFound                 exit 4, HTTP 503
+    │  ├─ StaleEpoch                   exit 3, HTTP 503
+    │  ├─ StagesMove                   exit 3, HTTP 503
+    │  ├─ PairingRejected              exit 5, HTTP 503
+    │  ├─ CertificateInvalid           exit 5, HTTP 503
+    │  ├─ AccessDenied                 exit 5, HTTP 503
+    │  ├─ TrustInvalid                 exit 5, HTTP 503
+    │  └─ VersionMismatch              exit 9, HTTP 503
+    └─ StageError                      exit 1, HTTP 503
+       ├─ BackendUnavailable           exit 1, HTTP 503
+       ├─ ShardMismatch                exit 1, HTTP 503
+       ├─ DeviceOutOfMemory            exit 6, HTTP 503
+       ├─ StageLost                    exit 1, HTTP 503
+       ├─ StepFailed                   exit 1, HTTP 503
+       └─ PipelineBroken               exit 1, HTTP 503
 
 A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence
 a person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three
