@@ -71,7 +71,7 @@ class NodePresence:
             on_change=self._on_member,
             on_identity_taken=on_identity_taken,
         )
-        self.book = ServeBook(
+        self.book: ServeBook = ServeBook(
             basis.data_dir.path / "served.bin",
             trust=basis.trust,
             gone=lambda node_id: self.peers.is_gone(node_id),
@@ -79,7 +79,7 @@ class NodePresence:
             clock=basis.clock,
             on_change=self.local.refresh,
         )
-        self.peers = Peers(
+        self.peers: Peers = Peers(
             own=lambda: self.local.state,
             membership=self.membership,
             hello=basis.hello,
