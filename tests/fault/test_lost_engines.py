@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.support.fault_streams import PROMPT, Stream, answers, children, cut_power, kv_is_free, slow_cluster
-from tests.support.nodes import Nodes, idle
+from tests.support.fault_streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
+from tests.support.nodes import Nodes, idle, kv_is_free
 
 
 async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: Nodes) -> None:

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.fault_streams import PROMPT, Stream, answers, expected, kv_is_free, serving_stage, slow_cluster
-from tests.support.nodes import Nodes
+from tests.support.fault_streams import PROMPT, Stream, answers, expected, serving_stage, slow_cluster
+from tests.support.nodes import Nodes, kv_is_free
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -133,11 +133,3 @@ async def answers(node: Node) -> None:
         url = f"http://127.0.0.1:{node.http_port}/v1/models"
         while not (await client.get(url)).json()["data"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-def kv_is_free(status: pb.ClusterStatus) -> bool:
-    """No KV block is held and nothing runs."""
-    return all(
-        engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
-        for engine in status.engines
-    )

@@ -197,3 +197,11 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
     assert process.stderr is not None
     while await process.stderr.read(1 << 16):
         pass
+
+
+def kv_is_free(status: pb.ClusterStatus) -> bool:
+    """Whether no engine runs or queues a sequence, and every KV block came back."""
+    return all(
+        engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
+        for engine in status.engines
+    )

@@ -209,14 +209,6 @@ async def _way_to_gateway(cluster: ChaosCluster) -> AsyncGenerator[int]:
         yield port
 
 
-def kv_is_free(status: pb.ClusterStatus) -> bool:
-    """Nothing runs, nothing waits, and no KV block is held: who left or was recovered has given all back."""
-    return all(
-        engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
-        for engine in status.engines
-    )
-
-
 def _listens_on(pid: int) -> list[int]:
     """TCP ports; none of a process that is gone."""
     try:

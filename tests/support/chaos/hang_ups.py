@@ -14,7 +14,8 @@ import psutil
 
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.chaos.clients import HEAL_S, Clients
-from tests.support.chaos.cluster import chaos_cluster, kv_is_free
+from tests.support.chaos.cluster import chaos_cluster
+from tests.support.nodes import kv_is_free
 
 _BLOCKS = 512
 _PREFIX_TOKENS = 200  # that prompts share: more than ten blocks, which later ones copy from those who hold them

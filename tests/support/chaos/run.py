@@ -11,13 +11,14 @@ from typing import Any
 
 from edgepipe.system import SystemClock
 from tests.support.chaos.client import RecordingClient
-from tests.support.chaos.cluster import WHOLE_S, ChaosCluster, kv_is_free
+from tests.support.chaos.cluster import WHOLE_S, ChaosCluster
 from tests.support.chaos.link_faults import LINK_FAULTS
 from tests.support.chaos.machine_faults import MACHINE_FAULTS
 from tests.support.chaos.nemesis import LOOK_S, Nemesis
 from tests.support.chaos.process_faults import PROCESS_FAULTS
 from tests.support.chaos.requests import draw_request, stop_inside
 from tests.support.history import Answer, Ended, Given, History, Struck, assert_holds, check
+from tests.support.nodes import kv_is_free
 
 FAULTS = {**PROCESS_FAULTS, **MACHINE_FAULTS, **LINK_FAULTS}
 _ANSWER_S = 90.0
