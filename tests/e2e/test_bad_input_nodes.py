@@ -27,7 +27,7 @@ PLANS = {
     "a:0-6": "covers 7 layers, the model has 6",
     "a:1-5": "leaves out layer 0",
     "z:0-5": "'z' is not a node that can compute",
-    "a:5-0": "layers 5-0 are no range",
+    "a:5-0": "layers 5-0 are not a range",
     "a": "'a' is not a part of a plan",
     "a:0-5,": "'' is not a part of a plan",
     "a:0-x": "'a:0-x' is not a part of a plan",
