@@ -59,9 +59,7 @@ class Config:
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
     load_on_request: bool = True  # serve a model from a disk of the cluster when an HTTP request asks for it
-    listen_s: float = (
-        3.0  # seconds that commands listen for other nodes, which answer at once unless their Wi-Fi sleeps
-    )
+    listen_s: float = 3.0  # time that commands listen for other nodes, which answer at once unless Wi-Fi sleeps
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
     copies: int = 2  # disks that keep each part of a model served by this node's engines; 1: only disks that need it

@@ -15,10 +15,8 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, RequestKey, SequenceId
 
 _MOST_IN_A_ROW = 8  # crashes of one stage to compare; the third refuses the request
-_FLAWED, _FLAWED_WITHIN_S = (
-    3,
-    60.0,
-)  # this many crashes of different requests within this time, even if steps succeed between
+# This many crashes of different requests within this time, even if steps succeed between them.
+_FLAWED, _FLAWED_WITHIN_S = 3, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

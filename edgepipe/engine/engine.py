@@ -164,10 +164,8 @@ class Engine:
         self._candidate: EngineEpoch | None = None  # open, not yet in use
         self._run: EngineEpoch | None = None
         self._kept: KeptKV | None = None  # KV of the last epoch that served
-        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (
-            0,
-            {},
-        )  # epoch counter; the steps then in flight
+        # Epoch counter, and its steps in flight at the end.
+        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._intake: RequestIntake | None = None
         self._has_served = False  # in a previous epoch

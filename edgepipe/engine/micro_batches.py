@@ -54,9 +54,8 @@ class MicroBatches:
         self._times = {index: SliceTimes(known.get(index)) for of_stage in slices for index in of_stage}
         self._interleaved = any(len(of_stage) > 1 for of_stage in slices)
         holders = [stage for _, stage in sorted((index, stage) for stage, held in enumerate(slices) for index in held)]
-        self._hops = [
-            stage for stage, following in pairwise(holders) if stage != following
-        ]  # stages whose outgoing links a step uses
+        # Stages whose outgoing links a step uses.
+        self._hops = [stage for stage, following in pairwise(holders) if stage != following]
         self._works: dict[StepId, StepWork] = {}  # newest steps, in the order of sending
         self._links = [LinkCurve() for _ in slices]  # outgoing; the last stage's gets no reports
         self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]

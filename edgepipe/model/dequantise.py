@@ -14,9 +14,7 @@ from edgepipe.model.tensors import RawTensor
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_VALUES = (
-    1 << 21
-)  # values converted at once, so that a large tensor never exists whole in float32 beside its result
+_CHUNK_VALUES = 1 << 21  # values converted at once, so that no large tensor is ever whole in float32
 
 
 def as_bf16_bits(raw: RawTensor) -> npt.NDArray[np.uint16]:

@@ -73,9 +73,7 @@ class KVPool:
         self._contiguous = contiguous
         self._by_key: dict[Key, int] = {}  # in the order of ``enter``, evicted blocks included
         self._keys = [b""] * num_blocks  # last key of each block; an evicted block keeps it until the next ``enter``
-        self._idle_since = (
-            array("q", [NOT_CACHED]) * num_blocks
-        )  # by block, on the clock ``_now``; 0: in the cache and held
+        self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache and held
         self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
         self._now = 0  # blocks that became idle so far: the clock of ``_idle_since``
         self._num_idle = self._num_cached = 0

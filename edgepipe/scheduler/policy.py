@@ -22,9 +22,7 @@ class Load(NamedTuple):
     reserved_tokens: int = 0  # of WP: tokens of admitted sequences, whose blocks are allocated
     link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
     tile_edges: tuple[int, ...] = ()  # token counts above which a step takes clearly longer, ascending
-    prefill_cap_tokens: int | None = (
-        None  # tokens of a prefill step that the slowest stage computes in the time allowed
-    )
+    prefill_cap_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
 
 
 class StepBudget(NamedTuple):

@@ -61,9 +61,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
         self._prompts = Prompts()  # admitted with unscheduled tokens
-        self._ready: deque[Sequence] = (
-            deque()
-        )  # decodes without a step in flight, in the order in which they became ready
+        self._ready: deque[Sequence] = deque()  # decodes without a step in flight, in the order of becoming ready
         self._num_decodes = 0  # without suspected sequences
         self._head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences

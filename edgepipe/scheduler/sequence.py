@@ -44,9 +44,7 @@ class Sequence:
     reuse_prefix: bool = True
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
-    scheduled: int = (
-        0  # tokens [0, scheduled) are computed or in flight; all known tokens while a sampling row is in flight
-    )
+    scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones
     replay_end: int = 0  # tokens [scheduled, replay_end): the first slices lost their KV, later slices still hold it
     carried: bool = False  # from the previous epoch, and not yet admitted in this one
     in_flight: int = 0  # number of steps that use its blocks

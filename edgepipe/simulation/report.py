@@ -100,9 +100,7 @@ class RunReport:
     output_tokens: int
     duration_s: float  # from the first arrival to the last token
     output_tokens_per_s: float  # over the duration
-    steady_tokens_per_s: (
-        float  # output rate between the first and the last fifth of the tokens: ring full, all users active
-    )
+    steady_tokens_per_s: float  # output between the first and last fifth of the tokens: ring full, all users active
     requests_per_s: float
     ttft_s: Percentiles  # from request to first token
     itl_s: Percentiles  # gaps between consecutive tokens, of all requests

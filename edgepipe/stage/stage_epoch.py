@@ -43,9 +43,7 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
-_REACH_S = (
-    2 * ATTEMPT_S + 1.0
-)  # stages listen before they learn of each other; a blocked connection fails both attempts
+_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
 _LEAST_WINDOW = 8  # steps
 _CHECK_S = 5.0  # for a test step after the submitted ones; the daemon ends a device that hangs
 

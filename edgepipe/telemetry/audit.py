@@ -60,9 +60,7 @@ class AuditLog:
         self._path = path
         self._wall_s = wall_s
         self._lock = threading.Lock()
-        self._recent: OrderedDict[tuple[str, str], tuple[float, int]] = (
-            OrderedDict()
-        )  # time of the last line, events counted since
+        self._recent: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # last line, events since
 
     def record(self, kind: AuditKind, *, who: str, detail: str = "") -> None:
         """Record an event. Repeats within a minute are only counted; the next line has the count."""
