@@ -138,9 +138,8 @@ class PickedCandidates:
     raw_log_totals: npt.NDArray[np.float32]  # [R] of the unchanged logits at temperature 1
     top_ids: npt.NDArray[np.int32]  # [R, N] tokens of the highest unchanged logits, descending
     top_logits: npt.NDArray[np.float32]  # [R, N]
-    fetch: Callable[
-        [int], npt.NDArray[np.float32]
-    ]  # fetches a row's changed logits [V] for a draw beyond K; on any thread, once
+    # Fetches a row's changed logits [V] for a draw beyond K; on any thread, once.
+    fetch: Callable[[int], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,7 @@ class Choice:
     wanted: int | None = None  # output position at which it was cancelled
     ending: Ending | None = None
     told: bool = False  # the ending was sent over the current stream
-    logprobs: LogprobLog = field(
-        default_factory=LogprobLog
-    )  # of the tokens sampled by this engine, the last of the log
+    logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the last tokens: all sampled by this engine
     prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
     prompt_sent: int = 0  # prompt log-probabilities sent over the current stream
     prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report

@@ -26,9 +26,7 @@ class StageSite:
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
-    costs: Mapping[int, SliceCost] = field(
-        default_factory=dict[int, SliceCost]
-    )  # by slice index, from the device's data sheet
+    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet
     crashed_in: tuple[int, StepId] | None = None  # epoch counter and step that ended the previous process
 
     @property

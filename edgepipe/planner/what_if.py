@@ -105,9 +105,8 @@ def _better_links(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]
 def _more_memory(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     for stage in base.stages:
         machine = stage.machine
-        if machine.room.shares_host_memory and not machine.device.startswith(
-            "Apple"
-        ):  # other memory cannot be extended
+        # Apple's memory cannot be extended.
+        if machine.room.shares_host_memory and not machine.device.startswith("Apple"):
             yield f"8 GB more RAM in {machine.name}", cluster.with_memory(machine.node_id, _MORE_BYTES)
 
 

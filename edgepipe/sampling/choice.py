@@ -58,6 +58,4 @@ def choose(candidates: Candidates, params: SamplingParams, uniform: float) -> in
     place = int(reached[:count].searchsorted(uniform * total, side="right"))
     if place < count:
         return int(candidates.ids[place])
-    return (
-        int(candidates.ids[count - 1]) if complete else None
-    )  # rounding beyond the last token, or beyond the candidates
+    return int(candidates.ids[count - 1]) if complete else None  # rounding, or beyond the candidates

@@ -96,9 +96,7 @@ class SequenceSampler:
             return None, self._end_ids
         longer = mask.copy()
         np.bitwise_and.at(longer, self._end_ids >> 5, ~(np.int32(1) << (self._end_ids & 31).astype(np.int32)))
-        return (
-            longer if longer.any() else mask
-        ), _NOBODY  # if only end tokens are allowed, allow them before ``min_tokens``
+        return (longer if longer.any() else mask), _NOBODY  # only end tokens left: allow them early
 
     def took(self, token: int) -> None:
         """Record the token sampled at the current position. Raises StepFailed if the grammar forbids it."""

@@ -26,9 +26,8 @@ class Draft:
         self._last_slice = last_slice
         self.isolated = isolated
         self.decodes: list[Sequence] = []  # one token each; every row samples
-        self.chunks: list[
-            tuple[Sequence, int, bool]
-        ] = []  # sequence, its tokens computed after the step, whether the row samples
+        # Sequence, its tokens computed after the step, whether the row samples.
+        self.chunks: list[tuple[Sequence, int, bool]] = []
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
         self._num_tokens: list[int] = []  # of the chunks

@@ -77,9 +77,8 @@ class KVPool:
         self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
         self._now = 0  # blocks that became idle so far: the clock of ``_idle_since``
         self._num_idle = self._num_cached = 0
-        self._queue: Iterator[tuple[int, int]] = iter(
-            ()
-        )  # longest-idle blocks, each with its ``_idle_since`` when queued
+        # Longest-idle blocks, each with its ``_idle_since`` when queued.
+        self._queue: Iterator[tuple[int, int]] = iter(())
         self._coming: dict[Key, SequenceId] = {}  # sequence that computes a block that is missing or stale
         self._stale: set[int] = set()  # cached blocks that stages up to slice ``stale_to`` lack
         self.stale_to: int | None = None  # slice; None if nothing was lost

@@ -90,9 +90,7 @@ class ThrottledPolicy:
         ramp = (free - self._kv_threshold) / (1 - self._kv_threshold)
         fading = int(self._max * max(ramp, 0.0))
         if not load.running_decodes or load.reserved_tokens:
-            fading = max(
-                fading, self._min
-            )  # admitted prompts hold their blocks: letting them go on frees blocks sooner
+            fading = max(fading, self._min)  # admitted prompts hold blocks: letting them go on frees these sooner
         steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
         tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
         if load.link_cap_tokens is not None and load.running_decodes:

@@ -21,9 +21,7 @@ class StepMark:
     def __init__(self, descriptor: int) -> None:
         """Raises OSError if the descriptor's file cannot be mapped, or the disk is full."""
         if os.fstat(descriptor).st_size < _FORM.size:
-            os.pwrite(
-                descriptor, bytes(_FORM.size), 0
-            )  # writes real bytes: in a sparse file the first store could fail with SIGBUS
+            os.pwrite(descriptor, bytes(_FORM.size), 0)  # real bytes: a sparse file's first store may raise SIGBUS
         self._memory = mmap.mmap(descriptor, _FORM.size)
 
     def write(self, epoch: int, step: int) -> None:
