@@ -1,4 +1,4 @@
-"""A step's host side: where each packed row stands and where its keys and values lie. numpy only, no MLX object."""
+"""A step's host arrays: positions and KV slots of its packed rows. Uses numpy only, no MLX objects."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RowLayout:
 
     first_row: int
     num_tokens: int
-    length: int  # tokens of the sequence, this step's included
-    start_slot: int  # slot of token 0; means something only where ``blocks`` is None
-    blocks: Int32s | None  # the block table where the sequence lies in several runs
+    length: int  # tokens of the sequence, including this step's
+    start_slot: int  # slot of token 0; valid only without ``blocks``
+    blocks: Int32s | None  # the block table if the sequence lies in several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """What ``submit`` needs of a step."""
+    """Layout of a step for ``submit``."""
 
     slice_index: int
     positions: Int32s  # [T] absolute, one per packed row
-    slots: Int32s  # [T] where each row's keys and values go
+    slots: Int32s  # [T] slot of each row's keys and values
     rows: tuple[RowLayout, ...]
     logit_rows: Int32s  # [R]
     scores: ScoreRows | None
@@ -42,7 +42,7 @@ class StepLayout:
 
 
 def lay_out_step(step: Step, *, block_size: int, num_blocks: int) -> StepLayout:
-    """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
+    """Lay out a step. Raises StepFailed for a short block table or a block outside the pool."""
     positions: list[Int32s] = []
     slots: list[Int32s] = []
     rows: list[RowLayout] = []
@@ -68,9 +68,9 @@ def lay_out_step(step: Step, *, block_size: int, num_blocks: int) -> StepLayout:
 
 
 def tile_rows(rows: tuple[RowLayout, ...], max_scores: int) -> tuple[RowLayout, ...]:
-    """The same rows, long chunks cut so that a part's queries times its keys (of one head) are at most ``max_scores``.
+    """Split long chunks so that queries times keys of a part (of one head) are at most ``max_scores``.
 
-    A part sees the keys up to its own end only, so cutting changes no result and saves what causality would throw away.
+    A part sees only keys up to its own end, so the split changes no result and saves masked work.
     """
     tiles: list[RowLayout] = []
     for row in rows:
@@ -83,7 +83,7 @@ def tile_rows(rows: tuple[RowLayout, ...], max_scores: int) -> tuple[RowLayout, 
 
 
 def join_runs(runs: tuple[BlockRun, ...]) -> list[BlockRun]:
-    """The same blocks in as few runs as possible."""
+    """Join the blocks into as few runs as possible."""
     joined: list[BlockRun] = []
     for run in runs:
         if joined and joined[-1].start + joined[-1].count == run.start:
@@ -106,7 +106,7 @@ def _lay_out_row(row: StepRow, runs: list[BlockRun], first_row: int, block_size:
 
 
 def _table(runs: list[BlockRun], num_blocks: int) -> Int32s:
-    """The first ``num_blocks`` block ids of the runs."""
+    """Return the first ``num_blocks`` block ids of the runs."""
     return np.concatenate([np.arange(run.start, run.start + run.count, dtype=np.int32) for run in runs])[:num_blocks]
 
 
@@ -121,7 +121,7 @@ def _join(parts: list[Int32s]) -> Int32s:
 
 
 def _check(row: StepRow, runs: list[BlockRun], *, block_size: int, num_blocks: int) -> None:
-    """MLX reads and writes past the end of an array without a word, so this is checked where it costs nothing."""
+    """Check a row's blocks, because MLX silently reads and writes beyond the end of an array."""
     covered = sum(run.count for run in runs) * block_size
     if row.num_tokens < 1 or covered < row.position + row.num_tokens:
         raise StepFailed(
@@ -131,6 +131,6 @@ def _check(row: StepRow, runs: list[BlockRun], *, block_size: int, num_blocks: i
     for run in runs:
         if run.start < 0 or run.start + run.count > num_blocks:
             raise StepFailed(
-                f"sequence {row.sequence} lies in a KV block that does not exist",
+                f"sequence {row.sequence} uses a KV block that does not exist",
                 fact=f"blocks {run.start}-{run.start + run.count - 1} of a pool of {num_blocks}",
             )

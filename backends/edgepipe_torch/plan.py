@@ -1,4 +1,4 @@
-"""A step's host side: where each packed row stands and where its keys and values lie. numpy only, no tensor."""
+"""A step's host arrays: rotations and KV slots of its packed rows. Uses numpy only, no tensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class RowLayout:
 
     first_row: int
     num_tokens: int
-    length: int  # tokens of the sequence, this step's included
-    start_slot: int  # slot of token 0; means something only where ``slots`` is None
-    slots: Int64s | None  # [length] slot of every token where the sequence lies in several runs
-    blocks: Int64s  # the block table, as long as ``length`` needs
+    length: int  # tokens of the sequence, including this step's
+    start_slot: int  # slot of token 0; valid only without ``slots``
+    slots: Int64s | None  # [length] slot of every token if the sequence lies in several runs
+    blocks: Int64s  # the block table, up to ``length``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """What ``submit`` needs of a step."""
+    """Layout of a step for ``submit``."""
 
     slice_index: int
-    slots: Int64s  # [T] where each row's keys and values go
+    slots: Int64s  # [T] slot of each row's keys and values
     rotations: npt.NDArray[np.complex64]  # [T, D / 2]
     rows: tuple[RowLayout, ...]
-    logit_rows: Int64s  # [R + S] sampled from, then scored
+    logit_rows: Int64s  # [R + S] rows to sample from, then rows to score
     scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
 
@@ -44,7 +44,7 @@ class StepLayout:
 
 
 def lay_out_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: int) -> StepLayout:
-    """Lay out a step. Raises StepFailed if a block table is short or names a block that the pool lacks."""
+    """Lay out a step. Raises StepFailed for a short block table or a block outside the pool."""
     positions: list[Int64s] = []
     slots: list[Int64s] = []
     rows: list[RowLayout] = []
@@ -109,7 +109,7 @@ def _logit_rows(step: Step, num_tokens: int) -> Int64s:
     scored = () if step.scores is None else step.scores.rows
     rows = np.array([*step.logit_rows, *scored], np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
-        raise StepFailed("logits of a row outside the step are wanted", fact=f"the step has {num_tokens} rows")
+        raise StepFailed("the step asks for logits of a row outside the step", fact=f"it has {num_tokens} rows")
     return rows
 
 
