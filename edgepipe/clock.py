@@ -1,4 +1,4 @@
-"""Time as a value that is handed in. The system clock lives in ``edgepipe.daemon``, a fake in ``edgepipe.testing``."""
+"""The clock protocol. ``edgepipe.system`` has the system clock, ``edgepipe.testing`` a fake."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two kinds of time; only differences of ``monotonic_s`` mean anything."""
+    """Two kinds of time. For ``monotonic_s`` only differences are meaningful."""
 
     def monotonic_s(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Return seconds since an arbitrary start; never decreases."""
         ...
 
     def wall_s(self) -> float:
-        """Seconds since 1970 as the machine believes; may jump."""
+        """Return seconds since 1970 by the machine's clock; may jump."""
         ...

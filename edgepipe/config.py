@@ -1,7 +1,7 @@
-"""Settings: the sole reader of the environment.
+"""Settings: the only module that reads the environment.
 
-A setting comes from a flag, else from ``EDGEPIPE_<NAME>``, else from the TOML file, else from its default, and keeps a
-note of which it was. An unknown name is an error everywhere.
+A setting comes from a flag, else ``EDGEPIPE_<NAME>``, else the TOML file, else its default, and its origin is recorded.
+An unknown name is always an error.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_link
 
 ENV_PREFIX = "EDGEPIPE_"
-NODE_PORT, HTTP_PORT = 7117, 8117  # unless settings say otherwise
+NODE_PORT, HTTP_PORT = 7117, 8117  # defaults
 CHILD_PORTS = 15  # a node's children listen on P+1 .. P+15
-PAIRING_OFFSET = CHILD_PORTS + 1  # while somebody invites, a node listens there, too
-_FILE_VARIABLE = "EDGEPIPE_CONFIG"  # names the TOML file itself, so it is no setting
+PAIRING_OFFSET = CHILD_PORTS + 1  # a node also listens on this port during an invitation
+_FILE_VARIABLE = "EDGEPIPE_CONFIG"  # path of the TOML file, so not itself a setting
 _GRPC_FORK = "GRPC_ENABLE_FORK_SUPPORT"
 _GRPC_VERBOSITY = "GRPC_VERBOSITY"
 _GRPC_CIPHERS = "GRPC_SSL_CIPHER_SUITES"
 _NO_TLS_1_2 = "ECDHE-RSA-AES256-GCM-SHA384"
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _ONE_POLLER = "-event_engine_client,-event_engine_listener"
-_ONE_POLLER_UP_TO = (1, 85)  # gRPC's versions that are known to have the choice; others would complain of the names
+_ONE_POLLER_UP_TO = (1, 85)  # newest gRPC version known to have these experiments; others would warn about the names
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOCAL_KEY = ("auto", "yes", "no")
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -42,37 +42,37 @@ _DTYPES = ("auto", "float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that a node can be told. Field names are the names of flags, variables and TOML keys."""
+    """All settings of a node. Field names are the names of flags, variables and TOML keys."""
 
-    name: str = ""  # of this node; empty: the host's name
-    cluster: str = ""  # name of the cluster that a new node founds, home unless given; nodes join others by pairing
+    name: str = ""  # name of this node; empty: the host's name
+    cluster: str = ""  # name of the cluster that a new node founds; empty: home. Nodes join other clusters by pairing
     backend: str = "auto"  # auto | none | a backend's entry point
-    device: str = "auto"  # the backend's word, such as cuda:0
+    device: str = "auto"  # the backend's device name, such as cuda:0
     dtype: str = "auto"  # compute dtype of this node's stages
-    interface: str = ""  # network interface or address; empty: the one that leads to the network
-    port: int = NODE_PORT  # of the daemon, children take the 15 above; 0: any free ports
-    http_port: int = HTTP_PORT  # of the gateway; 0: any free port
-    http_host: str = "127.0.0.1"  # address that HTTP listens on besides loopback; 0.0.0.0: all. Elsewhere needs a key
-    http_names: tuple[str, ...] = ()  # names under which HTTP may be asked, besides the machine's own
-    api_key: tuple[str, ...] = field(default=(), repr=False)  # that HTTP asks for, on this computer too
-    local_key: str = "auto"  # whether HTTP asks this computer's own clients for a key; auto: if it has several users
+    interface: str = ""  # network interface or address; empty: the one with the route to the network
+    port: int = NODE_PORT  # port of the daemon; its children use the next 15; 0: any free ports
+    http_port: int = HTTP_PORT  # port of the gateway; 0: any free port
+    http_host: str = "127.0.0.1"  # address for HTTP besides loopback; 0.0.0.0: all. Other than loopback needs a key
+    http_names: tuple[str, ...] = ()  # host names accepted in HTTP requests, besides the machine's own
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # keys for HTTP, also required on this computer
+    local_key: str = "auto"  # whether HTTP requires a key from this computer's clients; auto: if it has several users
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
     discovery: bool = True  # announce and browse by mDNS
-    load_on_request: bool = True  # an HTTP request for a model on some disk of the cluster has it served
-    listen_s: float = 3.0  # commands listen so long for other nodes, which answer at once; sleeping Wi-Fi takes longer
+    load_on_request: bool = True  # serve a model from a disk of the cluster when an HTTP request asks for it
+    listen_s: float = 3.0  # time that commands listen for other nodes, which answer at once unless Wi-Fi sleeps
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
-    copies: int = 2  # disks that keep each part of a model that this node's engines serve; 1: as many as need it
-    memory_limit_bytes: int = 0  # most that stages of this node may take; 0: what is free
+    copies: int = 2  # disks that keep each part of a model served by this node's engines; 1: only disks that need it
+    memory_limit_bytes: int = 0  # memory limit of this node's stages; 0: all free memory
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
-    backend_options: tuple[str, ...] = ()  # KEY=VALUE settings of the backend's own
-    link: str = ""  # emulate this network for what the node sends, such as 1gbit,0.3ms; empty: the real one alone
+    backend_options: tuple[str, ...] = ()  # backend-specific settings as KEY=VALUE
+    link: str = ""  # network to emulate for data that the node sends, such as 1gbit,0.3ms; empty: no emulation
     log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """Settings, and where each came from."""
+    """Settings with their origins."""
 
     values: Config
     origins: Mapping[str, str] = field(default_factory=dict[str, str])  # "flag" | "env X" | "file P" | "default"
@@ -80,54 +80,54 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Every deadline of the control plane, in one value. Profiles differ in what their network can do at its worst."""
+    """Deadlines of the control plane. Profiles differ in the worst case of their network."""
 
-    connect_s: float  # until a TCP connection and its first answer stand
+    connect_s: float  # for a TCP connection and its first answer
     beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
-    tick_s: float = 0.125  # silence is looked at this often
-    refused_s: float = 0.3  # connection refused this long means that the process is gone: a restart takes longer
-    dead_min_s: float = 2.0  # no heartbeat for this long means dead, unless the link's own gaps ask for more
-    dead_max_s: float = 6.0  # a link with worse gaps than a third of this cannot carry a pipeline anyway
-    state_refresh_s: float = 2.0  # a node's state is repeated this often though unchanged
-    redial_min_s: float = 0.1  # first wait before a failed dial is tried again
-    redial_max_s: float = 2.0  # longest wait: a node that comes back is seen within it
-    forget_s: float = 3600.0  # a dead node is dialled this long; later it must announce itself again
-    child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, on a busy machine more
-    child_stop_s: float = 5.0  # a child that was told to stop is killed after this
-    load_s: float = 60.0  # a stage that loads tells of every tensor: 1 GB at 40 MB/s takes 25 s
-    orphan_s: float = 30.0  # stages whose engine is gone wait for another one so long
-    gather_s: float = 10.0  # after its start, a node that shall serve waits so long for the others it did so with
-    hang_s: float = 5.0  # a child that tells nothing for this long hangs, unless it announced more
-    transfer_idle_s: float = 20.0  # a transfer without a byte for this long goes on with another peer
+    tick_s: float = 0.125  # interval of checks for silence
+    refused_s: float = 0.3  # connection refused for this long means that the process ended: a restart takes longer
+    dead_min_s: float = 2.0  # no heartbeat for this long means dead, unless the link's gaps require more
+    dead_max_s: float = 6.0  # a link with gaps above a third of this cannot carry a pipeline anyway
+    state_refresh_s: float = 2.0  # interval of repeating a node's unchanged state
+    redial_min_s: float = 0.1  # first wait after a failed dial
+    redial_max_s: float = 2.0  # longest wait: a node that returns is seen within it
+    forget_s: float = 3600.0  # a dead node is dialled for this long; later it must announce itself again
+    child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, more on a busy machine
+    child_stop_s: float = 5.0  # a child that does not stop is killed after this
+    load_s: float = 60.0  # a loading stage reports every tensor: 1 GB at 40 MB/s takes 25 s
+    orphan_s: float = 30.0  # stages without their engine wait this long for another one
+    gather_s: float = 10.0  # after its start, a serving node waits this long for the other nodes of its pipelines
+    hang_s: float = 5.0  # a child that is silent for this long hangs, unless it announced a longer limit
+    transfer_idle_s: float = 20.0  # a transfer without a byte for this long continues with another peer
 
     @classmethod
     def loopback(cls) -> Timeouts:
-        """One machine: only its own load delays answers."""
+        """Return the profile for one machine, where only load delays answers."""
         return cls(connect_s=2.0)
 
     @classmethod
     def lan(cls) -> Timeouts:
-        """Cables and a switch: one lost SYN costs 1 s."""
+        """Return the profile for cables and a switch: one lost SYN costs 1 s."""
         return cls(connect_s=3.0)
 
     @classmethod
     def wifi(cls) -> Timeouts:
-        """Radio: bursts of loss and scans of up to a second, so two lost SYNs must pass (1 s + 2 s)."""
+        """Return the profile for Wi-Fi: bursts of loss and scans of up to 1 s may lose two SYNs (1 s + 2 s)."""
         return cls(connect_s=5.0)
 
 
 def default_data_dir() -> Path:
-    """Where a node keeps its identity when nobody says otherwise."""
+    """Return the default folder of a node's identity."""
     return Path(platformdirs.user_data_dir("edgepipe", appauthor=False))
 
 
 def default_config_file() -> Path:
-    """The TOML file that is read when nobody names another."""
+    """Return the default path of the TOML file."""
     return Path(platformdirs.user_config_dir("edgepipe", appauthor=False)) / "config.toml"
 
 
 def config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """The TOML file in effect."""
+    """Return the path of the TOML file in effect."""
     variables = os.environ if environ is None else environ
     return Path(variables[_FILE_VARIABLE]) if _FILE_VARIABLE in variables else default_config_file()
 
@@ -138,7 +138,7 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> LoadedConfig:
-    """Settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid."""
+    """Load settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid."""
     variables = os.environ if environ is None else environ
     raw: dict[str, tuple[Any, str]] = {}
     raw.update(_from_file(file or config_file(variables), required=file is not None or _FILE_VARIABLE in variables))
@@ -150,21 +150,22 @@ def load_config(
 
 
 def forget_exported_size() -> None:
-    """Let the terminal say how wide it is: what a shell exported was true before its window changed."""
+    """Use the terminal's own size: a size exported by a shell may be outdated."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
 
 
 def prepare_environment() -> None:
-    """Switch gRPC's fork handlers off, before gRPC is imported. With them one spawned child in four died of SIGSEGV
-    between fork and exec. And silence its C core: what it writes our errors say better, and a stranger's broken
-    handshakes would fill the log.
+    """Configure gRPC through the environment, before it is imported.
 
-    And leave TLS 1.3 alone: gRPC has no setting for a lowest version in Python, but one for the suites of TLS 1.2. The
-    one that it is given here needs an RSA certificate, and every certificate of edgepipe is ECDSA.
+    - Disable fork handlers: with them, one spawned child in four died of SIGSEGV between fork and exec.
+    - Silence the C core: our errors are clearer, and a stranger's broken handshakes would fill the log.
+    - Require TLS 1.3: gRPC in Python cannot set a minimum version, only the suites of TLS 1.2. The configured suite
+      needs an RSA certificate, and all certificates of edgepipe are ECDSA.
 
-    And have the thread that waits for completions read and write sockets, too, instead of a pool of threads: a message
-    that crosses fewer threads takes half the processor time and two thirds of the time (docs/experiments.md)."""
+    - Read and write sockets on the thread that waits for completions, instead of a thread pool: messages then take half
+      the processor time and two thirds of the latency (docs/experiments.md).
+    """
     os.environ[_GRPC_FORK] = "0"
     os.environ[_GRPC_CIPHERS] = _NO_TLS_1_2
     os.environ.setdefault(_GRPC_VERBOSITY, "NONE")
@@ -173,7 +174,7 @@ def prepare_environment() -> None:
 
 
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
-    """The environment for a child process: this one's without settings (children get theirs as a message)."""
+    """Return the environment for a child process, without settings, which children get in a message."""
     source = os.environ if environ is None else environ
     kept = {key: value for key, value in source.items() if not key.startswith(ENV_PREFIX)}
     kept[_GRPC_FORK] = "0"
@@ -184,7 +185,7 @@ def child_environment(*, environ: Mapping[str, str] | None = None, threads: int)
 
 
 def asking_user(environ: Mapping[str, str] | None = None) -> str:
-    """Who typed ``sudo``; empty if nobody did."""
+    """Return the user who ran ``sudo``; empty without ``sudo``."""
     return (os.environ if environ is None else environ).get("SUDO_USER", "")
 
 
@@ -196,7 +197,7 @@ def _completed(values: dict[str, Any]) -> Config:
 
 
 def _host_name() -> str:
-    """The host's short name, in the letters that a node's name may have."""
+    """Return the host's short name, reduced to the characters of a node's name."""
     short = socket.gethostname().split(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]", "-", short).strip("-_")[:63] or "node"
 
@@ -244,13 +245,13 @@ def _parsed(name: str, value: object, origin: str) -> object:
     try:
         return _PARSERS[name](value, name)
     except ConfigInvalid as error:
-        if origin != "flag":  # a flag stands in what was typed; the others must be looked for
+        if origin != "flag":  # the user sees a flag in the command, but not the other origins
             error.fact = f"it comes from {_where(origin, name)}"
         raise
 
 
 def _where(origin: str, name: str) -> str:
-    """``env EDGEPIPE_PORT`` as it stands, ``port in file PATH``."""
+    """Return the origin for an error: ``env EDGEPIPE_PORT`` or ``'port' in file PATH``."""
     return origin if origin.startswith("env ") else f"'{name}' in {origin}"
 
 
@@ -266,7 +267,7 @@ def _text(value: Any, name: str) -> str:
 
 def _label(value: Any, name: str) -> str:
     text = _text(value, name)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", text):  # goes into mDNS names and plans ("a:0-14,b:15-29")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", text):  # used in mDNS names and plans ("a:0-14,b:15-29")
         raise _wrong(name, value, "1 to 63 letters, digits, dots, dashes or underscores")
     return text
 
@@ -364,7 +365,7 @@ def _keys(value: Any, name: str) -> tuple[str, ...]:
     for key in (found := _words(value, name)):
         if not re.fullmatch(r"[!-+\--~]{8,256}", key):
             raise ConfigInvalid(
-                f"{name} has a key that cannot be used", next_step="give 8 to 256 letters, digits or signs, no spaces"
+                f"{name} has an invalid key", next_step="give 8 to 256 letters, digits or signs, no spaces"
             )
     return found
 
@@ -383,7 +384,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "device": _text,
     "dtype": _one_of(_DTYPES),
     "interface": _text,
-    "port": _number(0, 65535 - 16),  # the children's and the pairing port lie above it
+    "port": _number(0, 65535 - 16),  # the ports of children and pairing are above it
     "http_port": _number(0, 65535),
     "http_host": _ip_address,
     "http_names": _host_names,

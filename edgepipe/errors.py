@@ -44,9 +44,9 @@
        ├─ StepFailed                   exit 1, HTTP 503
        └─ PipelineBroken               exit 1, HTTP 503
 
-A bug is an ``AssertionError`` or ``RuntimeError`` and never stands in this tree. A class's docstring is the sentence
-a person reads first; ``fact`` is what was measured, ``next_step`` what to type next. The three together are the three
-lines that the command line prints.
+A bug is an ``AssertionError`` or ``RuntimeError``, never in this tree. A
+class's docstring is the sentence that a person reads first; ``fact`` is the measured fact, ``next_step`` the command to
+type. The command line prints these three lines.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from edgepipe.safe_text import one_line
 
 
 class Retry(Enum):
-    """What a caller may do after the error."""
+    """Whether a caller may retry after the error."""
 
     SAFE = "safe"
     AFTER_REPLAN = "after_replan"
@@ -73,7 +73,7 @@ class EdgepipeError(Exception):
     retry: ClassVar[Retry] = Retry.NEVER
     exit_code: ClassVar[int] = 1
     http_status: ClassVar[int] = 500
-    usual_step: ClassVar[str] = ""  # what to type next where the place of the error knows nothing better
+    usual_step: ClassVar[str] = ""  # default ``next_step`` of the class
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class EdgepipeError(Exception):
 
     @classmethod
     def sentence(cls) -> str:
-        """The first line of the class's docstring: the fallback text of the error."""
+        """Return the first line of the class's docstring, the default text of the error."""
         return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
 
     def on_node(self, name: str) -> Self:
-        """This error, saying on which node it happened unless it does already."""
+        """Set the node of the error unless it has one. Return the error."""
         self.node = self.node or name
         return self
 
     def lines(self) -> list[str]:
-        """What failed, the measured fact, what to type next (empty parts left out), each safe to show on one line."""
+        """Return what failed, the measured fact and the next step, without empty parts, each safe to show on a line."""
         named = self.what.replace(",", " ").replace("'", " ").split()
         node = f"node {self.node}" if self.node and self.node not in named else ""
         stage = self.stage if self.stage not in self.what else ""
@@ -117,7 +117,7 @@ class EdgepipeError(Exception):
 
 
 class UserError(EdgepipeError):
-    """The input or a setting is not right."""
+    """An input or a setting is wrong."""
 
     code = "user_error"
     exit_code = 2
@@ -125,7 +125,7 @@ class UserError(EdgepipeError):
 
 
 class ConfigInvalid(UserError):
-    """A setting is unknown or has a value that cannot be used."""
+    """A setting is unknown or has an invalid value."""
 
     code = "config_invalid"
 
@@ -137,7 +137,7 @@ class PlanInvalid(UserError):
 
 
 class RequestInvalid(UserError):
-    """The request has a field that cannot be used."""
+    """The request has an invalid field."""
 
     code = "request_invalid"
 
@@ -149,7 +149,7 @@ class PromptTooLong(RequestInvalid):
 
 
 class PortInUse(UserError):
-    """The port is taken by another program."""
+    """Another program uses the port."""
 
     code = "port_in_use"
     exit_code = 1
@@ -163,7 +163,7 @@ class FeatureMissing(UserError):
 
 
 class ModelUnknown(UserError):
-    """No model of that name is known here."""
+    """No model of that name is known."""
 
     code = "model_not_found"
     exit_code = 7
@@ -200,7 +200,7 @@ class TemplateFailed(UserError):
 
 
 class CapacityError(EdgepipeError):
-    """There is no room for this now."""
+    """The cluster has no capacity for this at present."""
 
     code = "capacity_error"
     retry = Retry.SAFE
@@ -244,7 +244,7 @@ class ConnectTimeout(LinkError):
 
 
 class SendTimeout(LinkError):
-    """The other side did not take the data in time."""
+    """The other side did not accept the data in time."""
 
     code = "send_timeout"
 
@@ -270,7 +270,7 @@ class RemoteProtocolError(LinkError):
 
 
 class ClusterError(EdgepipeError):
-    """The cluster cannot do this now."""
+    """The cluster cannot do this at present."""
 
     code = "cluster_error"
     exit_code = 3
@@ -312,28 +312,28 @@ class StagesMove(ClusterError):
 
 
 class PairingRejected(ClusterError):
-    """The node was not let into the cluster."""
+    """The cluster rejected the node."""
 
     code = "pairing_rejected"
     exit_code = 5
 
 
 class CertificateInvalid(ClusterError):
-    """The certificate does not have the form that edgepipe gives its own."""
+    """The certificate is not of the form that edgepipe issues."""
 
     code = "certificate_invalid"
     exit_code = 5
 
 
 class AccessDenied(ClusterError):
-    """The caller may not do this here."""
+    """The caller lacks the permission for this."""
 
     code = "access_denied"
     exit_code = 5
 
 
 class TrustInvalid(ClusterError):
-    """The trust store, or a change of it, is not what an owner of the cluster signed."""
+    """The trust store, or a change to it, has no valid signature of a cluster owner."""
 
     code = "trust_invalid"
     exit_code = 5
@@ -361,7 +361,7 @@ class BackendUnavailable(StageError):
 
 
 class ShardMismatch(StageError):
-    """The data does not have the shape that this shard needs."""
+    """The data has the wrong shape for this shard."""
 
     code = "shard_mismatch"
 
@@ -386,19 +386,19 @@ class StepFailed(StageError):
 
 
 class PipelineBroken(StageError):
-    """The pipeline fails again and again."""
+    """The pipeline fails repeatedly."""
 
     code = "pipeline_broken"
     retry = Retry.SAFE
 
 
 def all_errors(root: type[EdgepipeError] = EdgepipeError) -> Iterator[type[EdgepipeError]]:
-    """The class and all its subclasses, parents first."""
+    """Yield the class and all its subclasses, parents first."""
     yield root
     for child in root.__subclasses__():
         yield from all_errors(child)
 
 
 def error_class(code: str) -> type[EdgepipeError]:
-    """The class whose wire code is ``code``; ``EdgepipeError`` if a newer peer sent one unknown here."""
+    """Return the class with this wire code; ``EdgepipeError`` for an unknown code of a newer peer."""
     return next((cls for cls in all_errors() if cls.code == code), EdgepipeError)

@@ -1,4 +1,4 @@
-"""Types of identities. Whoever makes new ones is handed an ``IdSource``; the system's lives in ``edgepipe.daemon``."""
+"""Types of identities, and the protocol ``IdSource`` that makes them; ``edgepipe.system`` implements it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SequenceId = NewType("SequenceId", int)  # unique within a pipeline's epoch; one
 StepId = NewType("StepId", int)  # counts from 1 within an epoch
 
 
-MAX_EPOCH_STEP = 1 << 20  # a counter that is further ahead is not believed: a pipeline recovers a few times an hour
+MAX_EPOCH_STEP = 1 << 20  # larger jumps of the counter are rejected: a pipeline recovers a few times an hour
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Epoch:
-    """The version of a pipeline. Totally ordered: the counter first, the engine's id breaks ties."""
+    """The version of a pipeline. Totally ordered by the counter, then by the engine's id."""
 
     counter: int
     engine_id: EngineId
@@ -29,15 +29,15 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Names a request within an engine. All attempts of one request share it."""
+    """Identifies a request within an engine. All attempts of a request share it."""
 
-    node_id: NodeId  # of the gateway
+    node_id: NodeId  # the gateway's node
     request_id: RequestId
 
 
 class IdSource(Protocol):
-    """Makes identities that nobody else has."""
+    """Makes unique identities."""
 
     def new(self, prefix: str) -> str:
-        """A fresh identity such as ``pipeline-3f9a0c21``."""
+        """Return a new identity such as ``pipeline-3f9a0c21``."""
         ...

@@ -1,7 +1,7 @@
-"""Text from elsewhere made safe to show: names, errors and messages that another machine, or a stranger, has chosen.
+"""Make foreign text safe to show: names, errors and messages that another machine or a stranger has chosen.
 
-A terminal obeys control characters, a log takes every line end for the end of an entry, and a bidirectional override
-shows another order than the text has. Such characters are shown as escapes (``\\x1b``, ``\\n``, ``\\u202e``).
+A terminal executes control characters, a log treats a line end as the end of an entry, and a bidirectional override
+reorders text. Such characters are shown as escapes (``\\x1b``, ``\\n``, ``\\u202e``).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import unicodedata
 from typing import Any
 
 MAX_LINE_CHARS = 4096  # of one line shown or logged; an error has about 4,000 at most
-_JOINERS = "\u200c\u200d"  # emoji and Persian need them, and they only shape their neighbours
+_JOINERS = "\u200c\u200d"  # needed for emoji and Persian; they only affect the shape of their neighbours
 
 
 def one_line(text: str, *, most_chars: int = MAX_LINE_CHARS) -> str:
-    """Text that stays on its line and steers no terminal, cut to ``most_chars``. Safe text comes back as it is."""
+    """Return text as one safe line, cut to ``most_chars``. Safe text is returned unchanged."""
     shown = visible(text[: most_chars + 1])
     return shown if len(shown) <= most_chars else shown[: most_chars - 1] + "…"
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The same for text of several lines: unsafe characters but those in ``keep`` become escapes; nothing is cut."""
+    """Return text with unsafe characters as escapes, except those in ``keep``. It may have several lines, uncut."""
     if text.isprintable():
         return text
     return "".join(char if char in keep or _is_safe(char) else _escape(char) for char in text)
@@ -33,13 +33,13 @@ def as_utf8(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A JSON document to read: unsafe characters are JSON's own escapes, so that it means the same."""
+    """Format a JSON document. Unsafe characters become JSON escapes, so the meaning is the same."""
     document = json.dumps(value, ensure_ascii=False, indent=2)
     return "".join(char if char == "\n" or _is_safe(char) else json.dumps(char)[1:-1] for char in document)
 
 
 def _is_safe(char: str) -> bool:
-    """Neither a control character nor a format character, a surrogate, a line or a paragraph separator."""
+    """Return False for control, format and surrogate characters, and for line and paragraph separators."""
     return char.isprintable() or char in _JOINERS or unicodedata.category(char) == "Zs"
 
 

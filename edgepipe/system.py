@@ -1,4 +1,4 @@
-"""The system's clock and source of identities; everybody else is handed a protocol."""
+"""The system's clock and source of identities. All other modules receive them as protocols."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import secrets
 import sys
 import time
 
-# Which clock goes on while the machine sleeps. On macOS that is CLOCK_MONOTONIC, and time.monotonic() stands still; on
-# Linux it is the other way round with CLOCK_BOOTTIME. Elsewhere time.monotonic() itself goes on, and no sleep is seen.
+# The clock that runs while the machine sleeps: CLOCK_MONOTONIC on macOS, where time.monotonic() stops; CLOCK_BOOTTIME
+# on Linux, where CLOCK_MONOTONIC stops. On other systems time.monotonic() itself runs, and no sleep is detected.
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
 
 
@@ -16,8 +16,10 @@ _DESCRIPTORS = 65_536
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and its children have as many open files as the system allows, up to 65,536: strangers'
-    connections take one each until their handshake times out."""
+    """Raise the limit of open files to the system's maximum, at most 65,536, for this process and its children.
+
+    Each connection of a stranger takes one until its handshake times out.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -25,7 +27,7 @@ def raise_descriptor_limit() -> None:
 
 
 def num_memory_kills() -> int | None:
-    """Processes that the system has ended so far for want of memory; None where it does not count them."""
+    """Return the number of processes that the system has killed for lack of memory; None if it keeps no count."""
     try:
         with open("/proc/vmstat", encoding="ascii") as counters:
             return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), None)
@@ -34,24 +36,24 @@ def num_memory_kills() -> int | None:
 
 
 class SystemClock:
-    """``edgepipe.clock.Clock`` of this machine."""
+    """The machine's ``edgepipe.clock.Clock``."""
 
     def monotonic_s(self) -> float:
-        """Seconds since an arbitrary start."""
+        """Return seconds since an arbitrary start."""
         return time.monotonic()
 
     def boot_s(self) -> float:
-        """Seconds since an arbitrary start, those that the machine slept included."""
+        """Return seconds since an arbitrary start, including the machine's sleep."""
         return time.monotonic() if _CLOCK_WITH_SLEEP is None else time.clock_gettime(_CLOCK_WITH_SLEEP)
 
     def wall_s(self) -> float:
-        """Seconds since 1970."""
+        """Return seconds since 1970."""
         return time.time()
 
 
 class RandomIds:
-    """``edgepipe.ids.IdSource`` from the system's random numbers."""
+    """An ``edgepipe.ids.IdSource`` of random numbers from the system."""
 
     def new(self, prefix: str) -> str:
-        """Such as ``pipeline-3f9a0c21``: 64 random bits never meet their like in one cluster."""
+        """Return an identity such as ``pipeline-3f9a0c21``: 64 random bits are unique in a cluster."""
         return f"{prefix}-{secrets.token_hex(8)}"

@@ -1,4 +1,4 @@
-"""Numbers with units, written and read the way people do."""
+"""Format and parse numbers with units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``19_300_000_000`` -> ``"19.3 GB"`` (decimal, as disks and networks are sold)."""
+    """Format bytes: ``19_300_000_000`` -> ``"19.3 GB"`` (decimal, as for disks and networks)."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -20,13 +20,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """``117_000_000`` -> ``"936 Mbit/s"``."""
+    """Format a rate in bytes per second: ``117_000_000`` -> ``"936 Mbit/s"``."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
 
 def format_duration_s(seconds: float) -> str:
-    """``0.0004`` -> ``"0.40 ms"``, ``0.4753`` -> ``"475 ms"``, ``75`` -> ``"1 min 15 s"``."""
+    """Format a duration: ``0.0004`` -> ``"0.40 ms"``, ``0.4753`` -> ``"475 ms"``, ``75`` -> ``"1 min 15 s"``."""
     if seconds < 1:
         ms = seconds * 1e3
         return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
@@ -38,7 +38,7 @@ def format_duration_s(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """``"24GB"``, ``"512 MiB"``, ``"1000"`` -> bytes. Raises ConfigInvalid."""
+    """Parse a size such as ``"24GB"``, ``"512 MiB"``, ``"1000"`` to bytes. Raises ConfigInvalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not match:
         raise ConfigInvalid(f"'{text}' is not a size", next_step="write it like 24GB or 512MiB")
@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """``"1gbit"``, ``"100 mbit/s"`` -> bytes per second. Raises ConfigInvalid."""
+    """Parse a rate such as ``"1gbit"``, ``"100 mbit/s"`` to bytes per second. Raises ConfigInvalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?\s*", text.lower())
     if not match:
         raise ConfigInvalid(f"'{text}' is not a rate", next_step="write it like 1gbit or 300mbit")
@@ -56,7 +56,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration_s(text: str) -> float:
-    """``"0.3ms"``, ``"5s"`` -> seconds. Raises ConfigInvalid."""
+    """Parse a duration such as ``"0.3ms"``, ``"5s"`` to seconds. Raises ConfigInvalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min|h)\s*", text.lower())
     if not match:
         raise ConfigInvalid(f"'{text}' is not a duration", next_step="write it like 0.3ms or 5s")
@@ -65,24 +65,24 @@ def parse_duration_s(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkShape:
-    """What a network does to bytes: a server (its rate) and a delay, which is none."""
+    """Properties of a link: a rate, which occupies the link, and a delay, which does not."""
 
     bytes_per_s: float = math.inf
     one_way_s: float = 0.0
-    jitter_s: float = 0.0  # the delay spreads evenly over [one_way_s, one_way_s + jitter_s); nothing overtakes
+    jitter_s: float = 0.0  # the delay is uniform over [one_way_s, one_way_s + jitter_s); order is kept
 
     @property
     def ideal(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the link has no limit and no delay."""
         return math.isinf(self.bytes_per_s) and not self.one_way_s and not self.jitter_s
 
     def upload_s(self, num_bytes: int) -> float:
-        """Seconds that the wire is occupied."""
+        """Return the seconds that the bytes occupy the wire."""
         return num_bytes / self.bytes_per_s
 
 
 def parse_link(text: str) -> LinkShape:
-    """``"1gbit,0.3ms"``, ``"100mbit,5ms,1ms"`` (with jitter), ``"1gbit"``, ``"ideal"``. Raises ConfigInvalid."""
+    """Parse ``"1gbit,0.3ms"``, ``"100mbit,5ms,1ms"`` (with jitter), ``"1gbit"``, ``"ideal"``. Raises ConfigInvalid."""
     parts = [part.strip() for part in text.lower().split(",")]
     if parts == ["ideal"]:
         return LinkShape()

@@ -1,9 +1,9 @@
-"""The emulated backend: no weights, checksums instead of numbers, the time that a named device would take.
+"""The emulated backend: no weights, checksums instead of activations, and the timing of a named device.
 
-Every layer mixes a token's 64-bit state with *all* KV slots of its sequence up to its position, so that an activation
-that is lost, doubled, reordered or misrouted, or KV that is missing, stale or somebody else's, gives a wrong token. The
-answer depends on the prompt, the number of layers and the vocabulary alone: not on the split into slices, sequence ids,
-block ids, batch shapes or step numbers. ``edgepipe_emulated.oracle`` computes it in a few lines.
+Every layer mixes a token's 64-bit state with *all* KV slots of its sequence up to its position. So any lost,
+duplicated, reordered or misrouted activation, and any missing, stale or foreign KV, gives a wrong token. The answer
+depends only on the prompt, the number of layers and the vocabulary, not on slices, sequence ids, block ids, batch
+shapes or step numbers. ``edgepipe_emulated.oracle`` computes it in a few lines.
 """
 
 from edgepipe_emulated.backend import EmulatedBackend

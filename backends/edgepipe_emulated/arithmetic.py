@@ -1,4 +1,4 @@
-"""The integers that flow instead of hidden states, modulo 2**64. One token's state is one uint64.
+"""Integers modulo 2**64 in place of hidden states. One token's state is one uint64.
 
 ::
 
@@ -30,45 +30,45 @@ _POSITION_SALT = np.uint64(0x706F736974)
 _ELEMENT_SALT = np.uint64(0x656C656D)
 
 TOP_LOGIT = 32.0
-RUNNER_UP_LOGITS = (31.0, 30.0, 29.0, 28.0, 26.0, 24.0)  # the nearest others; everybody else has 0..12
+RUNNER_UP_LOGITS = (31.0, 30.0, 29.0, 28.0, 26.0, 24.0)  # the next best tokens; all others have 0..12
 _NUM_BASE_LOGITS = np.uint64(13)
 
 
 def mix(values: Words) -> Words:
-    """splitmix64's finaliser: a bijection in which every input bit moves every output bit (Steele et al. 2014)."""
+    """Apply splitmix64's finaliser: a bijection where every input bit affects every output bit (Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def _odd(start: int, stop: int, salt: np.uint64) -> Words:
-    """Odd pseudo-random multipliers for the indices ``[start, stop)``."""
+    """Return odd pseudo-random multipliers for the indices ``[start, stop)``."""
     return mix(np.arange(start, stop, dtype=np.uint64) * _GOLDEN + salt) | _ONE
 
 
 def position_weights(start: int, stop: int) -> Words:
-    """``w[p]`` for absolute positions ``[start, stop)``."""
+    """Return ``w[p]`` for absolute positions ``[start, stop)``."""
     return _odd(start, stop, _POSITION_SALT)
 
 
 @lru_cache(maxsize=64)  # a process's slices
 def layer_keys(start: int, stop: int) -> Words:
-    """``key[l]`` for the model's layers ``[start, stop)``."""
+    """Return ``key[l]`` for the model's layers ``[start, stop)``."""
     return _odd(start, stop, _LAYER_SALT)
 
 
 def embed(tokens: npt.NDArray[np.integer]) -> Words:
-    """``[T]`` token ids to ``[T]`` states."""
+    """Convert token ids ``[T]`` to states ``[T]``."""
     return mix((tokens.astype(np.uint64) + _ONE) * _GOLDEN)
 
 
 def kv_values(state: Words, weights: Words, key: np.uint64) -> Words:
-    """What one layer stores for each token, ``[T]``."""
+    """Return the values that one layer stores for each token, ``[T]``."""
     return (state ^ weights) * key
 
 
 def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
-    """``[T]`` states after a layer that attended to ``attended`` [T] (weighted sum over all slots up to each token)."""
+    """Return states ``[T]`` after a layer. ``attended`` [T]: weighted sum over all slots up to each token."""
     state = (state + attended) * key
     return state ^ (state >> np.uint64(29))
 
@@ -81,19 +81,19 @@ def _element_factors(num_words: int) -> Words:
 
 
 def _expand(state: Words, hidden_size: int) -> npt.NDArray[np.uint16]:
-    """``[T, H]``: the state in elements 0-3, then 64-bit words that are bijections of it."""
+    """Return ``[T, H]``: the state in elements 0-3, then 64-bit words that are bijections of it."""
     words = state[:, None] * _element_factors(-(-hidden_size // 4))[None, :]
     return np.ascontiguousarray(words.astype("<u8", copy=False).view("<u2")[:, :hidden_size])
 
 
 def encode(state: Words, hidden_size: int, kind: ActivationType) -> Activations:
-    """``[T]`` states to ``[T, H]`` activations: 16 bits in each element, as they are or as an exact float32."""
+    """Convert states ``[T]`` to activations ``[T, H]``: 16 bits per element, raw or as an exact float32."""
     elements = _expand(state, hidden_size)
     return elements if kind is ActivationType.BF16 else elements.astype(np.float32)
 
 
 def decode(activations: Activations, kind: ActivationType) -> Words:
-    """``[T, H]`` activations to ``[T]`` states. A row with any altered element becomes another, wrong, state."""
+    """Convert activations ``[T, H]`` to states ``[T]``. A row with any altered element gives a wrong state."""
     state = _first_word(activations)
     expected = encode(state, activations.shape[1], kind)
     bits = np.uint16 if kind is ActivationType.BF16 else np.uint32
@@ -106,7 +106,7 @@ def decode(activations: Activations, kind: ActivationType) -> Words:
 
 
 def _first_word(activations: Activations) -> Words:
-    """The state as elements 0-3 tell it; elements that are no 16-bit integers count as the nearest one."""
+    """Return the state in elements 0-3. Elements that are not 16-bit integers are rounded to the nearest."""
     first = activations[:, :4]
     if first.dtype != np.uint16:
         first = np.clip(np.nan_to_num(first), 0, 0xFFFF).astype(np.uint16)
@@ -114,17 +114,17 @@ def _first_word(activations: Activations) -> Words:
 
 
 def next_tokens(state: Words, vocab_size: int) -> npt.NDArray[np.int64]:
-    """The right next token of each state, ``[R]``."""
+    """Return the correct next token of each state, ``[R]``."""
     return (mix(state) % np.uint64(vocab_size)).astype(np.int64)
 
 
 def base_logits(vocab_size: int) -> npt.NDArray[np.float32]:
-    """``[V]`` small integers that every row starts from."""
+    """Return small integers ``[V]``, the initial logits of every row."""
     return (mix(np.arange(vocab_size, dtype=np.uint64)) % _NUM_BASE_LOGITS).astype(np.float32)
 
 
 def make_logits(state: Words, base: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """``[R, V]`` exact small integers: the right token has 32 alone, up to six others 24 to 31, the rest 0 to 12."""
+    """Return exact small integers ``[R, V]``: 32 for the correct token, 24 to 31 for up to six others, else 0 to 12."""
     vocab_size = len(base)
     logits = np.repeat(base[None, :], len(state), axis=0)
     rows = np.arange(len(state))

@@ -1,4 +1,4 @@
-"""The emulated backend itself. Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits."""
+"""The emulated backend. Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class Loaded:
     """A model's slices on the emulated device."""
 
     config: ModelConfig
-    slices: dict[int, Slice]  # by their index in the pipeline
-    first_layer: dict[int, int]  # by the same: row of the slice's first layer in the KV pool
-    costs: dict[int, SliceCost]  # by the same
-    weights: Words  # per position of the context
+    slices: dict[int, Slice]  # by index in the pipeline
+    first_layer: dict[int, int]  # by slice index: row of the slice's first layer in the KV pool
+    costs: dict[int, SliceCost]  # by slice index
+    weights: Words  # by position in the context
     base_logits: npt.NDArray[np.float32]  # [V]
     bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTicket:
-    """A submitted step: its output and the moment at which the device would have it."""
+    """A submitted step: its output, and the time at which the device would finish it."""
 
     output: StepOutput
     done_at_s: float
 
 
 class EmulatedBackend:
-    """One emulated device; see the package's docstring for what it computes and ``settings`` for what can be set."""
+    """One emulated device. The package's docstring describes its computation, ``settings`` its options."""
 
     block_sizes: tuple[int, ...] = (16, 32, 64, 128, 256)
     max_submitted = 2
@@ -78,7 +78,7 @@ class EmulatedBackend:
         self._num_submitted = 0
 
     def profile(self) -> DeviceProfile:
-        """The device as it was named or set; nothing is measured."""
+        """Return the configured device's profile, without a measurement."""
         device = self._settings.device
         used = (self._loaded.bytes if self._loaded else 0) + self._kv_bytes
         return DeviceProfile(
@@ -95,7 +95,7 @@ class EmulatedBackend:
         )
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
-        """Take the slices' shape; no tensor is read. Progress is told per layer, in the bytes it would have.
+        """Load the slices' shapes without reading tensors. Reports progress per layer, in bytes of a real model.
 
         Raises ShardMismatch, DeviceOutOfMemory.
         """
@@ -121,11 +121,11 @@ class EmulatedBackend:
         )
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
-        """Bytes of one block on the emulated device (in this process it takes 8 bytes per layer and slot)."""
+        """Return the bytes of one block on the emulated device (this process uses 8 bytes per layer and slot)."""
         return self._cost(config).kv_bytes_per_token(slices) * block_size
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
-        """Allocate the pool. Raises DeviceOutOfMemory if it would not fit beside the weights."""
+        """Allocate the pool. Raises DeviceOutOfMemory if it does not fit beside the weights."""
         loaded = self._need_loaded()
         self._pool, self._kv_bytes = None, 0
         slices = list(loaded.slices.values())
@@ -136,7 +136,7 @@ class EmulatedBackend:
         self._kv_bytes = num_bytes
 
     def prepare(self, step: Step) -> PreparedStep:
-        """Build the step's host arrays. Raises ShardMismatch for a slice not loaded, StepFailed for wrong tables."""
+        """Build the step's host arrays. Raises ShardMismatch for a missing slice, StepFailed for wrong block tables."""
         loaded = self._need_loaded()
         if step.slice_index not in loaded.slices:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
@@ -145,36 +145,36 @@ class EmulatedBackend:
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
     ) -> EmulatedTicket:
-        """Compute the step's checksums now; its time on the device begins when that of the step before ends."""
+        """Compute the step's checksums now. Its time on the device starts after the previous step's."""
         if self._num_submitted >= self.max_submitted:
-            raise RuntimeError(f"{self.max_submitted} steps are submitted and not collected")
+            raise RuntimeError(f"{self.max_submitted} steps are submitted but not collected")
         self._faults.check_step()
         loaded, pool = self._need_loaded(), self._need_pool()
         part = loaded.slices[prepared.step.slice_index]
         done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(work_of(prepared.step)))
-        state = self._enter(part, loaded.config, prepared, inputs)  # in the time that the device would compute
+        state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
         pool.copy(prepared.step.copies)
         state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
         self._num_submitted += 1
         return EmulatedTicket(output=self._leave(part, loaded, prepared.step, state), done_at_s=done_at_s)
 
     def collect(self, ticket: EmulatedTicket) -> StepOutput:
-        """Wait until the device would be done with that step."""
+        """Wait until the device would have finished the step."""
         self._queue.wait_until(ticket.done_at_s)
         self._num_submitted -= 1
         return ticket.output
 
     def check(self) -> None:
-        """Raises StepFailed while the device is broken."""
+        """Check the device. Raises StepFailed while it is broken."""
         self._faults.check_computes()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Release the model and the KV pool."""
         self._loaded, self._pool = None, None
         self._kv_bytes = self._num_submitted = 0
 
     def _enter(self, part: Slice, config: ModelConfig, prepared: PreparedStep, inputs: TokenIds | Activations) -> Words:
-        """``[T]`` states from token ids or activations. Raises ShardMismatch."""
+        """Convert token ids or activations to states ``[T]``. Raises ShardMismatch."""
         tokens = len(prepared.slots)
         shape = (tokens,) if part.embedding else (tokens, config.hidden_size)
         kind = np.dtype(np.int32 if part.embedding else self._kind.numpy)
@@ -203,7 +203,7 @@ class EmulatedBackend:
         )
 
     def _make_queue(self, first_layer: int) -> DeviceQueue:
-        """Stages with one seed vary each in its own way, because they begin at different layers."""
+        """Make the device's queue. Stages with the same seed differ in jitter by their first layer."""
         jitter = Jitter(variation=self._settings.device.jitter, entropy=(self._settings.seed, first_layer))
         return DeviceQueue(time_factor=self._settings.time_factor, jitter=jitter)
 
@@ -227,7 +227,7 @@ class EmulatedBackend:
 
 
 def _score(state: Words, wanted: ScoreRows, base: npt.NDArray[np.float32]) -> TokenScores:
-    """Row by row, as their logits all at once might not fit."""
+    """Score row by row, because all logits at once may not fit in memory."""
     scored = [
         _score_row(arithmetic.make_logits(state[row : row + 1], base)[0], int(target), wanted.num_top)
         for row, target in zip(wanted.rows.tolist(), wanted.targets.tolist(), strict=True)
@@ -250,12 +250,13 @@ def _score_row(
 
 
 def _run_layers(state: Words, part: Slice, first: int, pool: KVStorage, prepared: PreparedStep) -> Words:
-    """``[T]`` states behind the slice's layers; writes their KV.
+    """Return states ``[T]`` after the slice's layers, and write their KV.
 
-    What earlier steps wrote is read for all layers at once, a token's own step is summed as the layers go.
+    KV of earlier steps is read for all layers at once; KV of this step is summed layer by layer.
     """
     layers = slice(first, first + len(part.layers))
-    alone = len(prepared.row_start) == len(state)  # every row is one token: it has no others of its own step
+    # Every row has one token, so it attends to no other token of this step.
+    alone = len(prepared.row_start) == len(state)
     rows = zip(prepared.past, prepared.past_weights, strict=True)
     past = [pool.attended(layers, slots, weights) for slots, weights in rows]
     before = np.stack(past, axis=1)[:, prepared.row_of]

@@ -1,4 +1,4 @@
-"""What an emulated device suffers from: files that others put into a folder and remove while the device runs."""
+"""Faults of an emulated device, controlled by files in a folder while the device runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 from edgepipe.errors import DeviceOutOfMemory, StepFailed
 
 BROKEN = "broken"
-"""While a file of this name exists, every step fails. With a number in it, so many steps fail, and it is removed."""
+"""While this file exists, every step fails. If it holds a number, that many steps fail; then it is deleted."""
 FULL = "full"
-"""While a file of this name exists, another program has the device's memory: nothing can be loaded."""
+"""While this file exists, another program occupies the device's memory, and loading fails."""
 
 
 class DeviceFaults:
-    """Checks one folder; None: a device without faults."""
+    """Checks for fault files in a folder; None: a device without faults."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def check_step(self) -> None:
-        """To be asked once for each step. Raises StepFailed if it fails."""
+        """Check before a step; call once per step. Raises StepFailed if the step fails."""
         try:
             self.check_computes()
         except StepFailed:
@@ -27,19 +27,19 @@ class DeviceFaults:
             raise
 
     def check_computes(self) -> None:
-        """Raises StepFailed while the device is broken."""
+        """Check the device without counting a step. Raises StepFailed while it is broken."""
         if self._has(BROKEN):
             raise StepFailed("the emulated device cannot compute", fact=f"{self._path(BROKEN)} exists")
 
     def check_memory(self) -> None:
-        """Raises DeviceOutOfMemory while another program has the memory."""
+        """Check the memory. Raises DeviceOutOfMemory while another program occupies it."""
         if self._has(FULL):
             raise DeviceOutOfMemory(
-                "another program has the emulated device's memory", fact=f"{self._path(FULL)} exists"
+                "another program occupies the emulated device's memory", fact=f"{self._path(FULL)} exists"
             )
 
     def _count_down(self) -> None:
-        """One of the steps that are to fail has failed."""
+        """Decrement the number of steps that must fail."""
         text = self._path(BROKEN).read_text()
         if text and int(text) > 1:
             self._path(BROKEN).write_text(str(int(text) - 1))
@@ -50,5 +50,5 @@ class DeviceFaults:
         return self._folder is not None and self._path(name).exists()
 
     def _path(self, name: str) -> Path:
-        assert self._folder is not None, "asked of a device with faults"
+        assert self._folder is not None, "only a device with faults has paths"
         return self._folder / name

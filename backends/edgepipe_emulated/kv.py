@@ -11,11 +11,11 @@ from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe_emulated.arithmetic import Words
 
 Slots = slice | npt.NDArray[np.int64]
-"""Places in the pool: a view where the block table is one run, else picked by index."""
+"""Slots of the pool: a slice (view) if the block table is one run, else indices."""
 
 
 class KVStorage:
-    """``[L, num_blocks * block_size]``; fresh memory is zero, and the system hands it out page by page when written."""
+    """KV values ``[L, num_blocks * block_size]``, initially zero; the system allocates pages when they are written."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -23,16 +23,16 @@ class KVStorage:
         self._values = np.zeros((num_layers, num_blocks * block_size), dtype=np.uint64)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks in every layer, one after the other."""
+        """Copy blocks in every layer, one after another."""
         for item in copies:
             self._values[:, self._block(item.target)] = self._values[:, self._block(item.source)]
 
     def attended(self, layers: slice, slots: Slots, weights: Words) -> Words:
-        """``[layers]``: each layer's weighted sum over the slots, modulo 2**64."""
+        """Return each layer's weighted sum over the slots ``[layers]``, modulo 2**64."""
         return self._values[layers, slots] @ weights
 
     def write(self, layers: slice, slots: npt.NDArray[np.int64], values: Words) -> None:
-        """Store ``[layers, T]`` values for ``[T]`` slots."""
+        """Store values ``[layers, T]`` in slots ``[T]``."""
         self._values[layers, slots] = values
 
     def _block(self, block: int) -> slice:
@@ -40,24 +40,24 @@ class KVStorage:
 
 
 def table_slots(runs: Sequence[BlockRun], start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:
-    """Where positions ``[start, stop)`` of a block table stand in the pool."""
+    """Return the slots of positions ``[start, stop)`` of a block table."""
     blocks = np.concatenate([np.arange(run.start, run.start + run.count, dtype=np.int64) for run in runs])
     positions = np.arange(start, stop, dtype=np.int64)
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
 def slot_at(runs: Sequence[BlockRun], position: int, block_size: int) -> int:
-    """Where one position of a block table stands in the pool. The table reaches it."""
+    """Return the slot of one position of a block table, which must cover it."""
     index, offset = divmod(position, block_size)
     for run in runs:
         if index < run.count:
             return (run.start + index) * block_size + offset
         index -= run.count
-    raise IndexError(f"position {position} is behind the block table")
+    raise IndexError(f"position {position} is beyond the block table")
 
 
 def past_slots(runs: Sequence[BlockRun], stop: int, block_size: int) -> Slots:
-    """Positions ``[0, stop)`` of a block table, as a view if its first run covers them."""
+    """Return the slots of positions ``[0, stop)`` of a block table, as a slice if its first run covers them."""
     if stop <= runs[0].count * block_size:
         first = runs[0].start * block_size
         return slice(first, first + stop)

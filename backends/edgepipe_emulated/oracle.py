@@ -1,4 +1,4 @@
-"""What the emulated model answers, computed without slices, blocks, steps or activations."""
+"""The emulated model's correct answers, computed without slices, blocks, steps or activations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Choose = Callable[[npt.NDArray[np.float32], int], int]
 
 
 class Oracle:
-    """One sequence of the emulated model. It keeps one running sum per layer and nothing else."""
+    """One sequence of the emulated model, with one running sum per layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -25,7 +25,7 @@ class Oracle:
         self._last = np.zeros(0, dtype=np.uint64)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Let the sequence go on with ``tokens`` (at least one)."""
+        """Append ``tokens`` (at least one) to the sequence."""
         state = arithmetic.embed(np.asarray(tokens, dtype=np.int64))
         weights = arithmetic.position_weights(self._length, self._length + len(tokens))
         for layer, key in enumerate(self._keys):
@@ -36,23 +36,23 @@ class Oracle:
         self._last = state[-1:]
 
     def next_token(self) -> int:
-        """The token with the highest logit after what was appended."""
+        """Return the token with the highest logit after the appended tokens."""
         return int(arithmetic.next_tokens(self._last, self._config.vocab_size)[0])
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """``[V]`` logits after what was appended."""
+        """Return logits ``[V]`` after the appended tokens."""
         return arithmetic.make_logits(self._last, arithmetic.base_logits(self._config.vocab_size))[0]
 
 
 def next_token(tokens: Sequence[int], config: ModelConfig) -> int:
-    """The greedy token after ``tokens``, whatever the split into slices."""
+    """Return the greedy token after ``tokens``."""
     oracle = Oracle(config)
     oracle.append(tokens)
     return oracle.next_token()
 
 
 def logits(tokens: Sequence[int], config: ModelConfig) -> npt.NDArray[np.float32]:
-    """``[V]`` logits after ``tokens``."""
+    """Return logits ``[V]`` after ``tokens``."""
     oracle = Oracle(config)
     oracle.append(tokens)
     return oracle.logits()
@@ -61,7 +61,7 @@ def logits(tokens: Sequence[int], config: ModelConfig) -> npt.NDArray[np.float32
 def generate(
     prompt: Sequence[int], n: int, config: ModelConfig, *, ignore_eos: bool = False, choose: Choose | None = None
 ) -> list[int]:
-    """Up to ``n`` tokens after ``prompt``, ending behind an EOS unless that is ignored.
+    """Generate up to ``n`` tokens after ``prompt``, ending after an EOS unless that is ignored.
 
     ``choose`` picks from the logits (a sampler under test); None is greedy.
     """

@@ -1,4 +1,4 @@
-"""A step's host arrays: where its tokens go, what they attend to. Shape letters: T packed tokens, B rows."""
+"""A step's host arrays: slots of its tokens, and the slots that they attend to. T packed tokens, B rows."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from edgepipe_emulated.kv import KVStorage, Slots, past_slots, slot_at, table_sl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """What ``submit`` needs beside the inputs."""
+    """Input of ``submit`` besides tokens or activations."""
 
     step: Step
-    weights: Words  # [T] of each token's position
-    slots: npt.NDArray[np.int64]  # [T] where each token's KV is written
-    past: tuple[Slots, ...]  # [B] what each row attends to besides its own tokens
+    weights: Words  # [T] weight of each token's position
+    slots: npt.NDArray[np.int64]  # [T] slot of each token's KV
+    past: tuple[Slots, ...]  # [B] slots that each row attends to besides its own tokens
     past_weights: tuple[Words, ...]  # [B] weights of those positions
-    row_of: npt.NDArray[np.int64]  # [T]
+    row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
 
 
 def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep:
-    """Build the arrays. ``weights`` holds every position of the context.
+    """Build the arrays. ``weights``: for every position of the context.
 
-    Raises StepFailed for a block table that is too short or names blocks that are not there, for a position behind the
-    context, for a logit row that is no token, and if two tokens would be written to the same slot.
+    Raises StepFailed for a short block table, an unknown block, a position beyond the context, an invalid logit row,
+    and two tokens in the same slot.
     """
     if not step.rows:
         raise StepFailed("a step has no rows")
@@ -42,9 +42,10 @@ def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep
     if len(set(slots.tolist())) != len(slots):
         raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
     if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < len(slots):
-        raise StepFailed("a step asks for logits of a token that it does not hold", fact=f"it holds {len(slots)}")
+        raise StepFailed("a step asks for logits of a token outside the step", fact=f"it has {len(slots)} tokens")
     row_of, row_start = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
-    positions = np.array([row.position for row in step.rows]) - row_start  # of each row's token 0 of the step
+    # Each row's first position, minus the packed index of its first token.
+    positions = np.array([row.position for row in step.rows]) - row_start
     return PreparedStep(
         step=step,
         weights=weights[positions[row_of] + np.arange(len(slots))],
@@ -57,7 +58,7 @@ def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep
 
 
 def _own_slots(row: StepRow, block_size: int) -> Sequence[int]:
-    """Where the row's tokens are written; a decode's one is found without arrays."""
+    """Return the slots of the row's tokens; a decode's slot needs no arrays."""
     if row.num_tokens == 1:
         return (slot_at(row.runs, row.position, block_size),)
     return table_slots(row.runs, row.position, row.position + row.num_tokens, block_size).tolist()

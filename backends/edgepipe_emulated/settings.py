@@ -1,4 +1,4 @@
-"""What can be set about the emulated backend."""
+"""Settings of the emulated backend."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _OWN = ("time_factor", "seed", "as_model", "as_model_bytes", "as_kv_bytes_per_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationSettings:
-    """A device, and how it is emulated."""
+    """A device and the options of its emulation."""
 
     device: DeviceModel
-    time_factor: float  # 1: real time of the device, 0: as fast as the checksums go
-    as_model: ModelConfig | None  # whose layers and head are timed; None: the loaded model's own
-    as_model_bytes: int | None  # weights of the model whose times are wanted; None: bf16 of the config's shape
-    as_kv_bytes_per_token: int | None  # likewise its KV, all layers
+    time_factor: float  # 1: the device's real time, 0: no waiting
+    as_model: ModelConfig | None  # model to time; None: the loaded model
+    as_model_bytes: int | None  # weights of the timed model; None: bf16 of the config's shape
+    as_kv_bytes_per_token: int | None  # KV of the timed model, all layers; None: bf16 of the config's shape
     seed: int  # of the jitter
     contiguous_kv: bool  # block tables must be runs, as on CPU and MLX
-    faults: Path | None  # folder of the device's faults (``edgepipe_emulated.faults``); None: it has none
+    faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
 
 def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
-    """The device of that name (``auto``: RTX 4090) as the settings change it. Raises ConfigInvalid, ModelUnknown."""
+    """Read the settings for a named device (``auto``: RTX 4090). Raises ConfigInvalid, ModelUnknown."""
     known = (*adjustable(), *_OWN)
     unknown = sorted(set(settings) - set(known))
     if unknown:

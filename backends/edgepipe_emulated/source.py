@@ -1,4 +1,4 @@
-"""A model with a shape and no tensors."""
+"""A model with a shape but without tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emulated_model_config(
     intermediate_size: int | None = None,
     tied_embeddings: bool = True,
 ) -> ModelConfig:
-    """A llama-shaped config for the emulated backend; the vocabulary is that of ``write_model_folder``'s tokenizer."""
+    """Make a llama-shaped config for the emulated backend. The default vocabulary fits ``write_model_folder``."""
     return ModelConfig(
         architecture="llama",
         num_layers=num_layers,
@@ -42,7 +42,7 @@ def emulated_model_config(
 
 
 class EmulatedWeights:
-    """A ``WeightSource`` for a config alone: it lists no tensors and has none to read."""
+    """A ``WeightSource`` for a config without tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -58,9 +58,9 @@ class EmulatedWeights:
         return 0
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """No tensors."""
+        """Return no tensors."""
         return ()
 
     def read(self, name: str) -> RawTensor:
-        """Raises ModelInvalid: there is nothing to read."""
+        """Raise ModelInvalid, since the model has no tensors."""
         raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")

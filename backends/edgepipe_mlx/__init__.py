@@ -1,4 +1,4 @@
-"""The MLX backend: Apple silicon through Metal, and MLX's CPU device wherever MLX runs."""
+"""The MLX backend: Apple silicon through Metal, and MLX's CPU device on all its platforms."""
 
 from edgepipe_mlx.backend import MlxBackend
 

@@ -1,6 +1,6 @@
-"""Attention over packed rows: mlx-lm's layers see one token per row, we attend per sequence.
+"""Attention over packed rows: mlx-lm's layers get one token per row, attention runs per sequence.
 
-Shape letters: T packed rows, n rows of one sequence, L keys that they may see, D head dim.
+Shape letters: T packed rows, n rows of one sequence, L visible keys, D head dim.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from edgepipe_mlx.tiles import tile_rows
 
 
 class StepArrays:
-    """What all layers of a step share on the device. Made by ``submit``, dropped with the step."""
+    """Device arrays shared by all layers of a step. ``submit`` makes them; they live until the step's end."""
 
     def __init__(self, plan: StepLayout, *, max_scores: int) -> None:
-        """``max_scores``: most queries times keys of one head that are attended to at once."""
+        """``max_scores``: maximum of queries times keys of one head in one product."""
         self.rows = tile_rows(plan.rows, max_scores)
         self.positions = mx.array(plan.positions)
         self.slots = mx.array(plan.slots)
@@ -35,7 +35,7 @@ class StepArrays:
         return self._blocks[key]
 
     def window_mask(self, row: RowLayout, window: int, first: int) -> mx.array:
-        """[n, L] True where a row sees a key: not after itself, and among the last ``window`` tokens."""
+        """Return [n, L], True where a row sees a key: not after itself, and among the last ``window`` tokens."""
         key = (row.first_row, window)
         if key not in self._masks:
             queries = mx.arange(row.length - row.num_tokens, row.length)[:, None]
@@ -45,7 +45,7 @@ class StepArrays:
 
 
 class LayerCache:
-    """What an mlx-lm layer takes for its cache: one layer's pool in one step."""
+    """One layer's pool in one step, with the interface of an mlx-lm cache."""
 
     def __init__(self, step: StepArrays, pool: KVStorage, *, window: int | None, block_size: int) -> None:
         self._step = step
@@ -55,16 +55,16 @@ class LayerCache:
 
     @property
     def offset(self) -> mx.array:
-        """[T] the position of every row, which rope takes."""
+        """Positions of the rows [T], for rope."""
         return self._step.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the step's keys and values [T, kv heads, 1, D]; what is attended to is read per sequence later."""
+        """Write the step's keys and values [T, kv heads, 1, D]; ``attend`` later reads them per sequence."""
         self._pool.write(self._step.slots, keys, values)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
-        """queries [T, heads, 1, D] -> [T, heads, 1, D]."""
+        """Attend with queries [T, heads, 1, D]; returns [T, heads, 1, D]."""
         parts = [self._attend_row(row, queries, scale) for row in self._step.rows]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
@@ -76,14 +76,14 @@ class LayerCache:
         return out.transpose(2, 1, 0, 3)
 
     def _first_visible(self, row: RowLayout) -> int:
-        """The first token that any of the sequence's rows in this step may see."""
+        """Return the first token visible to any of the sequence's rows in this step."""
         if self._window is None:
             return 0
         return max(0, row.length - row.num_tokens - self._window + 1)
 
     def _mask(self, row: RowLayout, first: int) -> mx.array | str | None:
         if row.num_tokens == 1:
-            return None  # a single row sees all keys that were read
+            return None  # a single row sees all keys read
         if self._window is None or row.length <= self._window:
             return "causal"  # aligned at the end: the last row sees all keys
         return self._step.window_mask(row, self._window, first)
@@ -92,6 +92,6 @@ class LayerCache:
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any = None, **_: Any
 ) -> mx.array:
-    """Stands in for mlx-lm's attention function; keys, values and mask are those of packed rows and of no use here."""
+    """Replace mlx-lm's attention function. Ignores keys, values and mask, which belong to packed rows."""
     layer: LayerCache = cache
     return layer.attend(queries, scale)

@@ -1,4 +1,4 @@
-"""MLX's side of the Backend protocol."""
+"""The Backend protocol on MLX."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
-    """A submitted step: one array still being computed. Belongs to the compute thread."""
+    """A submitted step with an array that MLX is computing. Belongs to the compute thread."""
 
-    array: mx.array  # activations [T, H] in the type that travels, bf16 as its bits; or logits [R, V] float32
+    array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
     is_logits: bool
-    scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if asked for
+    scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if requested
 
 
 def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
@@ -65,18 +65,18 @@ def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
 class MlxBackend:
     """Runs mlx-lm's layers over packed rows.
 
-    MLX objects belong to the thread that made them, so everything but ``prepare`` must be called on one thread;
-    ``prepare`` makes numpy arrays only, and ``collect`` hands out copies.
+    MLX objects belong to the thread that made them, so all methods except ``prepare`` must be called on one thread.
+    ``prepare`` only makes numpy arrays, and ``collect`` returns copies.
     """
 
     block_sizes: tuple[int, ...] = BLOCK_SIZES
     max_submitted: int = 1
-    picks_candidates: bool = False  # memory is shared: a row of logits is no further away than its candidates
+    picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for an unknown device or dtype.
 
-        ``options.threads`` has no effect: MLX chooses its threads itself.
+        ``options.threads`` has no effect, because MLX chooses its threads.
         """
         models_folder()
         self._options = options
@@ -88,12 +88,12 @@ class MlxBackend:
         self._block_size = 0
 
     def profile(self) -> DeviceProfile:
-        """Measure the device with two products; memory comes from MLX on Metal, else from the system."""
+        """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
         configure(self._device)
         return measure(self._device, self._dtype_name, self._dtype)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
-        """Read the slices' tensors, replacing what was loaded before.
+        """Read the slices' tensors, replacing the loaded ones.
 
         Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
         """
@@ -110,12 +110,12 @@ class MlxBackend:
             )
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
-        """Bytes of one block in all layers of the slices."""
+        """Return the bytes of one block in all layers of the slices."""
         num_layers = sum(len(part.layers) for part in slices)
         return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.size)
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
-        """Allocate every layer's pool, replacing pools made before. Raises DeviceOutOfMemory."""
+        """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
         self._pools = {}
         mx.clear_cache()
@@ -136,7 +136,7 @@ class MlxBackend:
     def submit(
         self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
     ) -> StepTicket:
-        """Apply the step's copies, build its graph and let MLX start on it. Raises ShardMismatch."""
+        """Apply the step's copies, build its graph and start it. Raises ShardMismatch."""
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
         self._copy_blocks(prepared)
@@ -148,12 +148,12 @@ class MlxBackend:
             else self._leaving(hidden)
         )
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
-        # The pools are evaluated with the output: a chunk without logits needs nothing of the last layer but its KV.
+        # Evaluate the pools with the output: a chunk without logits needs only the KV of the last layer.
         mx.async_eval(array, scores, [pool.arrays for pool in pools])
         return StepTicket(array=array, is_logits=part.part.head, scores=scores)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
-        """Wait for the step and copy its output out of MLX, so that no MLX object leaves the thread."""
+        """Wait for the step and copy its output to numpy, so that no MLX object leaves the thread."""
         mx.eval(ticket.array, ticket.scores)
         copied = np.array(ticket.array)
         if not ticket.is_logits:
@@ -161,22 +161,22 @@ class MlxBackend:
         return StepOutput(logits=copied, scores=_copied_scores(ticket.scores) if ticket.scores else None)
 
     def check(self) -> None:
-        """Multiply two small matrices and look at the result. Raises StageError."""
+        """Multiply two small matrices and check the result. Raises StageError."""
         check_device(self._device, self._dtype)
 
     def close(self) -> None:
-        """Drop weights and pools and give MLX's kept buffers back."""
+        """Release weights, pools and MLX's cached buffers."""
         self._shard = None
         self._pools = {}
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
-        """Attention that is not fused keeps the scores of all heads in memory, in float32 at worst."""
+        """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
         return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
 
     def _run_layers(self, part: LoadedSlice, pools: list[KVStorage], step: StepArrays, hidden: mx.array) -> mx.array:
-        """hidden [T, H] -> [T, H]. The layers see T sequences of one token: a rectangle without padding."""
+        """Run the layers on hidden [T, H]; returns [T, H]. They see T sequences of one token, without padding."""
         config = self._loaded().config
         rows = hidden[:, None]
         for layer, block, pool in zip(part.part.layers, part.blocks, pools, strict=True):
@@ -186,7 +186,7 @@ class MlxBackend:
         return rows[:, 0]
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
-        """The first layer's input [T, H] in compute dtype."""
+        """Return the first layer's input [T, H] in the compute dtype."""
         config = self._loaded().config
         if part.embedding is not None:
             self._check_shape(inputs, (plan.num_tokens,), np.int32)
@@ -202,13 +202,13 @@ class MlxBackend:
         return (arrived.view(mx.bfloat16) if kind is ActivationType.BF16 else arrived).astype(self._dtype)
 
     def _leaving(self, hidden: mx.array) -> mx.array:
-        """Hidden states as they travel; numpy knows no bf16, so its bits."""
+        """Convert hidden states to the link's type; bf16 as bits, since numpy has no bf16."""
         if self._options.activation_type is ActivationType.FLOAT32:
             return hidden.astype(mx.float32)
         return hidden.astype(mx.bfloat16).view(mx.uint16)
 
     def _logits(self, part: LoadedSlice, hidden: mx.array, rows: npt.NDArray[np.int32]) -> mx.array:
-        """[R, V] float32 of the rows that are asked for."""
+        """Return the logits [R, V] float32 of the requested rows."""
         config = self._loaded().config
         if part.norm is None or part.head is None or not len(rows):
             return mx.zeros((0, config.vocab_size), mx.float32)
@@ -216,7 +216,7 @@ class MlxBackend:
         return (mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps) @ part.head.T).astype(mx.float32)
 
     def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
-        """The fields of TokenScores; in pieces, as all logits at once might not fit."""
+        """Compute the fields of TokenScores in pieces, because all logits at once may not fit."""
         pieces: list[list[mx.array]] = []
         for start in range(0, len(wanted.rows), SCORED_AT_ONCE):
             logits = self._logits(part, hidden, wanted.rows[start : start + SCORED_AT_ONCE])
@@ -228,7 +228,7 @@ class MlxBackend:
         return tuple(mx.concatenate(list(field)) for field in zip(*pieces, strict=True))
 
     def _copy_blocks(self, plan: StepLayout) -> None:
-        """Copy in every layer of the stage: copies come with its first slice of the step only."""
+        """Copy blocks in every layer of the stage, because only its first slice of a step has the copies."""
         if plan.copies:
             for pools in self._pools.values():
                 for pool in pools:
@@ -261,12 +261,12 @@ class MlxBackend:
     def _check_shape(inputs: TokenIds | Activations, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> None:
         if inputs.shape != shape or inputs.dtype != np.dtype(dtype):
             raise ShardMismatch(
-                "the step's input does not fit this slice",
-                fact=f"it is {inputs.dtype} {list(inputs.shape)}, the slice takes {np.dtype(dtype)} {list(shape)}",
+                "the step's input does not match this slice",
+                fact=f"it is {inputs.dtype} {list(inputs.shape)}, the slice needs {np.dtype(dtype)} {list(shape)}",
             )
 
     def _check_room(self, num_bytes: int) -> None:
-        """Refuse what surely does not fit: on Linux taking too much is no error but the end of the process."""
+        """Check the free memory first: on Linux, exceeding it kills the process instead of raising."""
         free = free_bytes(self._device)
         if num_bytes > free:
             raise DeviceOutOfMemory(
@@ -277,7 +277,7 @@ class MlxBackend:
 
     @contextmanager
     def _memory_errors(self, what: str) -> Iterator[None]:
-        """MLX tells that memory is short by a bare RuntimeError."""
+        """Translate MLX's bare RuntimeError for lack of memory."""
         try:
             yield
         except RuntimeError as exc:

@@ -1,9 +1,8 @@
-"""Decoder layers as mlx-lm defines them, without importing mlx-lm itself.
+"""mlx-lm's decoder layers, without importing mlx-lm itself.
 
-``import mlx_lm`` pulls transformers, and with it torch where that is installed: two seconds and 230 MB that a stage has
-no use for. The definitions need neither, so they are imported through a private package that stands for the folder
-``mlx_lm/models`` alone (8 ms, 1 MB). Being private, its modules may also be given our attention function without
-changing mlx-lm for anybody else in the process.
+``import mlx_lm`` also imports transformers, and torch if installed: 2 s and 230 MB that a stage does not need. The
+definitions need neither, so they are imported through a private package for the folder ``mlx_lm/models`` (8 ms, 1 MB).
+Since its modules are private, they can use our attention function without changing mlx-lm for other code.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def models_folder() -> Path:
-    """Where mlx-lm's definitions lie. Raises BackendUnavailable if mlx-lm is not installed."""
+    """Return the folder of mlx-lm's definitions. Raises BackendUnavailable if mlx-lm is not installed."""
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None or not spec.submodule_search_locations:
         raise BackendUnavailable(
             "the mlx backend lacks mlx-lm",
-            fact="it takes the model definitions from there",
+            fact="it uses the model definitions of mlx-lm",
             next_step="pip install 'edgepipe[mlx]'",
         )
     return Path(spec.submodule_search_locations[0]) / "models"
 
 
 def definition(name: str) -> ModuleType:
-    """mlx-lm's module ``name`` ("llama", "qwen3") as a private copy whose layers call our attention."""
+    """Import mlx-lm's module ``name`` ("llama", "qwen3") as a private copy whose layers call our attention."""
     if _PACKAGE not in sys.modules:
-        package = ModuleType(_PACKAGE, "Stands for the folder of mlx-lm's model definitions.")
+        package = ModuleType(_PACKAGE, "Private package for mlx-lm's model definitions.")
         package.__path__ = [str(models_folder())]
         sys.modules[_PACKAGE] = package
     module = importlib.import_module(f"{_PACKAGE}.{name}")
@@ -51,7 +50,7 @@ def definition(name: str) -> ModuleType:
 
 
 def check_architecture(config: ModelConfig) -> None:
-    """Raise ArchitectureUnsupported unless the model's family is one that this backend computes."""
+    """Check the model's family. Raises ArchitectureUnsupported."""
     if config.architecture not in ARCHITECTURES:
         raise ArchitectureUnsupported(
             f"the mlx backend does not compute the architecture '{config.architecture}'",
@@ -61,10 +60,10 @@ def check_architecture(config: ModelConfig) -> None:
 
 
 def build_block(config: ModelConfig) -> nn.Module:
-    """One decoder layer whose weights are lazy placeholders: nothing is allocated before they are replaced.
+    """Build one decoder layer with lazy placeholder weights, which allocate no memory before they are replaced.
 
-    mlx-lm's Mistral is its Llama, and its Qwen2 is its Llama with biases on q, k and v (and no free choice of the
-    head's size), so two definitions cover all families.
+    In mlx-lm, Mistral equals Llama, and Qwen2 is Llama with biases on q, k and v (and a fixed head size). So two
+    definitions cover all families.
     """
     module = definition("qwen3" if config.qk_norm else "llama")
     block: Any = module.TransformerBlock(module.ModelArgs.from_dict(_arguments(config)))
@@ -83,7 +82,7 @@ def build_block(config: ModelConfig) -> nn.Module:
 
 
 def _arguments(config: ModelConfig) -> dict[str, Any]:
-    """The names of ``config.json``; the rope is replaced afterwards and biases are fitted, so both are left plain."""
+    """Return arguments in the names of ``config.json``. Rope and biases are plain, since they are replaced later."""
     return {
         "model_type": config.architecture,
         "hidden_size": config.hidden_size,
@@ -101,7 +100,7 @@ def _arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def _set_bias(linear: nn.Linear, wanted: bool) -> None:
-    """Give the projection a placeholder bias or take it away; ``nn.Linear`` adds a bias exactly where one is."""
+    """Add a placeholder bias to the projection, or remove it. ``nn.Linear`` adds a bias exactly if it has one."""
     if wanted:
         linear.bias = mx.zeros((linear.weight.shape[0],))
     else:

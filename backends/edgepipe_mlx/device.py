@@ -1,4 +1,4 @@
-"""Choosing MLX's device and measuring it."""
+"""Choose and measure MLX's device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-BLOCK_SIZES = (16, 256)  # any would do; these are what other devices ask for
+BLOCK_SIZES = (16, 256)  # any size works; these suit other devices
 _MIB = 1024 * 1024
 _CHECK_SIZE = 64  # exact in bf16
 
 
 def choose_device(name: str) -> mx.Device:
-    """``auto``, ``cpu`` or ``gpu`` to a device; auto is the GPU where MLX has one.
+    """Return the device for ``auto``, ``cpu`` or ``gpu``; auto is the GPU if MLX has one.
 
     Raises ConfigInvalid, BackendUnavailable.
     """
@@ -30,13 +30,13 @@ def choose_device(name: str) -> mx.Device:
     has_gpu = mx.is_available(mx.Device(mx.gpu))
     if name == "gpu" and not has_gpu:
         raise BackendUnavailable(
-            "MLX finds no GPU here", fact=f"{platform.system()} {platform.machine()}", next_step="use --device cpu"
+            "MLX finds no GPU", fact=f"{platform.system()} {platform.machine()}", next_step="use --device cpu"
         )
     return mx.Device(mx.gpu) if has_gpu and name != "cpu" else mx.Device(mx.cpu)
 
 
 def choose_dtype(name: str, device: mx.Device) -> tuple[str, mx.Dtype]:
-    """The compute dtype: bfloat16 on GPUs, float32 on the CPU, unless told. Raises ConfigInvalid."""
+    """Return the compute dtype; auto is bfloat16 on GPUs, float32 on the CPU. Raises ConfigInvalid."""
     if name == "auto":
         name = "float32" if is_cpu(device) else "bfloat16"
     if name not in _DTYPES:
@@ -49,32 +49,32 @@ def choose_dtype(name: str, device: mx.Device) -> tuple[str, mx.Dtype]:
 
 
 def is_cpu(device: mx.Device) -> bool:
-    """Whether the device is MLX's CPU device."""
+    """Return whether the device is MLX's CPU device."""
     return device.type == mx.cpu
 
 
 def configure(device: mx.Device) -> None:
-    """Settings of the whole process, which is a stage's own."""
+    """Configure MLX for the process, which belongs to one stage."""
     mx.set_default_device(device)
-    # Freed buffers that MLX may keep for reuse, unbounded by default; on Metal making new ones costs more.
+    # Limit of freed buffers that MLX keeps for reuse, unlimited by default; on Metal new buffers are more expensive.
     mx.set_cache_limit((128 if is_cpu(device) else 256) * _MIB)
     if is_cpu(device):
-        # Fused CPU kernels are built by a C++ compiler at run time and loaded from a folder under /tmp that anybody
-        # on the machine may have made; they bring nothing here.
+        # A C++ compiler builds fused CPU kernels at run time in a folder under /tmp that any user may have created.
+        # They bring no gain in this backend.
         mx.disable_compile()
 
 
 def score_bytes(device: mx.Device) -> int:
-    """Room for the attention scores of one product. MLX starts some products ahead, so several may be held at once.
+    """Return the memory for the attention scores of one product; several products may be in flight.
 
-    The CPU device always keeps scores; Metal does so only for head sizes that its fused kernel lacks, and wants large
+    The CPU device always stores scores. Metal does so only for head sizes without a fused kernel, and needs large
     products.
     """
     return (16 if is_cpu(device) else 256) * _MIB
 
 
 def free_bytes(device: mx.Device) -> int:
-    """Memory that we may still take: what the system has, on Metal at most what it recommends for one process."""
+    """Return the available memory: the system's, on Metal at most the recommended maximum of one process."""
     available = psutil.virtual_memory().available
     recommended = _info(device).get("max_recommended_working_set_size")
     if not isinstance(recommended, int):
@@ -83,7 +83,7 @@ def free_bytes(device: mx.Device) -> int:
 
 
 def check_device(device: mx.Device, dtype: mx.Dtype) -> None:
-    """Multiply two small matrices of ones on the device. Raises StageError if it cannot, or if the product is wrong."""
+    """Multiply two small matrices of ones on the device. Raises StageError if it fails or the product is wrong."""
     try:
         ones = mx.ones((_CHECK_SIZE, _CHECK_SIZE), dtype=dtype)
         product = mx.matmul(ones, ones, stream=device)
@@ -114,15 +114,15 @@ def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfil
 
 
 def _info(device: mx.Device) -> dict[str, str | int]:
-    """MLX's facts of the device; what is missing from them is asked of the system."""
+    """Return MLX's facts of the device; callers take missing ones from the system."""
     try:
         return dict(mx.device_info(device))
-    except (RuntimeError, TypeError):  # MLX knows no facts of this kind of device
+    except (RuntimeError, TypeError):  # MLX has no facts of this kind of device
         return {}
 
 
 def _bandwidth_bytes_per_s(device: mx.Device, dtype: mx.Dtype) -> float:
-    """Rate at which a matrix is read when multiplied by one row: what decoding does with its weights."""
+    """Measure the rate of reading a matrix in a product with one row, as in decoding."""
     side = 3072 if is_cpu(device) else 8192
     weights = mx.ones((side, side), dtype)
     row = mx.ones((1, side), dtype)
@@ -130,7 +130,7 @@ def _bandwidth_bytes_per_s(device: mx.Device, dtype: mx.Dtype) -> float:
 
 
 def _flops(device: mx.Device, dtype: mx.Dtype) -> float:
-    """Rate of a dense product with enough rows to be bound by arithmetic."""
+    """Measure the rate of a dense product with enough rows to be bound by arithmetic."""
     rows, side = (64, 1024) if is_cpu(device) else (2048, 4096)
     weights = mx.ones((side, side), dtype)
     x = mx.ones((rows, side), dtype)
@@ -138,7 +138,7 @@ def _flops(device: mx.Device, dtype: mx.Dtype) -> float:
 
 
 def _best_s(compute: Callable[[], mx.array], repeats: int = 4) -> float:
-    """Shortest of a few runs, seconds, after one that is not counted."""
+    """Return the shortest time of a few runs in seconds, after a warm-up run."""
     mx.eval(compute())
     best = float("inf")
     for _ in range(repeats):

@@ -1,11 +1,11 @@
-"""Keys and values of one layer, kept in a pool of physical blocks.
+"""Keys and values of one layer in a pool of physical blocks.
 
-The layout is ``[kv heads, slots, head dim]``: per head a run of blocks is a dense matrix, which MLX's products on every
-device take as a view; with the slots in front, its CPU device would copy the whole run in every step.
+The layout is ``[kv heads, slots, head dim]``: per head, a run of blocks is a dense matrix, which MLX's products take as
+a view on every device. With slots first, its CPU device would copy the whole run in every step.
 
-MLX arrays are values: an update makes a new array, which takes over the old one's memory if nobody else holds the old
-one (measured: 0.02 ms to write into 50 MB). So a pool is the only holder of its arrays, all rows of a step are written
-by one update before any view is taken, and views live no longer than their step.
+MLX arrays are values: an update makes a new array, which reuses the old array's memory if it has no other reference
+(measured: 0.02 ms to write into 50 MB). So the pool holds the only references, one update writes all rows of a step
+before any view is taken, and views live no longer than their step.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class KVStorage:
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, for evaluating; not to be kept."""
+        """Keys and values, for evaluation only; do not keep them."""
         return self._keys, self._values
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Put the step's keys and values [T, kv heads, 1, D] at ``slots`` [T]."""
+        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
         self._keys[:, slots] = keys.squeeze(2).swapaxes(0, 1)
         self._values[:, slots] = values.squeeze(2).swapaxes(0, 1)
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Keys and values [1, kv heads, length - first, D] of a sequence's tokens ``[first, length)``.
+        """Return keys and values [1, kv heads, length - first, D] of a sequence's tokens ``[first, length)``.
 
-        A view where the sequence lies in one run; else its ``blocks`` [n], from the one that holds ``first``, gathered.
+        A view if the sequence lies in one run. Otherwise gathers its ``blocks`` [n], from the block with ``first`` on.
         """
         return self._read(self._keys, row, first, blocks), self._read(self._values, row, first, blocks)
 
@@ -56,10 +56,10 @@ class KVStorage:
         return picked.reshape(1, heads, -1, dim)[:, :, first - skipped : row.length - skipped]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks, as if one after the other.
+        """Copy whole blocks, with the result of copying one after another.
 
-        What is read is evaluated before it is written: a read still waiting would hold the old array and make the
-        update copy the pool.
+        Reads are evaluated before the update: a pending read would reference the old array, and the update would copy
+        the pool.
         """
         for wave in independent(copies):
             sources = mx.array(self._slots([copy.source for copy in wave]))
@@ -71,15 +71,15 @@ class KVStorage:
             mx.eval(self._keys, self._values)
 
     def _slots(self, blocks: list[int]) -> np.ndarray:
-        """The slots of the blocks, in order, int32."""
+        """Return the slots of the blocks, in order, int32."""
         size = self._block_size
         return (np.array(blocks, np.int32)[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
 
 
 def independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
-    """Cut the copies, keeping their order, into groups that may each be done at once.
+    """Split the copies, in order, into groups whose copies can run at once.
 
-    Within a group no block is read after it was written, and none is written twice.
+    Within a group, no block is read after a write or written twice.
     """
     groups: list[list[BlockCopy]] = []
     written: set[int] = set()

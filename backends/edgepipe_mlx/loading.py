@@ -1,4 +1,4 @@
-"""Reading slices' tensors one by one into MLX arrays, each in its place in mlx-lm's layers."""
+"""Read slices' tensors one by one into MLX arrays in mlx-lm's layers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ HEAD = "lm_head.weight"
 
 @dataclass(slots=True)
 class LoadedSlice:
-    """One slice's layers and, at the ends of the model, its tables."""
+    """One slice's layers, and the tables at the model's ends."""
 
     part: Slice
     blocks: list[nn.Module]
     embedding: mx.array | None = None  # [V, H]
     norm: mx.array | None = None  # [H]
-    head: mx.array | None = None  # [V, H]; the embedding itself where they are tied
+    head: mx.array | None = None  # [V, H]; the embedding itself if tied
 
 
 @dataclass(slots=True)
 class Shard:
-    """Everything that a stage has loaded."""
+    """All slices that a stage has loaded."""
 
     config: ModelConfig
     slices: list[LoadedSlice]
@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a tensor goes: its shape and who takes it (several slices may share a table)."""
+    """Destination of a tensor: its shape and its setters (several slices may share a table)."""
 
     shape: tuple[int, ...]
     takers: list[Callable[[mx.array], None]] = field(default_factory=list[Callable[[mx.array], None]])
@@ -57,9 +57,9 @@ def load_shard(
     *,
     inputs_first: bool,
 ) -> Shard:
-    """Read all tensors of the slices; ``inputs_first`` chooses how matrices lie in memory (see ``_read``).
+    """Read all tensors of the slices. ``inputs_first``: memory layout of matrices (see ``_read``).
 
-    Raises ModelInvalid, ArchitectureUnsupported, and MLX's own RuntimeError when memory is short.
+    Raises ModelInvalid, ArchitectureUnsupported, and MLX's RuntimeError for lack of memory.
     """
     config = weights.config
     loaded = [LoadedSlice(part, [build_block(config) for _ in part.layers]) for part in slices]
@@ -79,10 +79,10 @@ def load_shard(
 
 
 def _read(weights: WeightSource, info: TensorInfo, dtype: mx.Dtype, *, inputs_first: bool) -> mx.array:
-    """One tensor in compute dtype. Evaluated here, so that the stored form is gone before the next tensor is read.
+    """Read one tensor in the compute dtype. Evaluates it at once, so that the stored form is freed before the next.
 
-    ``inputs_first``: a matrix [out, in] is laid out with its transpose dense in memory. In float32 MLX's CPU device
-    multiplies rows with that transpose 1.4 times as fast (a single row: 3 times).
+    ``inputs_first``: store a matrix [out, in] with its transpose dense in memory. In float32, MLX's CPU device
+    multiplies rows with it 1.4 times as fast (a single row: 3 times).
     """
     exact = dtype == mx.float32 and info.scheme != "BF16" and not info.rounded
     raw = weights.read(info.name)
@@ -90,19 +90,19 @@ def _read(weights: WeightSource, info: TensorInfo, dtype: mx.Dtype, *, inputs_fi
     del raw
     turned = inputs_first and stored.ndim == 2
     if turned:
-        stored = mx.contiguous(stored.T)  # before it grows to compute dtype
+        stored = mx.contiguous(stored.T)  # before it is widened to the compute dtype
     tensor = stored if exact else stored.view(mx.bfloat16).astype(dtype)
     mx.eval(tensor)
     return tensor.T if turned else tensor
 
 
 def _tensors(slices: Sequence[Slice], weights: WeightSource) -> list[TensorInfo]:
-    """The tensors of all slices, each once."""
+    """Return the tensors of all slices, each once."""
     return list({info.name: info for part in slices for info in weights.tensors(part)}.values())
 
 
 def _places(config: ModelConfig, loaded: list[LoadedSlice]) -> dict[str, _Place]:
-    """Every tensor that the slices must get, by name."""
+    """Return the destination of every required tensor, by name."""
     places: dict[str, _Place] = {}
     table = (config.vocab_size, config.hidden_size)
     for part in loaded:
@@ -134,18 +134,18 @@ def _into_block(block: nn.Module, path: str) -> Callable[[mx.array], None]:
 
 
 def _check(infos: list[TensorInfo], places: dict[str, _Place]) -> None:
-    """Raise ModelInvalid unless the files hold exactly the tensors, in the shapes, that the config promises."""
+    """Check that the files hold exactly the config's tensors and shapes. Raises ModelInvalid."""
     names = {info.name for info in infos}
     for name in places:
         if name not in names:
-            raise ModelInvalid(f"the model lacks the tensor {name}", fact="its config asks for it")
+            raise ModelInvalid(f"the model lacks the tensor {name}", fact="its config requires it")
     for info in infos:
         place = places.get(info.name)
         if place is None:
-            raise ModelInvalid(f"the model has a tensor {info.name}", fact="its config has no place for it")
+            raise ModelInvalid(f"the model has an extra tensor {info.name}", fact="its config does not include it")
         if info.shape != place.shape:
             raise ModelInvalid(
                 f"the tensor {info.name} contradicts the model's config",
-                fact=f"its shape is {list(info.shape)}, the config asks for {list(place.shape)}",
+                fact=f"its shape is {list(info.shape)}, the config requires {list(place.shape)}",
                 next_step="fetch the model again",
             )

@@ -1,7 +1,7 @@
-"""The rotary embedding as mlx-lm's attention calls it.
+"""The rotary embedding, with the interface of mlx-lm's attention.
 
-mlx-lm's own rope modules ignore some fields that change the result (yarn's ``truncate`` and ``attention_factor``) and
-one of them takes no offset per row, so the frequencies are edgepipe's, in float64, once per load.
+mlx-lm's rope modules ignore some fields that change the result (yarn's ``truncate`` and ``attention_factor``), and one
+of them takes no offset per row. So edgepipe computes the frequencies, in float64, once per load.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dims = dims
         self._amplitude = amplitude
-        self._wavelengths = mx.array(wavelengths.astype(np.float32))  # the underscore keeps it from being a weight
+        self._wavelengths = mx.array(wavelengths.astype(np.float32))  # the underscore marks it as not a weight
 
     def __call__(self, x: mx.array, offset: mx.array | int = 0) -> mx.array:
-        """x [T, heads, 1, D]; offset [T] int32, the rows' positions."""
+        """Rotate x [T, heads, 1, D]; offset [T] int32: the rows' positions."""
         if self._amplitude != 1.0:
             x = x * self._amplitude
         return mx.fast.rope(
@@ -33,6 +33,6 @@ class RotaryEmbedding(nn.Module):
 
 
 def make_rope(config: ModelConfig) -> RotaryEmbedding:
-    """The model's rotary embedding. Raises ArchitectureUnsupported for a scaling that is not computed here."""
+    """Make the model's rotary embedding. Raises ArchitectureUnsupported for an unknown scaling."""
     frequencies, amplitude = rotary_frequencies(config)
     return RotaryEmbedding(dims=config.head_dim, wavelengths=1.0 / frequencies, amplitude=amplitude)

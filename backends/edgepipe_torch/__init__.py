@@ -1,4 +1,4 @@
-"""The torch backend: CPUs in float32, CUDA in bf16. Importing it imports torch, so only stage processes do."""
+"""The torch backend: CPUs in float32, CUDA in bf16. It imports torch, so only stage processes import it."""
 
 from edgepipe_torch.backend import TorchBackend
 

@@ -1,4 +1,4 @@
-"""Attention per sequence, over KV in place where a sequence lies in one run.
+"""Attention per sequence, on KV in place if the sequence lies in one run.
 
 T packed rows, n rows of one sequence, L its keys, Hq and Hkv heads, G = Hq / Hkv, D head dim.
 """
@@ -18,19 +18,19 @@ from edgepipe.model.facts import ModelConfig
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.prepared import PreparedStep
 
-_TILE = 64  # query rows at once: what causality throws away is then under 64 columns (2.1 ms against 2.8 for 512 rows)
+_TILE = 64  # query rows at once, which limits masked work to 64 columns (2.1 ms instead of 2.8 ms for 512 rows)
 
 
 class StepAttention(Protocol):
-    """Attention of one step, bound to the step's rows and the KV pool."""
+    """Attention of one step, bound to its rows and the KV pool."""
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-        """queries [T, Hq, D], rotated; out [T, Hq, D] is written. The step's keys and values are in the pool."""
+        """Attend with rotated queries [T, Hq, D]; write out [T, Hq, D]. The pool has the step's keys and values."""
         ...
 
 
 class CausalMasks:
-    """Additive masks [n, L] whose last row sees the last key; slices of one band, grown by doubling."""
+    """Additive masks [n, L] whose last row sees the last key: slices of one band, which grows by doubling."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -38,7 +38,7 @@ class CausalMasks:
         self._bands: dict[int | None, Tensor] = {}  # by window
 
     def get(self, num_rows: int, num_keys: int, window: int | None) -> Tensor:
-        """Row i of ``num_rows <= 64`` sees key j iff it is at most its own, and less than ``window`` before it."""
+        """Return a mask where row i of ``num_rows <= 64`` sees its own key and the ``window - 1`` before it."""
         band = self._bands.get(window)
         if band is None or band.shape[1] < num_keys + _TILE:
             band = self._bands[window] = self._make(2 * num_keys, window)
@@ -46,7 +46,7 @@ class CausalMasks:
         return band[:num_rows, first : first + num_keys]
 
     def _make(self, num_columns: int, window: int | None) -> Tensor:
-        """[64, columns + 64]: row i sees columns up to ``columns + i``."""
+        """Make a band [64, columns + 64]: row i sees columns up to ``columns + i``."""
         ahead = torch.arange(num_columns + _TILE)[None, :] - (num_columns + torch.arange(_TILE)[:, None])
         hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
         return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self._device, self._dtype)
@@ -74,7 +74,7 @@ def _tiles(prepared: PreparedStep, window: int | None) -> Iterator[_Tile]:
 
 
 class _BoundTile:
-    """One tile with its views of every layer's KV."""
+    """A tile with its views of every layer's KV."""
 
     def __init__(self, tile: _Tile, pool: KVStorage, masks: CausalMasks, window: int | None) -> None:
         self.start, self.end = tile.start, tile.end
@@ -90,18 +90,18 @@ class _BoundTile:
         self._mask: Tensor | None = None
         if tile.end - tile.start > 1:
             mask = masks.get(tile.end - tile.start, tile.high - tile.low, window)
-            self._mask = mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels read it in aligned pieces
+            self._mask = mask.contiguous() if mask.is_cuda else mask  # CUDA kernels read aligned pieces
 
     def run(self, layer: int, queries: Tensor, out: Tensor) -> None:
-        """queries and out [T, Hkv, G, D]."""
+        """Attend for this tile; queries and out [T, Hkv, G, D]."""
         keys, values = self._kv(layer)
-        if self._mask is None:  # the group's heads are the query length: [1, Hkv, G, D] against [1, Hkv, L, D]
+        if self._mask is None:  # the group's heads act as query length: [1, Hkv, G, D] with [1, Hkv, L, D]
             found = F.scaled_dot_product_attention(
                 queries[self.start : self.end], keys.unsqueeze(0), values.unsqueeze(0)
             )
             out[self.start : self.end].copy_(found)
             return
-        shape = (-1, queries.shape[2], -1, -1)  # [Hkv, G, n, D] against [Hkv, G (stride 0), L, D]
+        shape = (-1, queries.shape[2], -1, -1)  # [Hkv, G, n, D] with [Hkv, G (stride 0), L, D]
         found = F.scaled_dot_product_attention(
             queries[self.start : self.end].permute(1, 2, 0, 3),
             keys.unsqueeze(1).expand(shape),
@@ -117,7 +117,7 @@ class _BoundTile:
 
 
 class SequenceAttention:
-    """Each sequence against its own KV: views of runs, gathered where the blocks are scattered. Any device."""
+    """Attention of each sequence to its own KV: views of runs, or gathered from scattered blocks. Any device."""
 
     def __init__(self, config: ModelConfig, prepared: PreparedStep, pool: KVStorage, masks: CausalMasks) -> None:
         self._config = config
@@ -127,7 +127,7 @@ class SequenceAttention:
         self._bound: dict[int | None, list[_BoundTile]] = {}  # by window
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-        """See StepAttention."""
+        """Attend for all rows. See StepAttention."""
         shape = (queries.shape[0], self._config.num_kv_heads, -1, self._config.head_dim)
         queries, out = queries.view(shape), out.view(shape)
         for tile in self._tiles(window):

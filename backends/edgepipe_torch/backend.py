@@ -1,4 +1,4 @@
-"""torch's side of the Backend protocol."""
+"""The Backend protocol on torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from edgepipe_torch.transfer import CudaTransfer, Download, make_transfer
 class StepTicket:
     """A submitted step."""
 
-    download: Download | Picked  # activations [T, H] in the type that travels (bf16 as int16), logits [R, V] or less
+    download: Download | Picked  # activations [T, H] in the link's type (bf16 as int16), logits [R, V] or candidates
     is_logits: bool
     scored: Scored | None = None
 
@@ -75,17 +75,17 @@ class TorchBackend:
         self._forget()
 
     def profile(self) -> DeviceProfile:
-        """Memory as told by the system or CUDA, bandwidth and matrix rate as measured."""
+        """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
         return measure(self._device, self._dtype)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
-        """Read the slices' tensors, replacing what was loaded before.
+        """Read the slices' tensors, replacing the loaded ones.
 
         Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
         """
         self.close()
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread: events and graphs take the current one
+            torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
         needed = self._dtype.itemsize * sum(weights.config.slice_parameters(part) for part in slices)
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
@@ -98,12 +98,12 @@ class TorchBackend:
         self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace) for part in loaded}
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
-        """Bytes of one block in all layers of the slices."""
+        """Return the bytes of one block in all layers of the slices."""
         num_layers = sum(len(part.layers) for part in slices)
         return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.itemsize)
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
-        """Allocate every layer's pool, replacing pools made before. Raises DeviceOutOfMemory."""
+        """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
         self._pools, self._graphs = {}, {}
         parts = [decoder.part for decoder in self._decoders.values()]
@@ -122,9 +122,9 @@ class TorchBackend:
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
     ) -> StepTicket:
-        """Apply the copies and compute: on a CPU at once, on CUDA by queueing kernels.
+        """Apply the copies and compute: at once on a CPU, by queueing kernels on CUDA.
 
-        Raises ShardMismatch if the inputs do not fit the step, or the slice is not loaded.
+        Raises ShardMismatch if the inputs do not match the step or the slice is not loaded.
         """
         layout = prepared.layout
         decoder, pool = self._slice(layout.slice_index)
@@ -156,11 +156,11 @@ class TorchBackend:
         return StepOutput(activations=array.view(self._activation_type.numpy))
 
     def check(self) -> None:
-        """Multiply two small matrices and look at the result. Raises StageError."""
+        """Multiply two small matrices and check the result. Raises StageError."""
         check_device(self._device, self._dtype)
 
     def close(self) -> None:
-        """Give all memory back. May be called twice."""
+        """Release all memory. May be called twice."""
         self._forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -171,7 +171,7 @@ class TorchBackend:
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KVStorage] = {}  # by slice index
-        self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, where the device has them
+        self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._num_blocks = 0
         self._block_size = 0
         self._workspace = Workspace(self._dtype, self._device)
@@ -219,8 +219,8 @@ class TorchBackend:
         dtype = np.dtype(np.int32 if part.embedding else self._activation_type.numpy)
         if inputs.shape != shape or inputs.dtype != dtype:
             raise ShardMismatch(
-                "the step's inputs have another shape than its rows",
-                fact=f"{list(inputs.shape)} {inputs.dtype} came, {list(shape)} {dtype} are needed",
+                "the step's inputs do not match its rows",
+                fact=f"{list(inputs.shape)} {inputs.dtype} arrived, {list(shape)} {dtype} are needed",
             )
         if part.embedding and num_tokens and not 0 <= int(inputs.min()) <= int(inputs.max()) < config.vocab_size:
             raise ShardMismatch(
@@ -229,19 +229,20 @@ class TorchBackend:
             )
 
     def _hidden(self, decoder: Decoder, inputs: npt.NDArray[Any]) -> Tensor:
-        """[T, H] in the compute dtype, to be overwritten by the layers."""
+        """Return the input [T, H] in the compute dtype, which the layers overwrite."""
         hidden = self._workspace.get("hidden", inputs.shape[0], self._loaded_config().hidden_size)
         if decoder.part.embedding:
             decoder.embed(self._transfer.upload(inputs.astype(np.int64)), hidden)
         elif self._activation_type is ActivationType.BF16:
-            bits = self._transfer.upload(np.array(inputs.view(np.int16)))  # a copy: the caller's may be read-only
+            # A copy, since the caller's array may be read-only.
+            bits = self._transfer.upload(np.array(inputs.view(np.int16)))
             hidden.copy_(bits.view(torch.bfloat16))
         else:
             hidden.copy_(self._transfer.upload(np.array(inputs)))
         return hidden
 
     def _encode(self, hidden: Tensor) -> Tensor:
-        """The activations as they travel, in a tensor of their own."""
+        """Copy the activations to a new tensor in the link's type."""
         if self._activation_type is ActivationType.BF16:
             return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
         return hidden.to(torch.float32, copy=True)
@@ -255,7 +256,7 @@ class TorchBackend:
         return self._sampled(decoder.logits(hidden[:num_sampled]), edits, scored)
 
     def _sampled(self, logits: Tensor, edits: LogitEdits | None, scored: Scored | None = None) -> StepTicket:
-        """logits [R, V]: all of them go to the host, or what matters of them."""
+        """Start the transfer of logits [R, V], or of their candidates, to the host."""
         if edits is not None and logits.shape[0]:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
@@ -275,7 +276,7 @@ class TorchBackend:
 
     @contextmanager
     def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:
-        """Refuse beforehand what cannot fit: a system that overcommits would kill the process later."""
+        """Check the free memory first, because a system that overcommits would later kill the process."""
         free = free_bytes(self._device)
         fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free on {self._device}"
         if needed_bytes > free:
@@ -285,7 +286,7 @@ class TorchBackend:
         except (torch.OutOfMemoryError, MemoryError) as exc:
             self.close()
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
-        except RuntimeError as exc:  # what torch's CPU allocator raises
+        except RuntimeError as exc:  # raised by torch's CPU allocator
             if "memory" not in str(exc):
                 raise
             self.close()
@@ -293,7 +294,7 @@ class TorchBackend:
 
 
 def _picks_candidates(options: BackendOptions, device: torch.device) -> bool:
-    """On CUDA, unless the setting ``sampling`` says otherwise. Raises ConfigInvalid."""
+    """Return whether to pick candidates: on CUDA, or by the setting ``sampling``. Raises ConfigInvalid."""
     wanted = options.settings.get("sampling", "auto")
     if wanted not in ("auto", "device", "host"):
         raise ConfigInvalid(f"sampling '{wanted}' is not known", next_step="choose auto, device or host")

@@ -1,7 +1,7 @@
-"""What of the logits leaves the device: their most likely tokens and totals. R rows, V vocabulary, K candidates.
+"""Pick candidates from logits on the device: most likely tokens and totals. R rows, V vocabulary, K candidates.
 
-The edits arrive as a few thousand numbers and one bit per token, and one packed array goes back: 3 KB per row instead
-of 600 KB with a vocabulary of 152,000.
+The edits arrive as a few thousand numbers and one bit per token. One packed array returns: 3 KB per row instead of
+600 KB with a vocabulary of 152,000.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from edgepipe.backend.types import LogitEdits, PickedCandidates, ScoreRows, TokenScores
 from edgepipe_torch.transfer import Download, Transfer
 
-NUM_CANDIDATES = 256  # hold 0.99 of a usual distribution; top-k above it and flat ones fetch the whole row
+NUM_CANDIDATES = 256  # cover 0.99 of a usual distribution; larger top-k and flat distributions fetch the whole row
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
-    """Candidates on their way to the host."""
+    """Candidates in transfer to the host."""
 
-    download: Download  # [R, 3 K + 2 + 2 N] float32, ids as their bits
-    changed: Tensor  # [R, V], kept for rows that are fetched
+    download: Download  # [R, 3 K + 2 + 2 N] float32, ids as bits
+    changed: Tensor  # [R, V], kept for fetched rows
     num_candidates: int
     num_top: int
 
     def wait(self) -> PickedCandidates:
-        """Wait for them."""
+        """Wait for the candidates."""
         fields = _Fields(self.download.wait())
         k, n = self.num_candidates, self.num_top
         return PickedCandidates(
@@ -49,13 +49,13 @@ class Picked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Scores of prompt tokens on their way to the host."""
+    """Scores of prompt tokens in transfer to the host."""
 
-    download: Download  # [S, 2 + 2 N] float32, ids as their bits
+    download: Download  # [S, 2 + 2 N] float32, ids as bits
     num_top: int
 
     def wait(self) -> TokenScores:
-        """Wait for them."""
+        """Wait for the scores."""
         fields = _Fields(self.download.wait())
         return TokenScores(
             log_totals=fields.take(1)[:, 0],
@@ -66,7 +66,7 @@ class Scored:
 
 
 def pick(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Picked:
-    """Change logits [R, V] float32 as told and start bringing what matters of them to the host."""
+    """Apply the edits to logits [R, V] float32 and start the transfer of the candidates to the host."""
     changed = _change(logits, edits, transfer)
     num_candidates = min(NUM_CANDIDATES, logits.shape[1])
     best, ids = changed.topk(num_candidates, dim=1)
@@ -84,7 +84,7 @@ def pick(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Picked:
 
 
 def score(hidden: Tensor, wanted: ScoreRows, logits: Callable[[Tensor], Tensor], transfer: Transfer) -> Scored:
-    """Log-probabilities of known tokens; hidden [S, H], one row per target, goes through the head in pieces."""
+    """Score known tokens; hidden [S, H], one row per target, goes through the head in pieces."""
     targets = transfer.upload(wanted.targets.astype(np.int64))[:, None]
     pieces: list[Tensor] = []
     num_top = wanted.num_top
@@ -113,12 +113,12 @@ class _Fields:
 
 
 def _bits(ids: Tensor) -> Tensor:
-    """Token ids as float32 of the same bits, to be packed with the rest."""
+    """Reinterpret token ids as float32, to pack them with the other fields."""
     return ids.to(torch.int32).view(torch.float32)
 
 
 def _change(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Tensor:
-    """[R, V], a copy."""
+    """Return a changed copy [R, V] of the logits."""
     changed = logits.clone()
     if len(edits.ids):
         rows, ids = transfer.upload(edits.rows.astype(np.int64)), transfer.upload(edits.ids.astype(np.int64))
@@ -134,7 +134,7 @@ def _change(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Tensor:
 
 
 def _fetch(changed: Tensor, row: int) -> npt.NDArray[np.float32]:
-    """A row that nobody else uses. On CUDA over a stream of its own: the device may be busy with the next step."""
+    """Return a copy of a row. On CUDA it uses its own stream, because the device may compute the next step."""
     if not changed.is_cuda:
         return changed[row].numpy().copy()
     with torch.cuda.stream(torch.cuda.Stream(changed.device)):  # the candidates have arrived, so the row is complete

@@ -1,6 +1,6 @@
-"""One decoder for the Llama family: RMSNorm, rotary, grouped-query attention, SwiGLU; biases, q/k norms and windows.
+"""Decoder of the Llama family: RMSNorm, rotary, grouped-query attention, SwiGLU; biases, q/k norms and windows.
 
-T packed rows, H hidden, Hq and Hkv heads, D head dim, R rows whose logits are wanted.
+T packed rows, H hidden, Hq and Hkv heads, D head dim, R rows that need logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgepipe_torch.linear import Linear, Table, Workspace
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """Weights of one layer. Rows of q and k stand as rotary pairs: (0, D/2), (1, D/2 + 1), ..."""
+    """Weights of one layer. Rows of q and k are ordered as rotary pairs: (0, D/2), (1, D/2 + 1), ..."""
 
     input_norm: Tensor  # [H]
     qkv: Linear
@@ -29,7 +29,7 @@ class Layer:
     post_norm: Tensor  # [H]
     gate_up: Linear
     down: Linear
-    window: int | None  # tokens that a query sees, itself included
+    window: int | None  # tokens that a query sees, including itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class SliceWeights:
 
     part: Slice
     layers: list[Layer]
-    embedding: Tensor | Table | None  # [V, H], maybe narrower than the compute dtype; or the tied head
+    embedding: Tensor | Table | None  # [V, H], possibly narrower than the compute dtype; or the tied head
     final_norm: Tensor | None
     head: Linear | None
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTensors:
-    """A step on the device."""
+    """Device tensors of a step."""
 
     slots: Tensor  # [T] int64
     rotations: Tensor  # [T, 1, D / 2] complex64
@@ -54,7 +54,7 @@ class StepTensors:
 
 
 class Decoder:
-    """Runs a slice's layers."""
+    """Runs the layers of a slice."""
 
     def __init__(self, config: ModelConfig, weights: SliceWeights, workspace: Workspace) -> None:
         self.config = config
@@ -73,15 +73,15 @@ class Decoder:
         return self._weights.layers
 
     def embed(self, ids: Tensor, hidden: Tensor) -> None:
-        """ids [T] int64 -> hidden [T, H] is written."""
+        """Embed ids [T] int64 into hidden [T, H], which is overwritten."""
         table = self._weights.embedding
         assert table is not None
         hidden.copy_(table.index_select(0, ids) if isinstance(table, Tensor) else table.take(ids))
 
     def run(self, hidden: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
-        """Apply the layers to hidden [T, H] in place and write the rows' keys and values; returns hidden.
+        """Apply the layers to hidden [T, H] in place and write the rows' keys and values. Returns hidden.
 
-        With the head, returns [R, H]: behind the last layer's attention only rows whose logits are wanted go on.
+        With the head, returns [R, H]: after the last layer's attention only rows that need logits continue.
         """
         last = self._weights.layers[-1] if self.part.head else None
         for index, layer in enumerate(self._weights.layers):
@@ -96,7 +96,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H], from run -> [R, V] in a tensor of its own, float32."""
+        """Compute logits [R, V] float32, in a new tensor, from hidden [R, H] of ``run``."""
         assert self._weights.head is not None
         assert self._weights.final_norm is not None
         if hidden.shape[0] == 0:
@@ -108,7 +108,7 @@ class Decoder:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] -> what the heads saw [T, Hq D]."""
+        """Attend with qkv [T, (Hq + 2 Hkv) D]; returns the heads' outputs [T, Hq D]."""
         config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -124,7 +124,7 @@ class Decoder:
 
 
 def rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate heads [T, heads, D] in place; pairs stand side by side. rotations [T, 1, D / 2] complex64."""
+    """Rotate heads [T, heads, D] in place; pairs are adjacent. rotations [T, 1, D / 2] complex64."""
     if heads.dtype == torch.float32:
         torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotations)
         return

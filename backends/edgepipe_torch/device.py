@@ -1,4 +1,4 @@
-"""Choosing torch's device and dtype, and measuring what they can do."""
+"""Choose torch's device and dtype, and measure them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _CHECK_SIZE = 64  # exact in bf16
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``; auto is the first GPU. Raises ConfigInvalid, BackendUnavailable."""
+    """Return the device for ``auto`` (first GPU or CPU), ``cpu``, ``cuda``, ``cuda:N``. Raises ConfigInvalid,
+    BackendUnavailable."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
@@ -43,7 +44,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute dtype: float32 on CPUs, bfloat16 on GPUs, unless told. Raises ConfigInvalid."""
+    """Return the compute dtype; auto is float32 on CPUs, bfloat16 on GPUs. Raises ConfigInvalid."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in _DTYPES:
@@ -56,33 +57,33 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` or ``bfloat16``."""
+    """Return the dtype's name: ``float32`` or ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def set_threads(threads: int | None) -> None:
-    """CPU threads of this process, which is a stage's own."""
+    """Set the CPU threads of the process, which belongs to one stage."""
     torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
 
 
 def block_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Tokens per KV block that are served well: whole pages where attention reads pages, else any."""
+    """Return efficient KV block sizes in tokens: whole pages if attention reads pages, else any."""
     return (PAGE_TOKENS,) if can_page(device, dtype, block_size=PAGE_TOKENS) else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that we may still take on the device."""
+    """Return the available memory of the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Multiply two small matrices of ones on the device. Raises StageError if it cannot, or if the product is wrong."""
+    """Multiply two small matrices of ones on the device. Raises StageError if it fails or the product is wrong."""
     try:
         ones = torch.ones(_CHECK_SIZE, _CHECK_SIZE, device=device, dtype=dtype)
-        lowest, highest = (float(one) for one in torch.aminmax(torch.mm(ones, ones)))
-    except RuntimeError as exc:  # after a fault on a GPU every call of the process fails so
+        lowest, highest = (float(value) for value in torch.aminmax(torch.mm(ones, ones)))
+    except RuntimeError as exc:  # after a GPU fault, every call of the process fails so
         raise StageError(f"{device} does not compute", fact=str(exc).splitlines()[0]) from exc
     if lowest != _CHECK_SIZE or highest != _CHECK_SIZE:
         raise StageError(
@@ -91,7 +92,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
-    """The device's profile; bandwidth and matrix rate are measured."""
+    """Return the device's profile with measured bandwidth and matrix rate."""
     is_cuda = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total
     return DeviceProfile(
@@ -109,7 +110,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
 
 
 def _bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes per second of a product of one row with a weight that no cache holds, which is what decoding does."""
+    """Measure bytes per second of a product of one row with a weight larger than any cache, as in decoding."""
     rows, width = (8192, 4096) if device.type == "cuda" else (512, 48)
     weight = torch.zeros(32 if device.type == "cuda" else 1024, rows, width, dtype=dtype, device=device)
     x = torch.zeros(weight.shape[0], 1, rows, dtype=dtype, device=device)
@@ -117,14 +118,14 @@ def _bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product."""
+    """Measure FLOP/s of a square product."""
     size = 8192 if device.type == "cuda" else 768
     a = torch.randn(size, size, device=device).to(dtype)  # a GPU multiplies zeros faster than numbers
     return 2 * size**3 / _best_time_s(lambda: torch.mm(a, a), device)
 
 
 def _best_time_s(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of the runs that fit into the time for one figure, after one to warm up."""
+    """Return the shortest run within the time for one figure, after a warm-up run."""
     best, spent = float("inf"), 0.0
     with torch.inference_mode():
         work()

@@ -1,9 +1,9 @@
-"""CUDA graphs of steps in which every sequence gets one token: a few hundred launches become one.
+"""CUDA graphs of pure decode steps: one launch instead of a few hundred.
 
-Decoding takes some fifteen kernels per layer, and launching them from Python takes longer than running them unless the
-layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, when a step of
-that size comes for the second time; rows beyond the step's own write to a spare block that no sequence has. One pool of
-memory serves all graphs, and a step's inputs arrive as one copy in buffers that stay where they are.
+Decoding takes about fifteen kernels per layer, and launching them from Python takes longer than running them unless the
+layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, at the second step
+of that size. Surplus rows write to a spare block without a sequence. One memory pool serves all graphs, and a step's
+inputs arrive as one copy in buffers with fixed addresses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from edgepipe_torch.transfer import CudaTransfer
 
 logger = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # more rows keep the device busy for longer than launching takes
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with more rows, computing takes longer than launching
 _WIDTHS = (4, 16, 64, 256, 1024)  # pages per sequence
 
 Finish = Callable[[Tensor], Tensor]
-"""The slice's last hidden state [B, H] -> what leaves it: logits [B, V], or activations as they travel."""
+"""Converts the slice's last hidden state [B, H] to its output: logits [B, V], or activations in the link's type."""
 
 
 def can_replay(layout: StepLayout, *, head: bool) -> bool:
@@ -44,12 +44,12 @@ def can_replay(layout: StepLayout, *, head: bool) -> bool:
 
 
 class DecodeGraphs:
-    """The graphs of one slice."""
+    """Graphs of one slice."""
 
     def __init__(
         self, decoder: Decoder, pool: KVStorage, transfer: CudaTransfer, *, finish: Finish, travels: torch.dtype
     ) -> None:
-        """``decoder`` has a workspace of its own; ``travels`` is the type of arriving activations."""
+        """``decoder`` needs its own workspace; ``travels``: type of arriving activations."""
         self._decoder = decoder
         self._pool = pool
         self._transfer = transfer
@@ -61,7 +61,7 @@ class DecodeGraphs:
     def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
         """What leaves the slice for the step's rows; the next step of its size overwrites it.
 
-        inputs  [T] int32 token ids, or [T, H] activations as they travel
+        inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """
         layout = prepared.layout
         rows = next(size for size in _ROWS if size >= len(layout.rows))
@@ -83,7 +83,7 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """One size of step."""
+    """Graph for one size of step."""
 
     def __init__(self, fields: _Fields, compute: Callable[[_Fields], Tensor]) -> None:
         self.fields = fields
@@ -93,7 +93,7 @@ class _Graph:
         self._recorded: Any = None
 
     def run(self, memory: Any) -> Any:
-        """Compute ``result``; takes and gives the pool of memory that graphs share."""
+        """Compute ``result``. Takes and returns the graphs' shared memory pool."""
         self._runs += 1
         if self._runs == 2:  # the first run has loaded every kernel
             memory = self._record(memory)
@@ -108,7 +108,7 @@ class _Graph:
         try:
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 result = self._compute(self.fields)
-        except RuntimeError as exc:  # such as too little memory: steps of this size go on without
+        except RuntimeError as exc:  # such as lack of memory: run steps of this size without a graph
             logger.warning("steps of %d rows run without a CUDA graph: %s", self.fields.rows, exc)
             return memory
         self.result, self._recorded = result, graph
@@ -116,7 +116,7 @@ class _Graph:
 
 
 class _Fields:
-    """A step's inputs on the device, at addresses that stay: B rows, P pages each."""
+    """A step's inputs on the device, at fixed addresses: B rows, P pages each."""
 
     def __init__(self, decoder: Decoder, pool: KVStorage, rows: int, pages: int, travels: torch.dtype) -> None:
         config, device = decoder.config, pool.pool.device

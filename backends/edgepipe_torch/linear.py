@@ -1,10 +1,10 @@
-"""Matrix products in the layouts that proved fast (docs/experiments.md has the figures).
+"""Matrix products in the fastest measured layouts (docs/experiments.md has the figures).
 
-A decoding step reads every weight for a handful of rows, so what counts is bytes, and that nothing is packed again.
+A decode step reads every weight for a few rows, so its cost is the number of bytes and any repacking.
 
-``HalfLinear``   float32 on a CPU, weights that bf16 or fp16 holds: kept in fp16, half the bytes to read and to hold.
-``TiledLinear``  float32 on a CPU, other weights: ``[tiles, in, W]``. A plain ``x @ W.T`` packs the weight each time
-                 from 4 rows on; one batched product over tiles of about 48 outputs does not.
+``HalfLinear``   float32 on a CPU, weights exact in bf16 or fp16: stored in fp16, half the bytes.
+``TiledLinear``  float32 on a CPU, other weights: ``[tiles, in, W]``. From 4 rows on, a plain ``x @ W.T`` repacks the
+                 weight each time; one batched product over tiles of about 48 outputs does not.
 ``PlainLinear``  bf16 or CUDA: ``[out, in]``.
 
 T rows, I in features, O out features, W tile width.
@@ -26,23 +26,23 @@ _MIN_WIDTH, _MAX_WIDTH = 16, 128
 
 
 class Linear(Protocol):
-    """A weight whose parts (such as q, k and v) were merged along the out features."""
+    """A weight with parts (such as q, k and v) merged along the out features."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weight and bias take."""
+        """Memory of weight and bias."""
         ...
 
     def fill(self, part: int, weight: Tensor) -> None:
-        """Take one part's weight [O, I] from host memory; the caller drops its copy then."""
+        """Copy one part's weight [O, I] from host memory; the caller may then free its own."""
         ...
 
     def fill_bias(self, part: int, bias: Tensor) -> None:
-        """Take one part's bias [O] from host memory."""
+        """Copy one part's bias [O] from host memory."""
         ...
 
     def rows(self, x: Tensor) -> Tensor:
-        """x [T, I] -> [T, O], valid until this kind of product runs again."""
+        """Multiply x [T, I]; the result [T, O] is valid until the next product of this kind."""
         ...
 
     def add_to(self, x: Tensor, total: Tensor) -> None:
@@ -50,26 +50,26 @@ class Linear(Protocol):
         ...
 
     def swiglu(self, x: Tensor) -> Tensor:
-        """x [T, I] -> silu(first part) * second part [T, O / 2], valid until this kind of product runs again."""
+        """Return silu(first part) * second part [T, O / 2] of x [T, I], valid until the next product of this kind."""
         ...
 
     def finish(self) -> None:
-        """All parts are filled: take the form that computes."""
+        """Convert to the computing form after all parts are filled."""
         ...
 
 
 class Table(Protocol):
-    """A weight that also gives its rows, so that a tied head can embed."""
+    """A weight that can return its rows, so that a tied head can embed."""
 
     def take(self, ids: Tensor) -> Tensor:
-        """ids [T] int64 -> [T, I]."""
+        """Return the rows of ids [T] int64 as [T, I]."""
         ...
 
 
 class Workspace:
-    """Buffers for products' results, by name and shape: made once for each number of rows that comes up often."""
+    """Reusable buffers for products' results, by name and shape."""
 
-    _MAX_SHAPES = 64  # ragged prefills have many sizes; the oldest shapes go
+    _MAX_SHAPES = 64  # prefills have many sizes; drops the oldest shapes
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -77,7 +77,7 @@ class Workspace:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """A buffer whose content is undefined."""
+        """Return a buffer with undefined content."""
         key = (name, shape)
         found = self._buffers.get(key)
         if found is None:
@@ -88,7 +88,7 @@ class Workspace:
 
 
 def tile_width(parts: Sequence[int]) -> int:
-    """The tile width for merged parts of so many out features; it divides each of them, unless there is but one."""
+    """Return the tile width for merged parts with these out features. It divides each of several parts."""
     common = math.gcd(*parts)
     widths = [width for width in range(_MIN_WIDTH, _MAX_WIDTH + 1) if common % width == 0]
     aligned = [width for width in widths if width % 16 == 0]
@@ -119,7 +119,7 @@ class TiledLinear:
         whole = weight.shape[0] // width
         tiles = weight[: whole * width].view(whole, width, -1).transpose(1, 2)
         self._weight[start : start + whole].copy_(tiles)
-        if rest := weight.shape[0] - whole * width:  # a single part that the width does not divide ends in zeros
+        if rest := weight.shape[0] - whole * width:  # pad a single part with zeros if the width does not divide it
             self._weight[-1].zero_()
             self._weight[-1][:, :rest].copy_(weight[whole * width :].t())
 
@@ -153,27 +153,27 @@ class TiledLinear:
         return out
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing; the weight is complete."""
 
     def take(self, ids: Tensor) -> Tensor:
         return self._weight[ids // self._width, :, ids % self._width]
 
     def _product(self, x: Tensor) -> Tensor:
-        """[tiles, T, W], bias included."""
+        """Return the product [tiles, T, W] with bias."""
         out = self._workspace.get(self._name, self._num_tiles, x.shape[0], self._width)
         torch.bmm(x.expand(self._num_tiles, -1, -1), self._weight, out=out)
         return out if self._bias is None else out.add_(self._bias)
 
     def _by_tile(self, rows: Tensor) -> Tensor:
-        """[T, O] seen as [tiles, T, W]."""
+        """View [T, O] as [tiles, T, W]."""
         return rows.view(rows.shape[0], -1, self._width).transpose(0, 1)
 
 
 class HalfLinear:
-    """float32 on an x86 CPU with the weight in fp16, widened on the fly by FBGEMM's kernel; sums are float32.
+    """float32 on an x86 CPU with an fp16 weight, which FBGEMM's kernel widens on the fly; sums are float32.
 
-    fp16 has more mantissa than bf16. Only values below 2**-14 may lose bits, by at most 2**-25 each, which is less than
-    what summing in float32 rounds off. A weight with a value too large for fp16 stays float32.
+    fp16 has more mantissa than bf16. Only values below 2**-14 may lose bits, at most 2**-25 each, less than the
+    rounding of float32 sums. A weight with a value too large for fp16 stays float32.
     """
 
     def __init__(self, name: str, in_features: int, parts: Sequence[int], workspace: Workspace) -> None:
@@ -181,9 +181,9 @@ class HalfLinear:
         self._workspace = workspace
         self._starts = [sum(parts[:index]) for index in range(len(parts))]
         self._shape = (sum(parts), in_features)
-        self._wide: Tensor | None = None  # float32 [O, I] while it is filled
+        self._wide: Tensor | None = None  # float32 [O, I] during filling
         self._bias: Tensor | None = None
-        self._packed: Any = None  # FBGEMM's own object
+        self._packed: Any = None  # FBGEMM's object
 
     @property
     def num_bytes(self) -> int:
@@ -225,7 +225,7 @@ class HalfLinear:
 
 @cache
 def half_works() -> bool:
-    """Whether this torch and CPU have the kernel."""
+    """Return whether this torch and CPU support the kernel."""
     try:
         packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(8, 8), None)
         return bool((torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), packed) == 8).all())
@@ -234,7 +234,7 @@ def half_works() -> bool:
 
 
 class PlainLinear:
-    """Any device and dtype: weight ``[O, I]``."""
+    """Product for any device and dtype, with weight ``[O, I]``."""
 
     def __init__(self, in_features: int, parts: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
         self._starts = [sum(parts[:index]) for index in range(len(parts))]
@@ -268,7 +268,7 @@ class PlainLinear:
         return F.silu(gate).mul_(up)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing; the weight is complete."""
 
     def take(self, ids: Tensor) -> Tensor:
         return self._weight[ids]

@@ -1,6 +1,6 @@
-"""Weights from a source into a slice, one tensor at a time: each raw tensor is dropped before the next is read.
+"""Load weights from a source into a slice, one tensor at a time; each raw tensor is freed before the next is read.
 
-Merged and tiled storage is allocated first and filled in place, so nothing is ever held twice.
+Merged and tiled storage is allocated first and filled in place, so no weight is held twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class SliceBuilder:
-    """Empty storage for a slice, and where each named tensor goes in it."""
+    """Empty storage for a slice, with the destination of each named tensor."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SliceBuilder:
         device: torch.device,
         workspace: Workspace,
     ) -> None:
-        """``infos`` are the tensors that will come. Raises ArchitectureUnsupported."""
+        """``infos``: the tensors to load. Raises ArchitectureUnsupported."""
         if config.head_dim % 2:
             raise ArchitectureUnsupported("an odd head dimension cannot be rotated", fact=f"it is {config.head_dim}")
         self._config = config
@@ -45,7 +45,7 @@ class SliceBuilder:
         self._workspace = workspace
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
-        self._unfinished: list[tuple[set[str], Linear]] = []  # names that are still to come
+        self._unfinished: list[tuple[set[str], Linear]] = []  # missing names, product
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
         self.weights = SliceWeights(
@@ -57,9 +57,9 @@ class SliceBuilder:
         )
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copy a host tensor to where it belongs. Raises ModelInvalid for a name or shape that has no place here."""
+        """Copy a host tensor to its destination. Raises ModelInvalid for an unknown name or a wrong shape."""
         if name not in self._sinks:
-            raise ModelInvalid(f"tensor '{name}' has no place in the slice")
+            raise ModelInvalid(f"tensor '{name}' does not belong to the slice")
         try:
             for sink in self._sinks[name]:
                 sink(tensor)
@@ -70,7 +70,7 @@ class SliceBuilder:
         self._finish(name)
 
     def _finish(self, name: str) -> None:
-        """Let the products whose last tensor this was take their final form, before anything else is read."""
+        """Finish the products for which this was the last tensor, before the next tensor is read."""
         for missing, linear in self._unfinished:
             missing.discard(name)
             if not missing:
@@ -112,7 +112,7 @@ class SliceBuilder:
         if self._config.tied_embeddings and isinstance(head, TiledLinear | PlainLinear):
             return head
         dtype = self._dtype
-        if dtype == torch.float32:  # rows are widened when they are taken
+        if dtype == torch.float32:  # ``take`` widens rows
             info = self._infos.get(EMBEDDING)
             dtype = torch.bfloat16 if info and _is_bf16(info) else dtype
         table = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._device)
@@ -120,7 +120,7 @@ class SliceBuilder:
         return table
 
     def _linear(self, parts: Sequence[tuple[str, int, Change | None]], in_features: int) -> Linear:
-        """A product merged of parts (name without suffix, out features, what to do with the rows first)."""
+        """Make a product from parts: name without suffix, out features, change of the rows before storing."""
         named = [(f"{name}.weight", f"{name}.bias", size, change) for name, size, change in parts]
         return self._merged(parts[0][0].rsplit(".", 1)[1], named, in_features)
 
@@ -149,7 +149,7 @@ class SliceBuilder:
         self._sinks.setdefault(name, []).append(sink)
 
     def _as_pairs(self, tensor: Tensor) -> Tensor:
-        """Rows (head, half, pair) to (head, pair, half): what is rotated together stands together."""
+        """Reorder rows (head, half, pair) to (head, pair, half), so that rotary pairs are adjacent."""
         half = self._config.head_dim // 2
         return tensor.view(-1, 2, half, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
@@ -163,7 +163,7 @@ def load_slices(
     device: torch.device,
     workspace: Workspace,
 ) -> list[SliceWeights]:
-    """Read every slice's tensors. Raises ModelInvalid, ArchitectureUnsupported; torch's errors where memory ends."""
+    """Read every slice's tensors. Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors."""
     todo = [(part, info) for part in slices for info in source.tensors(part)]
     total_bytes = sum(info.num_bytes for _part, info in todo)
     done, done_bytes = 0, 0
@@ -182,7 +182,7 @@ def load_slices(
 
 
 def host_tensor(raw: RawTensor) -> Tensor:
-    """The tensor in its logical shape: bf16 where that is exact (half the bytes in passing), else float32."""
+    """Return the tensor in its logical shape: bf16 if exact (half the bytes), else float32."""
     if _is_bf16(raw.info):
         bits = as_bf16_bits(raw)
         return torch.from_numpy(bits.view("<i2") if bits.flags.writeable else bits.view("<i2").copy()).view(
@@ -193,12 +193,12 @@ def host_tensor(raw: RawTensor) -> Tensor:
 
 
 def _is_bf16(info: TensorInfo) -> bool:
-    """Whether bf16 holds the tensor's values exactly."""
+    """Return whether bf16 holds the tensor's values exactly."""
     return info.rounded or info.scheme == "BF16"
 
 
 def _is_half(info: TensorInfo) -> bool:
-    """Whether fp16 holds them as exactly as a float32 product can tell; see HalfLinear."""
+    """Return whether fp16 holds the values to the precision of a float32 product; see HalfLinear."""
     return _is_bf16(info) or info.scheme == "F16"
 
 

@@ -1,7 +1,7 @@
-"""Attention over pages on CUDA, all sequences in one call: torch's variable-length FlashAttention with a block table.
+"""Attention over pages on CUDA, all sequences in one call, by torch's variable-length FlashAttention with block tables.
 
-Only where torch has it (2.13), the card is Ampere or newer, and pages hold a multiple of 256 tokens, which
-FlashAttention-2 asks for. Elsewhere ``SequenceAttention`` computes the same, slower.
+It needs torch 2.13, an Ampere or newer card, and pages with a multiple of 256 tokens, which FlashAttention-2 requires.
+Elsewhere ``SequenceAttention`` computes the same, slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE_TOKENS = 256
 
 @cache
 def varlen_attention() -> Callable[..., Any] | None:
-    """torch's function if this torch has one that takes a block table."""
+    """Return torch's function if it accepts a block table, else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -34,7 +34,7 @@ def varlen_attention() -> Callable[..., Any] | None:
 
 
 def can_page(device: torch.device, dtype: torch.dtype, *, block_size: int) -> bool:
-    """Whether paged attention works here."""
+    """Return whether paged attention works on the device."""
     if device.type != "cuda" or dtype != torch.bfloat16 or block_size % PAGE_TOKENS:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8 and varlen_attention() is not None
@@ -42,19 +42,19 @@ def can_page(device: torch.device, dtype: torch.dtype, *, block_size: int) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedSequences:
-    """Where the rows and keys of N sequences are, int32 on the device."""
+    """Rows and keys of N sequences, int32 on the device."""
 
     row_starts: Tensor  # [N + 1]
-    key_starts: Tensor  # [N + 1] as if the keys were packed; asked for though pages are read
-    lengths: Tensor  # [N] keys
+    key_starts: Tensor  # [N + 1] as if the keys were packed; required although pages are read
+    lengths: Tensor  # [N] number of keys
     tables: Tensor  # [N, pages]
 
 
 class PagedAttention:
-    """One step's sequences, attended over their pages in one kernel per layer."""
+    """Attention of one step's sequences over their pages, in one kernel per layer."""
 
     def __init__(self, pool: KVStorage, sequences: PagedSequences, *, max_q: int, max_k: int) -> None:
-        """``max_q`` and ``max_k`` are bounds of any sequence's rows and keys."""
+        """``max_q`` and ``max_k``: upper bounds of any sequence's rows and keys."""
         self._pool = pool
         self._arguments: dict[str, Any] = {
             "cu_seq_q": sequences.row_starts,
@@ -82,14 +82,14 @@ class PagedAttention:
         return cls(pool, sequences, max_q=max(counts), max_k=max(lengths))
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-        """See StepAttention."""
+        """Attend for all rows. See StepAttention."""
         attend = varlen_attention()
-        assert attend is not None, "can_page was asked"
+        assert attend is not None, "can_page was checked"
         keys, values = self._pool.pages(layer)
         seen, splits = (-1 if window is None else window - 1, 0), 1
         if window is None and self._arguments["max_q"] == 1 and queries.shape[1] > keys.shape[2]:
-            # A lone query sees all keys. Told so, the kernel lets the heads of a group share the reading of them, and
-            # may split it. Split in any other way, torch 2.13 gave NaN for sequences shorter than max_k.
+            # A single query sees all keys. With this window, the kernel lets the heads of a group share their reads,
+            # and may split them. With any other split, torch 2.13 gave NaN for sequences shorter than max_k.
             seen, splits = (-1, -1), None
         found = attend(queries, keys, values, window_size=seen, num_splits=splits, enable_gqa=True, **self._arguments)
         out.copy_(found)

@@ -1,4 +1,4 @@
-"""Rotary embedding: one unit complex number per (position, pair), computed on the host for a step's positions."""
+"""Rotary embedding: a complex number per (position, pair), computed on the host for a step's positions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from edgepipe.model.rope import rotary_frequencies
 
 
 class Rotations:
-    """Gives the rotations of positions."""
+    """Computes rotations of positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Raises ArchitectureUnsupported for an unknown scaling."""
         self._frequencies, self._amplitude = rotary_frequencies(config)
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.complex64]:
-        """positions [T] -> [T, D / 2]; multiplying a pair (as a complex number) by its entry rotates it."""
+        """Return the rotations [T, D / 2] of positions [T]. Multiplying a pair, as a complex number, rotates it."""
         angles = positions[:, None] * self._frequencies
         out = np.empty(angles.shape, np.complex64)
         out.real = np.cos(angles) * self._amplitude

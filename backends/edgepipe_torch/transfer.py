@@ -1,7 +1,7 @@
-"""Arrays between the host and the device. On a CPU they are the same memory; CUDA copies through pinned buffers.
+"""Transfer of arrays between host and device. On a CPU both share memory; CUDA copies through pinned buffers.
 
-CUDA's buffers come in two sets that alternate by submission, so that filling the next step's inputs never waits for,
-nor overwrites, what the step before still reads (SiPipe 5.2).
+CUDA has two sets of buffers that alternate by submission. So filling the next step's inputs neither waits for nor
+overwrites the buffers that the previous step still reads (SiPipe 5.2).
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Moves one step's arrays."""
+    """Moves a step's arrays."""
 
     max_submitted: int
 
     def begin(self) -> None:
-        """A submission starts."""
+        """Start a submission."""
         ...
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device; the caller may reuse its array at once only if it was copied, so hand in its own."""
+        """Return the array on the device. It may share memory with ``array``, so the caller must not reuse that."""
         ...
 
     def download(self, tensor: Tensor) -> Download:
-        """Start bringing a result of the submission to the host; ends it."""
+        """Start the transfer of the submission's result to the host. Ends the submission."""
         ...
 
 
 class Download(Protocol):
-    """A result on its way."""
+    """A result in transfer."""
 
     def wait(self) -> npt.NDArray[Any]:
-        """The result in memory that nobody else uses."""
+        """Return the result in memory owned by the caller."""
         ...
 
 
 class _Here:
-    """A result that is in host memory already."""
+    """A result in host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -51,19 +51,19 @@ class _Here:
 
 
 class HostTransfer:
-    """The device is the host: nothing moves, and a submitted step is done."""
+    """Transfer without copies: the device is the host, and a submitted step is done."""
 
     max_submitted = 1
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array itself."""
+        """Return the array itself."""
         return torch.from_numpy(array)
 
     def download(self, tensor: Tensor) -> Download:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return _Here(tensor)
 
 
@@ -78,7 +78,7 @@ class _PinnedResult:
 
 
 class _PinnedSet:
-    """Pinned buffers of one submission, reused by the one after the next, in the order in which arrays come."""
+    """Pinned buffers of one submission, in the order of its arrays; the submission after the next reuses them."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -102,7 +102,7 @@ class _PinnedSet:
 
 
 class CudaTransfer:
-    """Two steps may be submitted: each has its own pinned inputs."""
+    """Transfer on CUDA for two submitted steps, each with its own pinned inputs."""
 
     max_submitted = 2
 
@@ -112,23 +112,23 @@ class CudaTransfer:
         self._submission = 0
 
     def begin(self) -> None:
-        """Take the other set, once the step that used it has read it."""
+        """Switch to the other set, once the step that used it has read it."""
         self._submission += 1
         self._set.reset()
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """A copy on the device, on its way; the array may be reused at once."""
+        """Start a copy to the device; the caller may reuse the array at once."""
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         moved = self._set.fill(array).to(self._device, non_blocking=True)
         return moved.view(dtype).view(array.shape)
 
     def upload_to(self, array: npt.NDArray[Any], target: Tensor) -> None:
-        """Overwrite the beginning of ``target`` behind what was queued before; the array may be reused at once."""
+        """Queue an overwrite of the start of ``target``; the caller may reuse the array at once."""
         filled = self._set.fill(array)
         target.view(-1).view(torch.uint8)[: filled.numel()].copy_(filled, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Download:
-        """Queue the copy to pinned memory behind the step's kernels."""
+        """Queue the copy to pinned memory after the step's kernels."""
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         self._set.done.record()
@@ -142,5 +142,5 @@ class CudaTransfer:
 
 
 def make_transfer(device: torch.device) -> Transfer:
-    """The way between the host and ``device``."""
+    """Return the transfer between the host and ``device``."""
     return CudaTransfer(device) if device.type == "cuda" else HostTransfer()

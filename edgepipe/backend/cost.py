@@ -1,6 +1,6 @@
-"""How long a step takes on a named device, and how much memory things need there.
+"""Cost model of a named device: time of a step, and memory of weights and KV.
 
-The emulated backend waits as long as this says, the simulator counts with it: one model for both.
+The emulated backend and the simulator use the same model.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _DRAWS_AT_ONCE = 256
 
 
 class StepWork(NamedTuple):
-    """What a step asks of a device."""
+    """Amount of work in a step."""
 
     tokens: int
     rows: int  # sequences
-    kv_tokens: int  # whose keys and values are read, of all rows
-    attention_pairs: float  # of a token and one that it attends to
+    kv_tokens: int  # tokens whose keys and values are read, summed over rows
+    attention_pairs: float  # pairs of a token and one that it attends to
     logit_rows: int
 
     @classmethod
     def of_rows(cls, positions: Sequence[int], num_tokens: Sequence[int], *, logit_rows: int) -> StepWork:
-        """From two columns with one entry per row: the first token's position, and how many tokens."""
+        """Compute the work from two columns with one entry per row: position of the first token, number of tokens."""
         rows, tokens = len(positions), sum(num_tokens)
         kv_tokens = sum(positions) + tokens
-        pairs = float(kv_tokens)  # of single tokens
+        pairs = float(kv_tokens)  # for rows of one token
         if tokens != rows:
             pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
         return cls(tokens=tokens, rows=rows, kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows)
 
     def later(self, turns: int) -> StepWork:
-        """The same decodes, each so many tokens later."""
+        """Return the work of the same decodes, ``turns`` tokens later."""
         more = turns * self.rows
         return self._replace(kv_tokens=self.kv_tokens + more, attention_pairs=self.attention_pairs + more)
 
 
 def work_of(step: Step) -> StepWork:
-    """What a backend is asked for with ``step``."""
+    """Return the work of ``step``."""
     positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
     num_scored = len(step.scores.rows) if step.scores is not None else 0
     return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows) + num_scored)
@@ -55,7 +55,7 @@ def work_of(step: Step) -> StepWork:
 class CostModel:
     """Roofline of one device for one model: the slower of reading and multiplying, plus KV reads and overheads.
 
-    Weights that a step reads are its layers', and the head's table where logits are wanted; embedding rows are few.
+    A step reads its layers' weights, and the head's table if it needs logits. Embedding rows are negligible.
     """
 
     def __init__(
@@ -66,27 +66,29 @@ class CostModel:
         as_model_bytes: int | None = None,
         as_kv_bytes_per_token: int | None = None,
     ) -> None:
-        """``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): of the model whose times are wanted, if it is
-        another than the config's in bf16."""
+        """``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): sizes of the model to time.
+
+        None: the config's model in bf16.
+        """
         self._config = config
         self._device = device
         table = config.vocab_size * config.hidden_size
         whole = config.num_layers * config.layer_parameters() + table * (1 if config.tied_embeddings else 2)
         wanted = as_model_bytes or whole * _BYTES_PER_WEIGHT
-        self._scale = wanted / (whole * _BYTES_PER_WEIGHT)  # how much larger the model is that is timed
+        self._scale = wanted / (whole * _BYTES_PER_WEIGHT)  # size of the timed model over the config's
         own_kv = config.kv_bytes_per_token(num_layers=config.num_layers, bytes_per_value=_BYTES_PER_KV_VALUE)
         self._layer_kv_bytes = (as_kv_bytes_per_token or own_kv) / config.num_layers  # per token
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
-        """Memory that the slices' weights take."""
+        """Return the memory of the slices' weights."""
         return int(sum(self._config.slice_parameters(part) for part in slices) * _BYTES_PER_WEIGHT * self._scale)
 
     def kv_bytes_per_token(self, slices: Sequence[Slice]) -> int:
-        """Memory that one token's KV takes in all layers of the slices."""
+        """Return the memory of one token's KV in all layers of the slices."""
         return int(self._layer_kv_bytes * sum(len(part.layers) for part in slices))
 
     def slice_cost(self, part: Slice) -> SliceCost:
-        """What steps of that slice take."""
+        """Return the cost of steps on a slice."""
         device, layers = self._device, len(part.layers)
         layer_weights = layers * self._config.layer_parameters() * self._scale
         head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if part.head else 0.0
@@ -106,12 +108,12 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceCost:
-    """One slice's step times. Matrices and attention each take the longer of reading and multiplying."""
+    """Step costs of one slice. Matrices and attention each take the longer of reading and multiplying."""
 
-    read_s: float  # the layers' weights
+    read_s: float  # reading the layers' weights
     token_s: float  # multiplying with them, per token
-    head_read_s: float  # likewise the head, 0 where it is elsewhere
-    head_row_s: float
+    head_read_s: float  # reading the head's weights; 0 without the head
+    head_row_s: float  # multiplying with them, per row of logits
     kv_token_s: float  # reading one token's KV
     pair_s: float  # multiplying, per pair of tokens
     step_overhead_s: float
@@ -119,7 +121,7 @@ class SliceCost:
     tile_steps: tuple[tuple[int, float], ...]
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds that the step takes on the device, without jitter."""
+        """Return the seconds of the step on the device, without jitter."""
         seconds = max(self.read_s * self._stretch(work.tokens), self.token_s * work.tokens)
         if work.logit_rows:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
@@ -127,7 +129,7 @@ class SliceCost:
         return seconds + self.step_overhead_s + work.rows * self.row_overhead_s
 
     def _stretch(self, tokens: int) -> float:
-        """How much longer than one tile's work reading takes."""
+        """Return the factor on reading weights for this number of tokens, by tiles."""
         factor = 1.0
         for first_tokens, more in self.tile_steps:
             if tokens >= first_tokens:
@@ -136,16 +138,16 @@ class SliceCost:
 
 
 class Jitter:
-    """Factors around 1 by which step times vary: gamma-distributed, so never below zero and skewed as real ones are."""
+    """Random factors around 1 for step times: gamma-distributed, so positive and skewed like real times."""
 
     def __init__(self, *, variation: float, entropy: Sequence[int]) -> None:
-        """``variation`` is the coefficient of variation; equal ``entropy`` gives equal factors, one after the other."""
+        """``variation``: coefficient of variation; equal ``entropy`` gives the same sequence of factors."""
         self._variation = variation
         self._generator = np.random.default_rng(tuple(entropy))
         self._drawn: list[float] = []
 
     def factor(self) -> float:
-        """The next one; 1 where nothing varies."""
+        """Return the next factor; 1 without variation."""
         if not self._variation:
             return 1.0
         if not self._drawn:

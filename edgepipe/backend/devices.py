@@ -1,4 +1,4 @@
-"""Named devices for the cost model. Data-sheet figures times an efficiency that dense kernels reach in practice."""
+"""Named devices for the cost model: data-sheet figures times the practical efficiency of dense kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DESKTOP_BYTES = 1_500_000_000  # of a GPU's memory: windows, a browser, workspa
 _BANDWIDTH_EFFICIENCY = 0.85  # share of the data sheet's memory rate that streaming reads reach
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach
 
-# (tokens from which it holds, factor): step time jumps at tile edges; as measured on an L20.
+# (first number of tokens, factor): step time jumps at tile edges, as measured on an L20.
 _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
 
 _ALIASES = {
@@ -25,12 +25,12 @@ _ALIASES = {
     "5090": "rtx5090",
     "a100": "a100-40g",
 }
-_MOST_DEVICES = 256  # of one list: a slip of the finger shall not build a thousand stages
+_MOST_DEVICES = 256  # in one list; prevents a typing error from creating a thousand stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """What decides how long a step takes."""
+    """Properties of a device that determine a step's time."""
 
     name: str  # for people
     memory_bytes: int
@@ -38,14 +38,14 @@ class DeviceModel:
     flops: float  # effective, bf16, FLOP/s
     step_overhead_s: float  # per step: launch, synchronisation
     layer_overhead_s: float  # per layer and step
-    sequence_overhead_s: float = 0.0  # per sequence and step (attention that runs per sequence)
+    sequence_overhead_s: float = 0.0  # per sequence and step, for attention that runs per sequence
     tile_steps: tuple[tuple[int, float], ...] = ()
     jitter: float = 0.0  # coefficient of variation of step times; their mean stays
-    shared_memory: bool = False  # it is the machine's own, of which macOS gives the GPU three quarters
+    shared_memory: bool = False  # it is the machine's memory, of which macOS gives the GPU three quarters
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that is ours to take on a machine that does nothing else but show its desktop."""
+        """Memory available on a machine that only shows its desktop."""
         if self.shared_memory:
             return self.memory_bytes * 3 // 4
         return self.memory_bytes - min(_DESKTOP_BYTES, self.memory_bytes // 10)
@@ -78,7 +78,7 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
 
 
 def device_models() -> dict[str, DeviceModel]:
-    """The named devices. Peaks: memory rate in GB/s, dense bf16 (fp16 on Apple's) rate in TFLOP/s."""
+    """Return the named devices. Peaks: memory rate in GB/s, dense bf16 (Apple: fp16) rate in TFLOP/s."""
     return {
         "rtx3090": _gpu("NVIDIA GeForce RTX 3090", memory_gb=24, peak_gb_per_s=936, peak_tflops=71),
         "rtx4090": _gpu("NVIDIA GeForce RTX 4090", memory_gb=24, peak_gb_per_s=1008, peak_tflops=165),
@@ -91,7 +91,7 @@ def device_models() -> dict[str, DeviceModel]:
 
 
 def _macs() -> dict[str, DeviceModel]:
-    """Apple's chips with the memory that they are often bought with: GB, GB/s, TFLOP/s of the largest GPU."""
+    """Return Apple's chips with a common memory size: GB, GB/s, TFLOP/s of the largest GPU."""
     table = {
         "m1": (16, 68, 2.6),
         "m1pro": (32, 200, 5.2),
@@ -119,7 +119,7 @@ def _macs() -> dict[str, DeviceModel]:
 
 
 def device_key(text: str) -> str:
-    """The table's word for a device as people write it (``RTX 4090``, ``auto``). Raises ConfigInvalid."""
+    """Return the table's key for a device name (``RTX 4090``, ``auto``). Raises ConfigInvalid."""
     models = device_models()
     key = re.sub(r"[\s_]", "", text.lower())
     key = _ALIASES.get(key, key)
@@ -129,12 +129,12 @@ def device_key(text: str) -> str:
 
 
 def named_device(text: str) -> DeviceModel:
-    """The device of that name. Raises ConfigInvalid."""
+    """Return the device of that name. Raises ConfigInvalid."""
     return device_models()[device_key(text)]
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """``"4x rtx4090"``, ``"2x m4max, 1x rtx4090"``, ``"m4, m4"`` -> one key per device. Raises ConfigInvalid."""
+    """Parse ``"4x rtx4090"``, ``"2x m4max, 1x rtx4090"``, ``"m4, m4"`` to one key per device. Raises ConfigInvalid."""
     keys: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(?:(\d{1,4})\s*x\s*)?(\S.*)", part.strip(), flags=re.IGNORECASE)
@@ -150,10 +150,10 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def adjusted(device: DeviceModel, settings: Mapping[str, str]) -> DeviceModel:
-    """The device with what ``settings`` override; other settings are left alone. Raises ConfigInvalid.
+    """Return the device with ``settings`` applied; unknown settings are ignored. Raises ConfigInvalid.
 
-    ``memory`` is written ``24GB``, ``bandwidth`` as bytes per second (``800GB``), ``step_overhead`` and its kin
-    ``50us``, ``tile_steps`` as ``17:1.2,129:1.28``, ``jitter`` as ``0.05``.
+    Formats: ``memory`` as ``24GB``, ``bandwidth`` in bytes per second (``800GB``), ``step_overhead`` and the other
+    overheads as ``50us``, ``tile_steps`` as ``17:1.2,129:1.28``, ``jitter`` as ``0.05``.
     """
     found: dict[str, Any] = {
         field: parse(settings[key]) for key, (field, parse) in _adjustments().items() if key in settings
@@ -165,12 +165,12 @@ def adjusted(device: DeviceModel, settings: Mapping[str, str]) -> DeviceModel:
 
 
 def adjustable() -> tuple[str, ...]:
-    """The settings that ``adjusted`` knows."""
+    """Return the names of the settings of ``adjusted``."""
     return tuple(_adjustments())
 
 
 def number_setting(text: str) -> float:
-    """A finite number of zero or more. Raises ConfigInvalid."""
+    """Parse a finite number of zero or more. Raises ConfigInvalid."""
     try:
         value = float(text)
     except ValueError:
@@ -181,7 +181,7 @@ def number_setting(text: str) -> float:
 
 
 def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
-    """By setting: the field that it overrides, and how it is read."""
+    """Return, by setting, the field that it overrides and its parser."""
     return {
         "memory": ("memory_bytes", parse_bytes),
         "bandwidth": ("bandwidth_bytes_per_s", parse_bytes),
@@ -196,14 +196,14 @@ def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
 
 def _tile_steps(text: str) -> tuple[tuple[int, float], ...]:
     if not re.fullmatch(r"(\d+:\d+(\.\d+)?)?(,\d+:\d+(\.\d+)?)*", text):
-        raise ConfigInvalid(f"'{text}' are no tile steps", next_step="write them like 17:1.2,129:1.28")
+        raise ConfigInvalid(f"'{text}' are not tile steps", next_step="write them like 17:1.2,129:1.28")
     pairs = (part.split(":") for part in text.split(",") if part)
     return tuple((int(tokens), float(factor)) for tokens, factor in pairs)
 
 
 def _no_devices(text: str, fact: str) -> ConfigInvalid:
     return ConfigInvalid(
-        f"'{text}' is no list of devices",
+        f"'{text}' is not a list of devices",
         fact=fact,
         next_step='write it like "4x rtx4090" or "2x m4max, 1x rtx4090"',
     )

@@ -1,4 +1,4 @@
-"""Find backends by entry point (group ``edgepipe.backends``). Importing one happens in a stage process only."""
+"""Find backends by entry point (group ``edgepipe.backends``). Only stage processes import them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GROUP = "edgepipe.backends"
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names of the backends that this installation declares; their libraries may still be missing."""
+    """Return the names of the declared backends; their libraries may be missing."""
     return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
 
 
 def create_backend(name: str, options: BackendOptions) -> Backend:
-    """Import the backend ``name`` and make it. Raises BackendUnavailable."""
+    """Import and create the backend ``name``. Raises BackendUnavailable."""
     found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
     if not found:
         raise BackendUnavailable(

@@ -1,6 +1,6 @@
-"""What a stage and a backend tell each other.
+"""Types between a stage and a backend.
 
-Shape letters: T packed tokens of a step, H hidden, V vocabulary, R rows whose logits are wanted.
+Shape letters: T packed tokens of a step, H hidden, V vocabulary, R rows that need logits.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy.typing as npt
 
 from edgepipe.ids import SequenceId, StepId
 
-DEFAULT_BLOCK_SIZE = 16  # tokens per KV block, where no device serves another size better
+DEFAULT_BLOCK_SIZE = 16  # tokens per KV block, unless a device prefers another size
 
 Activations = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
-"""``[T, H]``: bf16 bits as uint16, or float32 where the pipeline's links do not round."""
+"""``[T, H]``: bf16 bits as uint16, or float32 if the pipeline's links do not round."""
 
 TokenIds = npt.NDArray[np.int32]
-"""``[T]``: what the first slice takes instead of activations."""
+"""``[T]``: input of the first slice, instead of activations."""
 
 
 class ActivationType(Enum):
-    """How hidden states travel between stages; agreed when the pipeline is made."""
+    """Format of hidden states between stages, fixed per pipeline."""
 
     BF16 = "bf16"
     FLOAT32 = "float32"
@@ -40,34 +40,34 @@ class ActivationType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What one device is and can do, as measured (or, for the emulated backend, as told)."""
+    """Properties and measured rates of one device (for the emulated backend: configured rates)."""
 
     backend: str  # "torch" | "mlx" | "emulated"
-    device: str  # the backend's word: "cpu", "cuda:0", "gpu", "rtx4090"
+    device: str  # the backend's name: "cpu", "cuda:0", "gpu", "rtx4090"
     name: str  # for people: "NVIDIA GeForce RTX 4090"
     compute_dtype: str  # "float32" | "bfloat16"
     memory_total_bytes: int
-    memory_free_bytes: int  # free for us now
+    memory_free_bytes: int  # available now
     bandwidth_bytes_per_s: float  # effective memory read rate
     flops: float  # dense matrix rate in compute_dtype, FLOP/s
-    block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE,)  # KV block sizes that it serves well, tokens, ascending
+    block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE,)  # efficient KV block sizes, tokens, ascending
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """How a stage process wants its backend."""
+    """Options of a stage process for its backend."""
 
     device: str = "auto"
     dtype: str = "auto"  # "float32" | "bfloat16" | "auto": float32 on CPUs, bf16 elsewhere
     activation_type: ActivationType = ActivationType.BF16
     threads: int | None = None  # CPU threads for computing; None: all physical cores
-    settings: dict[str, str] = field(default_factory=dict[str, str])  # a backend's own, e.g. {"time_factor": "0"}
+    settings: dict[str, str] = field(default_factory=dict[str, str])  # backend-specific, e.g. {"time_factor": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """``count`` physical KV blocks with consecutive ids from ``start``."""
+    """A run of ``count`` physical KV blocks with consecutive ids from ``start``."""
 
     start: int
     count: int
@@ -75,7 +75,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy KV block ``source`` over block ``target`` in every layer, before the step's rows are computed."""
+    """A copy of KV block ``source`` to block ``target`` in every layer, before the step's rows are computed."""
 
     source: int
     target: int
@@ -83,10 +83,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """The tokens of one sequence in a step: a whole prompt, a chunk of one, or one decode token.
+    """The tokens of one sequence in a step: a whole prompt, a chunk of a prompt, or one decode token.
 
-    Tokens ``[position, position + num_tokens)`` are computed and their KV written; each attends to ``[0, itself]``.
-    A position below what was computed before truncates: later slots are garbage from now on.
+    The step computes tokens ``[position, position + num_tokens)`` and writes their KV; each attends to ``[0, itself]``.
+    A position below the computed tokens truncates the sequence: the content of later slots is then undefined.
     """
 
     sequence: SequenceId
@@ -97,16 +97,16 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRows:
-    """Known tokens whose log-probabilities are wanted: too many for their logits to leave the device."""
+    """Known tokens to score, too many to move their logits off the device."""
 
     rows: npt.NDArray[np.int32]  # [S] packed token indices
     targets: npt.NDArray[np.int32]  # [S] the token that follows each
-    num_top: int  # N most likely tokens wanted beside it
+    num_top: int  # N most likely tokens to return besides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What ``ScoreRows`` asked for. Raw logits: subtract the total to get log-probabilities."""
+    """Results for ``ScoreRows``. Raw logits: subtract the total to get log-probabilities."""
 
     log_totals: npt.NDArray[np.float32]  # [S] log of the sum of exp(logit)
     logits: npt.NDArray[np.float32]  # [S] of the targets
@@ -116,29 +116,30 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """How a step's logits are changed on the device before it picks candidates. E sparse entries, W words of masks."""
+    """Changes to a step's logits on the device before it picks candidates. E sparse entries, W words of masks."""
 
-    rows: npt.NDArray[np.int32]  # [E] which of the R rows
-    ids: npt.NDArray[np.int32]  # [E] which token; a row and token come once
-    repetition: npt.NDArray[np.float32]  # [E] positive logits are divided by it, negative ones multiplied; 1: neither
-    add: npt.NDArray[np.float32]  # [E] added then
-    masks: npt.NDArray[np.int32] | None  # [R, W] a bit per token that may come; None: all rows may have any
+    rows: npt.NDArray[np.int32]  # [E] index of the row among R
+    ids: npt.NDArray[np.int32]  # [E] token; each pair of row and token at most once
+    repetition: npt.NDArray[np.float32]  # [E] divides positive logits, multiplies negative ones; 1: no change
+    add: npt.NDArray[np.float32]  # [E] added afterwards
+    masks: npt.NDArray[np.int32] | None  # [R, W] a bit per allowed token; None: all rows allow all tokens
     temperatures: npt.NDArray[np.float32]  # [R] above 0
-    num_top: int  # N most likely tokens wanted of the logits before all changes
+    num_top: int  # N most likely tokens to return, of the unchanged logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickedCandidates:
-    """What a device with ``picks_candidates`` returns of its logits. K candidates per row."""
+    """Result of a device with ``picks_candidates``. K candidates per row."""
 
-    ids: npt.NDArray[np.int32]  # [R, K] of the highest changed logits, descending
+    ids: npt.NDArray[np.int32]  # [R, K] tokens of the highest changed logits, descending
     logits: npt.NDArray[np.float32]  # [R, K] changed
     raw_logits: npt.NDArray[np.float32]  # [R, K] of the same tokens, unchanged
     totals: npt.NDArray[np.float32]  # [R] sum of exp((changed - highest changed) / temperature) over V
     raw_log_totals: npt.NDArray[np.float32]  # [R] of the unchanged logits at temperature 1
-    top_ids: npt.NDArray[np.int32]  # [R, N] of the highest unchanged logits, descending
+    top_ids: npt.NDArray[np.int32]  # [R, N] tokens of the highest unchanged logits, descending
     top_logits: npt.NDArray[np.float32]  # [R, N]
-    fetch: Callable[[int], npt.NDArray[np.float32]]  # a row's changed logits [V], for draws beyond K; any thread, once
+    # Fetches a row's changed logits [V] for a draw beyond K; on any thread, once.
+    fetch: Callable[[int], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +149,9 @@ class Step:
     step: StepId
     slice_index: int
     rows: tuple[StepRow, ...]
-    logit_rows: npt.NDArray[np.int32]  # [R] packed token indices whose logits are wanted; used by the head's slice only
+    logit_rows: npt.NDArray[np.int32]  # [R] packed indices of tokens that need logits; only for the head's slice
     copies: tuple[BlockCopy, ...] = ()  # only in the stage's first slice of the step
-    scores: ScoreRows | None = None  # used by the head's slice only
+    scores: ScoreRows | None = None  # only for the head's slice
 
     @property
     def num_tokens(self) -> int:
@@ -159,17 +160,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step gave: activations, or from the slice with the head logits or candidates."""
+    """Output of a step: activations, or from the head's slice logits or candidates."""
 
     activations: Activations | None = None  # [T, H], contiguous; hidden plus residual
-    logits: npt.NDArray[np.float32] | None = None  # [R, V], the receiver's own: it writes there
+    logits: npt.NDArray[np.float32] | None = None  # [R, V], owned by the receiver, which overwrites it
     candidates: PickedCandidates | None = None  # of R rows, if the backend picks them
-    scores: TokenScores | None = None  # beside either, if asked
+    scores: TokenScores | None = None  # in addition, if requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """Told while weights are loaded, once per tensor."""
+    """Progress of loading weights, reported once per tensor."""
 
     tensors_done: int
     tensors_total: int

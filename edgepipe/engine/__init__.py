@@ -1,4 +1,4 @@
-"""Drives the scheduler against the stages: the in-flight window, retirement, and the requests of all gateways."""
+"""Drives the scheduler against the stages: steps in flight, their retirement, and the requests of all gateways."""
 
 from edgepipe.engine.engine import Engine
 from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, Reachable

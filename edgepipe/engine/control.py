@@ -1,4 +1,4 @@
-"""The Control stream to one stage: plans one way, reports the other."""
+"""The Control stream to one stage: plans out, reports back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc
 
 
 class StageControl:
-    """Sends plans in order and hands on reports, for the life of one epoch."""
+    """Sends plans in order and forwards reports during one epoch."""
 
     def __init__(
         self,
@@ -33,29 +33,29 @@ class StageControl:
         security: Security,
         network: Network | None = None,
     ) -> None:
-        """``network`` emulates one between the engine and the stage."""
+        """``network``: emulated network between engine and stage; None: send directly."""
         self.site = site
         self._network = network
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
-        self.crashed_step: StepId | None = None  # told with a fault: computing it failed
-        self.device_failed = False  # told with it: the device failed a test step, too
-        self.met = False  # a connection stood once
-        self.swallowed = False  # what was sent to make a connection was never answered: a firewall, not a dead process
-        self.next_unreached = False  # told with a fault: the way to the next stage failed
-        self.kv_since: Epoch | None = None  # told when it opened: the stage has what was computed since that epoch
+        self.crashed_step: StepId | None = None  # from a fault report: the step that failed
+        self.device_failed = False  # from a fault report: the device failed a test step, too
+        self.met = False  # a connection was established once
+        self.swallowed = False  # no answer to connection attempts: a firewall, not a dead process
+        self.next_unreached = False  # from a fault report: the link to the next stage failed
+        self.kv_since: Epoch | None = None  # from its opening: the stage holds all KV since that epoch
         self._call: Any = None
-        self._reports: Any = None  # the call's replies, in order
-        self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # after it opened
+        self._reports: Any = None  # the call's reports, in order
+        self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # first report after opening
         self._plans: asyncio.Queue[Sequence[stage_pb2.ControlMessage]] = asyncio.Queue(max_queued)
 
     @property
     def reached(self) -> bool:
-        """Whether the connection stands."""
+        """Whether the connection is established."""
         return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Make the connection; one that cannot be made is for ``open`` to tell of."""
+        """Connect. A failure is reported by ``open``."""
         ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -64,7 +64,7 @@ class StageControl:
         self.met = self.reached
 
     async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
-        """Tell the stage what stays the same and wait until it is ready. Raises what the stage raised, or StageLost."""
+        """Send the pipeline's constants and wait until the stage is ready. Raises the stage's error, or StageLost."""
         self._call = stage_pb2_grpc.StageStub(self._channel).Control()
         self._reports = aiter(self._call)
         try:
@@ -88,8 +88,10 @@ class StageControl:
         self._first = asyncio.ensure_future(anext(self._reports, None))
 
     async def stand_until(self, all_open: Coroutine[Any, Any, Any]) -> None:
-        """Until the other stages are open, too. Raises what the stage raised, or StageLost: else the stage before it
-        would try in vain to reach it, for as long as opening may take."""
+        """Wait until all stages are open. Raises the stage's error, or StageLost.
+
+        Without this, the previous stage would try to reach a failed stage until the opening deadline.
+        """
         assert self._first is not None, "it is open"
         waiting = asyncio.ensure_future(all_open)
         try:
@@ -101,7 +103,7 @@ class StageControl:
             waiting.cancel()
 
     def send(self, plan: Sequence[stage_pb2.ControlMessage]) -> None:
-        """Queue a plan, the last of these messages. Raises StepFailed if the stage has stopped taking them."""
+        """Queue a plan, which ends with its step. Raises StepFailed if the stage has stopped reading plans."""
         try:
             self._plans.put_nowait(plan)
         except asyncio.QueueFull:
@@ -109,7 +111,7 @@ class StageControl:
             raise self._named(StepFailed(f"{self.site.label} takes no more plans", fact=fact)) from None
 
     async def run(self) -> None:
-        """Carry plans and reports until cancelled. Raises the stage's fault, or StageLost if the stream breaks."""
+        """Transfer plans and reports until cancelled. Raises the stage's fault, or StageLost if the stream breaks."""
         line = self._network.line(self._call.write) if self._network is not None else None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(line), name=f"plans:{self.site.index}")
@@ -118,9 +120,9 @@ class StageControl:
             await self._read()
 
     async def close(self) -> None:
-        """End the stream; the stage gives up the epoch."""
+        """End the stream; the stage then ends the epoch."""
         if self._first is not None and not self._first.cancel() and not self._first.cancelled():
-            self._first.exception()  # somebody else told why the epoch ends
+            self._first.exception()  # mark it retrieved: another task has reported the reason
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
@@ -132,7 +134,7 @@ class StageControl:
                 for message in await self._plans.get():
                     await write(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            return  # the reader tells why
+            return  # the reader reports the reason
 
     async def _read(self) -> None:
         assert self._first is not None, "it is open"

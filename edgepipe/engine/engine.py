@@ -1,4 +1,4 @@
-"""The engine of one served model: from placements to tokens, over all epochs, until it is stopped or cannot go on."""
+"""The engine of one served model: runs its epochs, from placement to tokens, until stopped or failed."""
 
 from __future__ import annotations
 
@@ -85,19 +85,20 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Bug:
-    """A task ended with what is no error of ours."""
+    """A task ended with an unexpected exception."""
 
     error: BaseException
 
 
 class Engine:
-    """``start``, then ``run`` until it returns (stopped) or raises (it cannot go on). Then nodes have all back.
+    """One engine: call ``start``, then ``run``, which returns when stopped or raises when the engine cannot go on.
 
-    An engine that goes on with what another one served is not started, only run: it takes that one's requests at once.
+    When ``run`` ends, the nodes have their memory back. An engine that replaces another is only run, not started: it
+    accepts that engine's requests at once.
 
-    When a stage is lost, requests wait while the next epoch is prepared, and go on where they were: what a request was
-    given is never computed differently, since its tokens are the prompt of what follows. ``Recovery`` decides which
-    epoch comes next; this class carries its commands out and tells it what came of them.
+    When a stage is lost, requests wait for the next epoch and continue at their last token. Tokens already sent never
+    change, because they are part of the continued prompt. ``Recovery`` decides on the next epoch; this class executes
+    its commands and reports the results to it.
     """
 
     def __init__(
@@ -121,16 +122,16 @@ class Engine:
         network: Network | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """Raises PlanInvalid if the spec places nothing, ConfigInvalid if it names a policy that does not exist.
+        """Raises PlanInvalid if the spec has no stage or one without layers, ConfigInvalid for an unknown policy.
 
-        nodes          HOST:PORT of every node that the spec names
-        hello          this process, as it introduces itself to nodes, stages and gateways
-        security       whom it reaches, and who may call it
-        on_state       called at every change that people see, and a few times a second while numbers move
-        address        HOST:PORT where gateways reach the server that ``add_to`` was given
-        epoch_counter  1 + the highest that anybody has seen of this pipeline
-        network        emulates one to the stages of other nodes
-        planner        asked where stages go when some are lost; None: where they were
+        nodes          HOST:PORT of every node in the spec
+        hello          this process's introduction to nodes, stages and gateways
+        security       credentials for calls, and permissions of callers
+        on_state       called at every visible change, and a few times a second while numbers change
+        address        HOST:PORT of the server passed to ``add_to``, for gateways
+        epoch_counter  1 + the highest known counter of this pipeline
+        network        emulated network to the stages of other nodes
+        planner        finds a placement after a loss; None: the same placement
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
@@ -156,18 +157,19 @@ class Engine:
             limits=self._limits,
             timeouts=self._timeouts,
         )
-        self._events: deque[Event | _Bug] = deque()  # at most one of each kind that others send, and one per task
+        self._events: deque[Event | _Bug] = deque()  # at most one of each kind from outside, and one per task
         self._arrived = asyncio.Event()
-        self._work: asyncio.Task[None] | None = None  # of the attempt: asks, prepares or opens
+        self._work: asyncio.Task[None] | None = None  # the attempt's task: asks, prepares or opens
         self._driving: asyncio.Task[None] | None = None
-        self._candidate: EngineEpoch | None = None  # open, and not in use yet
+        self._candidate: EngineEpoch | None = None  # open, not yet in use
         self._run: EngineEpoch | None = None
-        self._kept: KeptKV | None = None  # by the last epoch that served
-        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})  # counter of its epoch
+        self._kept: KeptKV | None = None  # KV of the last epoch that served
+        # Epoch counter, and its steps in flight at the end.
+        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._intake: RequestIntake | None = None
-        self._has_served = False  # in an epoch before
-        self._stalled_since_s: float | None = None  # requests wait since an epoch failed
+        self._has_served = False  # in a previous epoch
+        self._stalled_since_s: float | None = None  # time since requests wait for a new epoch
         self._stopping = asyncio.Event()
         self._running = False
         self._over = asyncio.Event()
@@ -189,7 +191,7 @@ class Engine:
         self._status = EngineStatus(base, on_state)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve gateways there."""
+        """Register the Engine service on a server."""
         service = EngineService(
             hello=self._context.hello,
             security=self._context.security,
@@ -203,13 +205,13 @@ class Engine:
         return self._run.pump.trace(after_step=after_step) if self._run is not None else None
 
     def state(self) -> EngineState:
-        """What it is and does at this moment."""
+        """Return the current state."""
         return self._status.state(self._run)
 
     async def start(self) -> None:
-        """Get memory and loaded stages from the nodes and open the pipeline. May take minutes; cancel it to give up.
+        """Reserve memory, load the stages and open the pipeline. May take minutes; cancel it to give up.
 
-        Raises what the nodes and stages raise; then nodes have got everything back and the state is ``failed``.
+        Raises the nodes' and stages' errors. By then all memory is released and the state is ``failed``.
         """
         try:
             await self._advance(self._core.begin(self._now_s()), going=lambda: self._core.state is State.STARTING)
@@ -222,7 +224,7 @@ class Engine:
             raise
 
     async def run(self) -> None:
-        """Serve until ``stop`` (returns) or until it cannot go on (raises why, when all requests have been told)."""
+        """Serve until ``stop``. Raises the reason if the engine cannot go on, after all requests have ended."""
         self._running = True
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -232,7 +234,7 @@ class Engine:
                 reporter = tasks.create_task(self._report(), name="state")
                 try:
                     await self._serve()
-                except asyncio.CancelledError:  # the process ends, the model is still wanted: another engine goes on
+                except asyncio.CancelledError:  # the process ends, but the model stays served: another engine continues
                     await self._intake.close(flush_s=self._timeouts.flush_s)
                     raise
                 await self._wind_up(self._intake)
@@ -246,7 +248,7 @@ class Engine:
             raise self._failure
 
     async def stop(self) -> None:
-        """End all requests, give memory back to the nodes, and let ``run`` return. May be called twice."""
+        """End all requests, release the nodes' memory and let ``run`` return. May be called twice."""
         self._stopping.set()
         self._post(Stopped())
         if self._running:
@@ -255,19 +257,19 @@ class Engine:
             await self._give_back()
 
     def note_reachable(self, reachable: Reachable) -> None:
-        """The cluster changed. A node of the pipeline that is gone ends the epoch, or its preparation."""
+        """Report a cluster change. If a node of the pipeline is gone, the epoch or its preparation ends."""
         self._post(ClusterChanged(reachable=reachable))
 
     def move_to(self, plan: EpochPlacement) -> None:
-        """Propose that the stages go there."""
+        """Propose to move the stages to another placement."""
         self._post(MoveProposed(plan=plan))
 
     # Events in, commands out
 
     async def _serve(self) -> None:
-        """Serve epoch after epoch, until stopped or until there cannot be another."""
+        """Serve epoch after epoch, until stopped or until no further epoch is possible."""
         if self._core.state is State.STOPPED:
-            return  # while it started
+            return  # stopped while starting
         if self._run is None:
             commands = self._core.resume(self._now_s())
             self._show()
@@ -277,7 +279,7 @@ class Engine:
         await self._advance(commands, going=lambda: self._core.state is not State.STOPPED)
 
     async def _advance(self, commands: Sequence[Command], *, going: Callable[[], bool]) -> None:
-        """Carry out commands, and those that follow from what happens, while ``going``. Raises bugs only."""
+        """Execute commands and those that events lead to, while ``going``. Raises bugs only."""
         self._show()
         await self._carry_out_all(commands)
         while going():
@@ -303,9 +305,9 @@ class Engine:
         return self._events.popleft()
 
     def _post(self, event: Event | _Bug) -> None:
-        """Queue an event; of the cluster's and the daemon's words only the newest counts."""
+        """Queue an event. A newer event from outside replaces a queued one of its kind."""
         if isinstance(event, ClusterChanged | MoveProposed | Stopped):
-            for older in [one for one in self._events if type(one) is type(event)]:
+            for older in [queued for queued in self._events if type(queued) is type(event)]:
                 self._events.remove(older)
         self._events.append(event)
         self._arrived.set()
@@ -344,20 +346,20 @@ class Engine:
         self._work = asyncio.create_task(self._guarded(work), name="attempt")
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work; a bug in it ends the engine."""
+        """Run the attempt's work; a bug in it ends the engine."""
         try:
             await work
         except Exception as exc:
             self._post(_Bug(exc))
 
     async def _abandon(self) -> None:
-        """Give up what the attempt does; the epoch that it may have opened is closed."""
+        """Cancel the attempt's work and close the epoch that it may have opened."""
         await _end(self._work)
         candidate, self._candidate = self._candidate, None
         if candidate is not None:
             await candidate.close()
 
-    # What an attempt does
+    # Work of an attempt
 
     async def _ask(self, command: AskPlan) -> None:
         try:
@@ -397,10 +399,10 @@ class Engine:
             self._post(Opened(attempt=command.attempt))
 
     def _resume(self, placement: Placement) -> None:
-        """Let requests go on in the epoch that has opened."""
+        """Resume requests in the epoch that has opened."""
         run, self._candidate = self._candidate, None
-        assert run is not None, "it has opened"
-        assert run.epoch == placement.epoch, "no other can have opened"
+        assert run is not None, "the epoch has opened"
+        assert run.epoch == placement.epoch, "no other epoch can have opened"
         self._run = run
         self._status.opened(run)
         counts = self._status.base
@@ -438,7 +440,7 @@ class Engine:
         )
 
     def _crashes(self, sites: Sequence[StageSite]) -> list[Crash]:
-        """Steps of the last epoch in which processes of these stages ended."""
+        """Return the steps of the last epoch that ended a process of these stages."""
         counter, steps = self._lost_steps
         crashes: list[Crash] = []
         for site in sites:
@@ -473,9 +475,9 @@ class Engine:
         )
 
     async def _leave_epoch(self, event: EpochEnded) -> None:
-        """Close the epoch that has ended; what its stages hold in KV is kept."""
+        """Close an ended epoch. Its stages keep their KV."""
         run = self._run
-        assert run is not None, "it has ended just now"
+        assert run is not None, "the epoch has just ended"
         stats = run.pump.stats()
         if self._stalled_since_s is None and (stats.running or stats.waiting):
             self._stalled_since_s = self._now_s()
@@ -488,7 +490,7 @@ class Engine:
         )
         await self._close_run()
 
-    # What people are told
+    # Reports
 
     def _note(self, news: StepNews) -> None:
         self._table.note_step(news)
@@ -503,10 +505,10 @@ class Engine:
             self._log_going_on(stall_ms)
 
     def _log_going_on(self, stall_ms: int) -> None:
-        assert self._run is not None, "it has just computed a step"
+        assert self._run is not None, "the epoch has just computed a step"
         stats = self._run.pump.stats()
         logger.info(
-            "pipeline=%s epoch=%s goes on after %.1f s: %d tokens kept, %d replayed so far",
+            "pipeline=%s epoch=%s resumed after %.1f s: %d tokens kept, %d replayed so far",
             self._context.pipeline_id,
             self._run.epoch,
             stall_ms / 1e3,
@@ -519,16 +521,16 @@ class Engine:
             self._log("pipeline=%s epoch=%s failed: %s", self._context.pipeline_id, self._core.epoch, event.error)
 
     def _log(self, text: str, *values: object, asked: bool = False) -> None:
-        """Log what went wrong, as information if it was ``asked`` for. It was, if every node is about to leave."""
-        told = self._core.reachable
-        asked = asked or (told is not None and told.leaving.issuperset(told.addresses))
+        """Log a failure: INFO if it was ``asked`` for or every node is leaving, else WARNING."""
+        reachable = self._core.reachable
+        asked = asked or (reachable is not None and reachable.leaving.issuperset(reachable.addresses))
         logger.log(logging.INFO if asked else logging.WARNING, text, *values)
 
     def _show(self) -> None:
-        """Tell what the recovery core decided."""
+        """Report the recovery core's state."""
         core = self._core
         if core.state is State.STOPPED:
-            return  # ``start`` and ``run`` tell of the end
+            return  # ``start`` and ``run`` report the end
         serves = core.running is not None
         self._tell(
             state=_WORDS[core.state],
@@ -544,7 +546,7 @@ class Engine:
             self._tell()
 
     def _note_progress(self, message: str, progress: float) -> None:
-        if round(progress, 2) != round(self._status.base.progress, 2):  # told per tensor: people see hundredths
+        if round(progress, 2) != round(self._status.base.progress, 2):  # reported per tensor, shown in hundredths
             self._tell(message=message, progress=progress)
 
     def _tell(self, **changes: Any) -> None:
@@ -553,16 +555,16 @@ class Engine:
     def _now_s(self) -> float:
         return self._context.clock.monotonic_s()
 
-    # Giving back
+    # Release
 
     def _release_left_nodes(self, left: frozenset[NodeId]) -> None:
-        """Let nodes that the placement has left give back what they hold, while steps go on."""
+        """Release the nodes that the placement has left, while steps continue."""
         releasing = asyncio.create_task(self._guarded(self._release(self._preparation, left)), name="release")
         self._releasing.add(releasing)
         releasing.add_done_callback(self._releasing.discard)
 
     async def _release(self, preparation: Preparation, left: frozenset[NodeId]) -> None:
-        """``preparation`` names the newest epoch that is released: stages that are prepared meanwhile stay."""
+        """Release up to the epoch of ``preparation``. Stages prepared for a later epoch stay."""
         if silent := await preparation.release(sorted(left)):
             self._post(NotReleased(node_ids=silent))
 
@@ -582,7 +584,7 @@ class Engine:
         )
 
     async def _wind_up(self, intake: RequestIntake) -> None:
-        """End every request, and tell every gateway."""
+        """End every request and notify every gateway."""
         error, model = self._failure, self._status.base.model
         if error is None:
             self._tell(state="stopping", message="ending requests")
@@ -592,7 +594,7 @@ class Engine:
         reason = error or ClusterError(f"'{model}' was stopped", next_step="serve it again with: edgepipe serve MODEL")
         if self._run is not None:
             self._run.pump.fail(reason)
-        if not isinstance(error, StaleEpoch):  # the engine that took over has the requests, or gets them
+        if not isinstance(error, StaleEpoch):  # the engine that took over has the requests, or will get them
             self._table.fail_all(reason)
         await intake.close(flush_s=self._timeouts.flush_s)
 
@@ -606,7 +608,7 @@ class Engine:
             await run.close()
 
     async def _give_back(self) -> None:
-        """Close the stages' streams and release their memory, once."""
+        """Close the stages' streams and release their memory. Later calls do nothing."""
         if self._given_back:
             return
         self._given_back = True
@@ -619,7 +621,7 @@ class Engine:
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task, unless it has ended or is this one, and wait for its end."""
+    """Cancel a task that has not ended and wait for its end."""
     if task is not None and not task.done():
         task.cancel()
         await asyncio.wait((task,))

@@ -1,4 +1,4 @@
-"""One epoch of a pipeline: its stages opened, its steps driven, until something ends it."""
+"""One epoch of a pipeline: opens its stages and drives its steps until it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edgepipe.wire.v1 import common_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What stays the same over all epochs of an engine."""
+    """Constants over all epochs of an engine."""
 
     config: ModelConfig
     pipeline_id: PipelineId
@@ -43,15 +43,15 @@ class EngineContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenStep:
-    """A step that a stage could not compute."""
+    """A step that a stage failed to compute."""
 
     site: StageSite
     sequences: tuple[SequenceId, ...]
-    device_failed: bool  # a test step of the stage's own failed, too
+    device_failed: bool  # the stage's own test step failed, too
 
 
 class EngineEpoch:
-    """``open``, then ``drive`` until it returns why it ended; ``close`` in any case."""
+    """Epoch of a pipeline: call ``open``, then ``drive``, which returns why it ended; always call ``close``."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class EngineEpoch:
         sites: list[StageSite],
         kept: KeptKV | None = None,
     ) -> None:
-        """``kept``: by the epoch before. Raises NoFeasiblePlacement if a stage has no room for KV."""
+        """``kept``: KV of the previous epoch. Raises NoFeasiblePlacement if a stage has no room for KV."""
         self.sites = sites
         self._kept = kept
         self.epoch = epoch
@@ -99,14 +99,14 @@ class EngineEpoch:
     async def open(
         self, *, registration: Registrar, on_news: Callable[[StepNews], None], on_over: Callable[[], None]
     ) -> None:
-        """Open every stage: each is ready when it has reached the next. Raises what the stages raise, StageLost.
+        """Open every stage; a stage is ready when it has reached the next. Raises the stages' errors, or StageLost.
 
         See ``Pump.connect`` for the arguments.
         """
         timeout_s = self._context.timeouts.open_s
         try:
-            # All are connected before any is opened: a stage that is told of its predecessor in time takes its
-            # connection at once, else that is refused and tried again.
+            # Connect all stages before opening any: a stage accepts its predecessor only once it knows the
+            # predecessor's certificate. An earlier connection is refused and has to be retried.
             async with asyncio.TaskGroup() as tasks:
                 for control in self._controls:
                     tasks.create_task(control.connect(timeout_s=timeout_s), name=f"connect:{control.site.index}")
@@ -126,7 +126,7 @@ class EngineEpoch:
         await control.stand_until(all_open.wait())
 
     async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
-        """Until ``stopping`` is set (None) or until the epoch ends (why)."""
+        """Drive steps until ``stopping`` is set (returns None) or the epoch ends (returns the reason)."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -144,7 +144,7 @@ class EngineEpoch:
         return None
 
     def broken_step(self) -> BrokenStep | None:
-        """The step that could not be computed, if that ended the epoch."""
+        """Return the step that a stage failed to compute, if that ended the epoch."""
         for control in self._controls:
             if control.crashed_step is not None:
                 return BrokenStep(
@@ -155,7 +155,7 @@ class EngineEpoch:
         return None
 
     def missed(self) -> Missed:
-        """Connections that could not be made, or, from stage to stage, did not last."""
+        """Return connections that could not be made, or that broke between stages."""
         reached = {control.site.index for control in self._controls if control.reached}
         links = [
             (control.site, following)
@@ -165,7 +165,7 @@ class EngineEpoch:
         own = self._context.hello.node_id
         return Missed(
             links=tuple(
-                (one, other) for one, other in links if one.node_id != other.node_id and other.index in reached
+                (sender, other) for sender, other in links if sender.node_id != other.node_id and other.index in reached
             ),
             sites=tuple(
                 each.site for each in self._controls if not each.met and (each.site.node_id != own or each.swallowed)
@@ -173,12 +173,12 @@ class EngineEpoch:
         )
 
     async def close(self) -> None:
-        """End the stages' streams: they give up the epoch and keep their weights and KV."""
+        """End the stages' streams. The stages end the epoch and keep their weights and KV."""
         for control in self._controls:
             await control.close()
 
     def hand_over(self) -> KeptKV:
-        """What the next epoch may find in the stages' KV."""
+        """Return the state of the stages' KV for the next epoch."""
         return KeptKV(pool=self.pump.hand_over(), contiguous=self.limits.contiguous_kv, since=self._kv_since())
 
     def _take_over(self) -> None:
@@ -191,7 +191,7 @@ class EngineEpoch:
 
     @property
     def _step_deadline_s(self) -> float:
-        """How long a stage waits for the one before it: long enough for the ring's longest turn."""
+        """Seconds that a stage waits for its predecessor: more than the ring's longest turn."""
         timeouts = self._context.timeouts
         turn_s = self.pump.micro_batches.longest_turn_s(
             context_length=self.limits.context_length, chunk_tokens=self._context.limits.max_prefill_tokens
@@ -203,7 +203,7 @@ class EngineEpoch:
         return sum(len(site.slices) for site in self.sites)
 
     def _scheduler_limits(self) -> SchedulerLimits:
-        """One number of blocks for all stages: what the smallest can hold. Raises NoFeasiblePlacement."""
+        """Use one number of blocks for all stages: the smallest stage's. Raises NoFeasiblePlacement."""
         limits, spec = self._context.limits, self._spec
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
@@ -247,7 +247,7 @@ class EngineEpoch:
         )
 
     def _beside(self, site: StageSite, way: int) -> StageSite | None:
-        """The stage whose slices follow (1) or come before (-1); None at the ends."""
+        """Return the stage whose slices follow (``way`` 1) or come before (-1); None at the ends."""
         holder = {part.index: each for each in self.sites for part in each.slices}
         others = (holder.get(part.index + way, site) for part in site.slices)
         return next((other for other in others if other is not site), None)

@@ -1,4 +1,4 @@
-"""Exception groups of task groups, as the one error that people want to read."""
+"""Reduce the exception group of a task group to one error for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgepipe.errors import EdgepipeError
 
 
 def first_error(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first leaf if all leaves are ours; else the group itself, since a bug must not be hidden by an error."""
+    """Return the first leaf if all leaves are EdgepipeErrors, else the whole group, so that no error hides a bug."""
     leaves = list(_leaves(group))
     return leaves[0] if all(isinstance(leaf, EdgepipeError) for leaf in leaves) else group
 

@@ -1,4 +1,4 @@
-"""What an epoch left in its stages' KV, and what of it the next epoch can use."""
+"""KV that an epoch left in its stages, and the part that the next epoch can use."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from edgepipe.ids import Epoch
 from edgepipe.model.facts import Slice
 from edgepipe.scheduler import KVPool, SchedulerLimits
 
-_WORTH = 1.25  # times the kept number of blocks: more room than that is worth computing everything again
+_WORTH = 1.25  # times the kept number of blocks: more room than that justifies recomputing everything
 
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
-"""By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not told."""
+"""By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptKV:
-    """The blocks that an epoch knew by their tokens, and the stages that held them."""
+    """The prefix cache of an ended epoch, and the stages that held it."""
 
     pool: KVPool
     contiguous: bool
     since: KVSince
 
     def is_worth(self, num_blocks: int) -> bool:
-        """Whether to stay at the number of blocks that is kept where stages have room for ``num_blocks`` now.
+        """Return whether to keep the number of blocks although stages have room for ``num_blocks`` now.
 
-        Another number empties the KV of all stages. A little more room is not worth that; much more is, since a pool
-        that once shrank would refuse long prompts for ever.
+        Another number empties the KV of all stages. A little more room does not justify that. Much more does: a pool
+        that once shrank would otherwise refuse long prompts for ever.
         """
         return bool(self.pool.cached_blocks) and num_blocks <= _WORTH * self.pool.num_blocks
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
-        """The stages of the next epoch that do not have what the last one wrote: other processes, other layers."""
+        """Return the next epoch's stages without the last epoch's KV: other processes or other layers."""
         return [slices for slices, epoch in since.items() if epoch is None or self.since.get(slices) != epoch]
 
     def usable(self, limits: SchedulerLimits, since: KVSince) -> KVPool | None:
-        """What the next epoch's scheduler can begin with; blocks that some stages have lost are stale from now on.
+        """Return the pool for the next epoch's scheduler. Blocks that some stages have lost become stale.
 
-        None if nothing is left: the last slice lacks everything, or blocks are numbered or used in another way.
+        Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs.
         """
         if self.pool.num_blocks != limits.num_blocks or self.contiguous != limits.contiguous_kv:
             return None

@@ -1,4 +1,4 @@
-"""What the engine measures while it runs: rates over the last seconds, and smoothed timings of stages and links."""
+"""The engine's measurements: rates over the last seconds, and smoothed timings of stages and links."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.wire.engines import StageState
 from edgepipe.wire.plans import StepTiming
 
-_WINDOW_S = 5.0  # "the last seconds"
+_WINDOW_S = 5.0  # length of a window
 _WINDOW_ENTRIES = 8192  # bounds memory at 1600 steps a second
 _SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
 
 
 class WindowSum:
-    """The sum of what was added in the last seconds."""
+    """Rate of amounts added in the last seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._entries: deque[tuple[float, float]] = deque(maxlen=_WINDOW_ENTRIES)
 
     def add(self, amount: float) -> None:
-        """Count ``amount`` as of now."""
+        """Add ``amount`` at the current time."""
         self._entries.append((self._clock.monotonic_s(), amount))
 
     def per_second(self) -> float:
-        """Mean rate over the window, or since the first entry if that is younger (but at least over one second)."""
+        """Return the mean rate over the window, or since the first entry if that is later (at least one second)."""
         now_s = self._clock.monotonic_s()
         while self._entries and self._entries[0][0] < now_s - _WINDOW_S:
             self._entries.popleft()
@@ -38,12 +38,12 @@ class WindowSum:
 
 
 def smooth(old: float, new: float) -> float:
-    """The next value of an exponentially weighted mean; 0 stands for "nothing yet"."""
+    """Return the next value of an exponentially weighted mean. An ``old`` of 0 means no value yet."""
     return new if old == 0.0 else old + _SMOOTHING * (new - old)
 
 
 class StageMeter:
-    """One stage and its outgoing link, since the epoch began."""
+    """Measurements of one stage and its outgoing link since the epoch began."""
 
     def __init__(self, clock: Clock) -> None:
         self._computing_s = WindowSum(clock)
@@ -55,11 +55,13 @@ class StageMeter:
         self._hop_bytes = 0
         self._hop_latency_counts = [0] * (len(HOP_LATENCY_S) + 1)
         self._hop_latency_s = 0.0
-        self.last_step = 0  # the newest that it has told of
+        self.last_step = 0  # newest step that the stage reported
 
     def note_timing(self, timing: StepTiming, *, working_s: float) -> None:
-        """Count one step on one of its slices. Before ``working_s`` no step was in flight: the device had nothing to
-        do, which is no bubble."""
+        """Count one step on one of the stage's slices.
+
+        ``working_s``: seconds since the ring last became busy. Idle time before that is not a bubble.
+        """
         self.last_step = max(self.last_step, timing.step)
         computed_s = timing.compute_us * 1e-6
         self._computing_s.add(computed_s)
@@ -70,14 +72,14 @@ class StageMeter:
             self._upload_ms = smooth(self._upload_ms, timing.upload_us * 1e-3)
 
     def note_hop(self, *, num_bytes: int, one_way_s: float) -> None:
-        """Count one step's way over its outgoing link."""
+        """Count one step's trip over the outgoing link."""
         self._one_way_ms = smooth(self._one_way_ms, one_way_s * 1e3)
         self._hop_bytes += num_bytes
         self._hop_latency_counts[bisect_left(HOP_LATENCY_S, one_way_s)] += 1
         self._hop_latency_s += one_way_s
 
     def told(self, stage: StageState) -> StageState:
-        """The stage with all that was measured of it."""
+        """Return the stage's state with its measurements filled in."""
         return replace(
             stage,
             busy=min(1.0, self._computing_s.per_second()),

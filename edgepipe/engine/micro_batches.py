@@ -1,4 +1,4 @@
-"""How many micro-batches are under way: what stages and links report becomes curves, the curves become M."""
+"""Number of micro-batches in flight: builds curves from the reports of stages and links, and M from the curves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
 from edgepipe.scheduler.tiles import TileEdges
 from edgepipe.wire.plans import LinkSample, StepTiming
 
-_MAX_STEPS = 1024  # whose sizes are known until all stages have told of them
+_MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
 _ASSUMED_BYTES_PER_S = 10e6  # of a link that has carried nothing yet
 
 
 class MicroBatches:
-    """Measures the ring, sizes M by it and predicts turns. Driven by steps and reports; has no timer."""
+    """Measures the ring, chooses M and predicts turns. Driven by steps and reports, without a timer."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class MicroBatches:
         costs: Mapping[int, SliceCost] | None = None,
     ) -> None:
         """
-        slices     indices of each stage's slices, in the order of a token's way
-        row_bytes  of one token's activations on a link
-        fixed      M if somebody asked for one, else 0
-        costs      by slice index: what steps take there by the device's data sheet, where it is known
+        slices     indices of each stage's slices; stages in the order that a token passes them
+        row_bytes  bytes of one token's activations on a link
+        fixed      M if the user fixed it, else 0
+        costs      by slice index: step cost by the device's data sheet, where known
         """
         self._num_stages = len(slices)
         self._fixed = fixed
@@ -54,46 +54,47 @@ class MicroBatches:
         self._times = {index: SliceTimes(known.get(index)) for of_stage in slices for index in of_stage}
         self._interleaved = any(len(of_stage) > 1 for of_stage in slices)
         holders = [stage for _, stage in sorted((index, stage) for stage, held in enumerate(slices) for index in held)]
-        self._hops = [stage for stage, following in pairwise(holders) if stage != following]  # whose links a step takes
-        self._works: dict[StepId, StepWork] = {}  # of the newest steps, in the order of sending
-        self._links = [LinkCurve() for _ in slices]  # of the last one nothing is heard
+        # Stages whose outgoing links a step uses.
+        self._hops = [stage for stage, following in pairwise(holders) if stage != following]
+        self._works: dict[StepId, StepWork] = {}  # newest steps, in the order of sending
+        self._links = [LinkCurve() for _ in slices]  # outgoing; the last stage's gets no reports
         self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
-        self._before = [0] * self._num_stages  # tokens of the step before
-        self.link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
-        self.tile_edges: tuple[int, ...] = ()  # tokens of a step above which some slice takes clearly longer
-        self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next look
+        self._before = [0] * self._num_stages  # tokens of each stage's previous step
+        self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
+        self.tile_edges: tuple[int, ...] = ()  # token counts above which some slice takes clearly longer
+        self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next decision on M
 
     @property
     def sizing(self) -> Sizing:
-        """The M in use, and why."""
+        """The M in use and its reason."""
         return self._sizer.sizing
 
     @property
     def most(self) -> int:
-        """The largest M there will be."""
+        """Upper bound of M."""
         return self._fixed or most_micro_batches(self._num_stages)
 
     @property
     def latency_s(self) -> float:
-        """Of the whole ring: one-way delays, sampling, the token's return."""
+        """Latency of the whole ring: one-way delays, sampling, the token's return."""
         return self._turns.latency_s
 
     @property
     def prefill_cap(self) -> PrefillCap:
-        """Cap on the tokens of a step with prompt tokens; it follows what is measured."""
+        """Cap on the tokens of a step with prompt tokens, from the newest measurements."""
         return PrefillCap([times.expected_s for times in self._times.values()])
 
     def turn_s(self, steps: Sequence[StepId]) -> float:
-        """Bound the time of a whole turn of the first of the ``steps`` in flight: all devices, all links, latency.
+        """Return an upper bound on the turn of the first of the ``steps`` in flight: all devices, links and latency.
 
-        A device with several slices may compute the other steps in between. 0 while nothing is known.
+        A device with several slices may compute the other steps in between. 0 before any measurement.
         """
         return sum(self._way_s(step) for step in (steps if self._interleaved else steps[:1])) + self.latency_s
 
     def longest_turn_s(self, *, context_length: int, chunk_tokens: int) -> float:
-        """Bound the devices' time for the last chunk of the longest prompt. 0 while nothing is known.
+        """Return an upper bound on the devices' time for the last chunk of the longest prompt; 0 if unknown.
 
         The chunk is as large as ``prefill_cap`` allows, and at most ``chunk_tokens``.
         """
@@ -102,7 +103,7 @@ class MicroBatches:
         return sum(times.bound_s(work) for times in self._times.values())
 
     def decode_s(self, stage: int, rows: float) -> tuple[float, float]:
-        """Seconds of a decode step of so many rows on a stage, and of its upload; 0 for what is not known."""
+        """Return the seconds of a decode step of ``rows`` on a stage, and of its upload; 0 where unknown."""
         if not rows:
             return 0.0, 0.0
         at = np.array([rows])
@@ -111,13 +112,15 @@ class MicroBatches:
         return step_s, self._links[stage].seconds(round(rows * self._row_bytes))
 
     def limit(self, *, prompts_wait: bool) -> int:
-        """Steps that may be in flight. Chunks of a prompt follow one another through the stages, also where few
-        sequences need few micro-batches: while prompts wait, at least one per stage."""
+        """Return the number of steps that may be in flight: M, but at least one per stage while prompts wait.
+
+        So the chunks of a prompt follow one another through the stages even if few sequences need few micro-batches.
+        """
         micro_batches = self.sizing.micro_batches
         return max(micro_batches, self._num_stages) if prompts_wait and not self._fixed else micro_batches
 
     def sent(self, step: ScheduledStep, now_s: float) -> None:
-        """A step's plans left."""
+        """Record that a step's plans were sent."""
         self._works[step.step] = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
         if len(self._works) > _MAX_STEPS:
             del self._works[next(iter(self._works))]
@@ -125,18 +128,18 @@ class MicroBatches:
             self._turns.sent(step.step, num_rows=step.num_rows, num_tokens=len(step.token_ids), now_s=now_s)
 
     def retired(self, step: StepId, now_s: float, *, sequences: int) -> None:
-        """A step's token came back, while so many sequences run; from time to time, M is looked at."""
+        """Record that a step retired while ``sequences`` run. Every few turns, decide on M."""
         self._turns.retired(step, now_s)
         if self._sizer.due(sequences=sequences):
             self._known_uploads_s.clear()
             ring = self._ring()
             sizing = self._sizer.decide(ring, sequences=sequences)
-            found = {edge for tiles in self._tiles for one in tiles.values() for edge in one.edges()}
+            found = {edge for tiles in self._tiles for of_slice in tiles.values() for edge in of_slice.edges()}
             self.tile_edges = tuple(sorted(found))
             self.link_cap_tokens = link_cap_tokens(ring, rows=max(1.0, sequences / sizing.micro_batches))
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
-        """A stage computed a step on one slice."""
+        """Record that a stage computed a step on one slice."""
         if (work := self._works.get(timing.step)) is not None:
             self._times[timing.slice_index].note(work, timing.compute_us * 1e-6)
         self._curves[stage][timing.slice_index].note(
@@ -149,9 +152,9 @@ class MicroBatches:
             self._links[stage].note_upload(num_bytes=before * self._row_bytes, seconds=timing.upload_us * 1e-6)
 
     def note_link(self, stage: int, sample: LinkSample) -> float:
-        """A step reached the stage behind ``stage``; gives the link's one-way latency in seconds.
+        """Record that a step reached the stage after ``stage``. Return the link's one-way latency in seconds.
 
-        Half of what is left of the round trip without the upload: no clock is compared with another one's.
+        That is half of the round trip without the upload, so no two clocks are compared.
         """
         link = self._links[stage]
         link.note_arrival(
@@ -163,7 +166,7 @@ class MicroBatches:
         return max(0.0, sample.round_trip_us * 1e-6 - self._upload_s(stage, sample.num_bytes)) / 2
 
     def _way_s(self, step: StepId) -> float:
-        """Bound the step's time on all devices and links."""
+        """Return an upper bound on the step's time on all devices and links."""
         work = self._works.get(step)
         if work is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""What an engine asks its daemon when stages are lost, and what it is told of the cluster."""
+"""Interface between an engine and its daemon: placements after a loss, and reachable nodes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from edgepipe.wire.engines import ServeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Where the nodes of a pipeline are."""
+    """Addresses and names of a pipeline's nodes."""
 
     addresses: Mapping[NodeId, str]  # HOST:PORT
     names: Mapping[NodeId, str]
 
     def updated(self, newer: Nodes) -> Nodes:
-        """With what is newer; nodes that a plan leaves are still to be told."""
+        """Merge newer entries in. Keeps nodes that a plan has left, since they must still be released."""
         return Nodes(addresses={**self.addresses, **newer.addresses}, names={**self.names, **newer.names})
 
     def name(self, node_id: NodeId) -> str:
-        """For people."""
+        """Return the node's name for people, or its id."""
         return self.names.get(node_id) or node_id
 
     def address(self, node_id: NodeId) -> str:
-        """HOST:PORT of a node. Raises PlanInvalid if its address is not known."""
+        """Return HOST:PORT of a node. Raises PlanInvalid if its address is not known."""
         try:
             return self.addresses[node_id]
         except KeyError:
@@ -36,14 +36,14 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlacement:
-    """Where the stages of the next epoch are."""
+    """Placement of an epoch's stages, and its nodes."""
 
     spec: ServeSpec
     nodes: Nodes
 
 
 class Planner(Protocol):
-    """Places stages anew when some are lost."""
+    """Finds a new placement when stages are lost."""
 
     async def plan(
         self,
@@ -52,17 +52,17 @@ class Planner(Protocol):
         quarantined: Mapping[NodeId, float],
         quarantined_links: Mapping[tuple[NodeId, NodeId], float],
     ) -> EpochPlacement:
-        """Place ``spec`` without nodes that are gone, and where that is possible without ``quarantined`` ones.
+        """Place ``spec`` without missing nodes and, where possible, without ``quarantined`` ones.
 
-        It avoids placing the second node of a quarantined link right behind the first. Both map to the seconds that
-        their quarantine still lasts.
-        Stages whose node is there stay where they are if they can. Raises NoFeasiblePlacement, naming what is missing.
+        It avoids placing the second node of a quarantined link right after the first. Both mappings give the remaining
+        seconds of the quarantine.
+        Stages on reachable nodes stay if possible. Raises NoFeasiblePlacement, which names the shortage.
         """
         ...
 
 
 class SamePlan:
-    """Plans nothing: every stage is where it was."""
+    """Planner that keeps every stage on its node."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -74,13 +74,13 @@ class SamePlan:
         quarantined: Mapping[NodeId, float],
         quarantined_links: Mapping[tuple[NodeId, NodeId], float],
     ) -> EpochPlacement:
-        """See Planner."""
+        """Return the same placement."""
         return EpochPlacement(spec=spec, nodes=self._nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reachable:
-    """The nodes that the engine's daemon hears; told whenever they, or what their devices can take, change."""
+    """Nodes that the engine's daemon reaches. The daemon reports every change of them and of their free memory."""
 
     addresses: Mapping[NodeId, str]  # HOST:PORT
-    leaving: frozenset[NodeId] = frozenset()  # of them: those whose stages shall move away
+    leaving: frozenset[NodeId] = frozenset()  # nodes that are drained: their stages must move

@@ -1,4 +1,4 @@
-"""Asks nodes for memory and loaded stages, and gives both back."""
+"""Requests memory and loaded stages from nodes, and releases both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, float], None]
-"""What is going on, for people, and how far all stages together are (0..1)."""
+"""Arguments: the current activity for people, and the progress of all stages together (0..1)."""
 
 
 class Preparation:
@@ -48,7 +48,7 @@ class Preparation:
         timeouts: EngineTimeouts,
         on_progress: OnProgress,
     ) -> None:
-        """``fresh``: nodes whose stage is to run in a new process."""
+        """``fresh``: nodes that must run their stage in a new process."""
         self._config = config
         self._spec = spec
         self._nodes = nodes
@@ -60,11 +60,11 @@ class Preparation:
         self._limits = limits
         self._timeouts = timeouts
         self._on_progress = on_progress
-        self._bytes: dict[int, tuple[int, int]] = {}  # by stage: done and total
-        self.failed: NodeId | None = None  # the first that refused or was silent
+        self._bytes: dict[int, tuple[int, int]] = {}  # by stage: bytes done, bytes in total
+        self.failed: NodeId | None = None  # first node that refused or did not answer
 
     async def prepare(self) -> list[StageSite]:
-        """All stages, side by side. Raises the first error, the others' loading being cancelled then."""
+        """Prepare all stages concurrently. On the first error, cancel the others and raise it."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 sites = [
@@ -76,7 +76,7 @@ class Preparation:
         return [site.result() for site in sites]
 
     async def release(self, node_ids: Iterable[NodeId]) -> frozenset[NodeId]:
-        """Give the stages on these nodes back. Return the nodes that did not answer."""
+        """Release the stages on these nodes. Return the nodes that did not answer."""
         async with asyncio.TaskGroup() as tasks:
             releasing = {
                 node_id: tasks.create_task(self._release_node(node_id), name=f"release:{node_id}")
@@ -125,7 +125,7 @@ class Preparation:
         )
 
     def _weight_bytes(self, placement: StagePlacement) -> int:
-        """0 where the device decides the dtype: its node knows it and counts by itself."""
+        """Return the bytes of a stage's weights; 0 if the device chooses the dtype, as its node then counts them."""
         if self._spec.dtype == "auto":
             return 0
         parameters = sum(self._config.slice_parameters(part) for part in placement.slices)
@@ -161,7 +161,7 @@ class Preparation:
         )
 
     async def _release_node(self, node_id: NodeId) -> bool:
-        """Whether it answered."""
+        """Release the node's stage. Return whether the node answered."""
         request = node_pb2.ReleaseRequest(
             hello=self._hello, pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
         )
@@ -178,7 +178,7 @@ def _named(exc: grpc.aio.AioRpcError, name: str) -> EdgepipeError:
     error = from_rpc_error(exc, peer=f"node {name}")
     if isinstance(error, LinkError):
         error = NodeUnreachable(
-            f"node {name} does not answer", fact=error.fact, next_step="see 'edgepipe status' for who is there"
+            f"node {name} does not answer", fact=error.fact, next_step="see which nodes are up: edgepipe status"
         )
     error.node = error.node or name
     return error

@@ -1,7 +1,7 @@
-"""Keeps M steps in flight: the scheduler's decisions out to the stages, their answers back into it.
+"""Keeps M steps in flight: sends the scheduler's steps to the stages and their answers back to the scheduler.
 
-Nothing here waits for time. A StepDone retires its step and sends the next one before anything else happens; what
-gateways ask wakes ``run`` once, however many ask at the same moment.
+The pump has no timers except the step watch. A StepDone retires its step and sends the next one first. Requests from
+gateways wake ``run`` once, however many arrive at the same moment.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 Registrar = Callable[[SequenceId, Sequence[int]], Registration]
-"""``(sequence, its tokens so far) -> how stages learn of it``."""
+"""Maps a sequence and its tokens so far to its registration for the stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNews:
-    """What a retired step gave."""
+    """Results of a retired step."""
 
     events: list[Event]
-    logprobs: Mapping[SequenceId, TokenLogprobs]  # of the tokens sampled, where asked for
+    logprobs: Mapping[SequenceId, TokenLogprobs]  # of the sampled tokens, where requested
     prompts: Sequence[tuple[SequenceId, PromptLogprobs]]
-    failures: Mapping[SequenceId, EdgepipeError]  # sequences for which no token could be chosen
-    reads: Sequence[tuple[SequenceId, int]] = ()  # tokens computed so far, of prompts that go on in another step
+    failures: Mapping[SequenceId, EdgepipeError]  # sequences for which sampling failed
+    reads: Sequence[tuple[SequenceId, int]] = ()  # tokens computed so far, of prompts that continue in another step
 
 
 class Pump:
@@ -71,7 +71,7 @@ class Pump:
         self._vocab_size = vocab_size
         self._clock = clock
         self._in_flight: deque[ScheduledStep] = deque()
-        self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # came back before the step whose turn it is
+        self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # finished before an older step
         self._watch = StepWatch(timeouts=timeouts, turn_s=self._turn_s, on_late=self._on_late)
         scheduler.set_prefill_cap(micro_batches.prefill_cap)
         self._wake = asyncio.Event()
@@ -82,11 +82,11 @@ class Pump:
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
-        self.stale_reports = 0  # of other epochs, dropped
+        self.stale_reports = 0  # reports of other epochs, dropped
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
-        self._idle = True  # nothing is in flight, and nothing followed what was
-        self._working_since_s = 0.0  # on the clock
+        self._idle = True  # no step is in flight
+        self._working_since_s = 0.0  # on the clock; when the ring last became busy
         self.tokens = WindowSum(clock)
 
     def connect(
@@ -97,8 +97,13 @@ class Pump:
         on_news: Callable[[StepNews], None],
         on_over: Callable[[], None],
     ) -> None:
-        """Say where steps go, in the order of a token's way, how a sequence is registered, who hears of tokens, and who
-        hears at once that the epoch takes no more sequences."""
+        """Connect the pump to opened stages.
+
+        stages        in the order that a token passes them
+        registration  returns a sequence's registration for the stages
+        on_news       receives each retired step's results
+        on_over       called at once when the epoch accepts no more sequences
+        """
         self._on_over = on_over
         self._stages = stages
         self._registration = registration
@@ -107,7 +112,7 @@ class Pump:
         self.meters = [StageMeter(self._clock) for _ in stages]
 
     async def run(self) -> None:
-        """Send steps whenever there are any, until cancelled. Raises what ends the epoch."""
+        """Send steps as they become ready, until cancelled. Raises the error that ends the epoch."""
         try:
             while True:
                 await self._wake.wait()
@@ -119,26 +124,26 @@ class Pump:
             self._watch.close()
 
     def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
-        """Queue sequences. Raises PromptTooLong, and QueueFull unless they were accepted before."""
+        """Queue sequences. Raises PromptTooLong, and QueueFull unless a previous epoch ``accepted`` them."""
         events = self._scheduler.submit(specs, accepted=accepted)
         self._prompts_wait = True
         self._wake.set()
         return events
 
     def cancel(self, sequence: SequenceId, *, at_position: int) -> list[Event]:
-        """Output is wanted up to ``at_position`` and no further."""
+        """End a sequence at output position ``at_position``, at once if it is reached."""
         events = self._scheduler.cancel(sequence, at_position=at_position)
         self._wake.set()
         return events
 
     def fail(self, error: EdgepipeError) -> None:
-        """End the epoch: nothing is computed any more, and sequences go to the next one."""
+        """End the epoch: send no more steps. Sequences continue in the next epoch."""
         self._error = self._error or error
         self._on_over()
         self._wake.set()
 
     def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
-        """A stage's report. Raises RemoteProtocolError if it answers what was not asked."""
+        """Handle a stage's report. Raises RemoteProtocolError if it does not match a step in flight."""
         if isinstance(report, StageTimings):
             self._measure(site, report)
         elif report.epoch != self._epoch:
@@ -147,15 +152,15 @@ class Pump:
         elif self._error is None:
             self._came_back(site, report)
             now_s = self._clock.monotonic_s()
-            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written before
+            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # after the plans are written
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
-        """Who is computed in which step that has not come back."""
+        """Return the sequences of each step in flight."""
         return {step.step: step.sequences for step in self._in_flight}
 
     def sequences_of(self, step: StepId) -> tuple[SequenceId, ...]:
-        """Who is computed in a step that is in flight."""
-        return next((one.sequences for one in self._in_flight if one.step == step), ())
+        """Return the sequences of a step in flight; empty if it is not in flight."""
+        return next((sent.sequences for sent in self._in_flight if sent.step == step), ())
 
     def take_over(self, pool: KVPool) -> None:
         """See ``Scheduler.take_over``."""
@@ -166,11 +171,11 @@ class Pump:
         return self._scheduler.hand_over()
 
     def stats(self) -> SchedulerStats:
-        """Counts at this moment."""
+        """Return the scheduler's current counts."""
         return self._scheduler.stats()
 
     def trace(self, *, after_step: int) -> EngineTrace:
-        """What ran lately, step by step."""
+        """Return a trace of the recent steps after ``after_step``."""
         return EngineTrace(
             steps=tuple(self._recorder.steps(after=after_step)),
             now_us=self._recorder.now_us(),
@@ -178,7 +183,7 @@ class Pump:
         )
 
     def _came_back(self, site: StageSite, done: StepDone) -> None:
-        """Retire in the order of sending. Replayed tokens end on another stage than others: these come in any order."""
+        """Retire steps in the order of sending. Replay steps end on an earlier stage, so they may finish early."""
         if self._overtakes(site, done):
             self._ahead[done.step] = (site, done)
             return
@@ -187,7 +192,7 @@ class Pump:
             self._retire(*ahead)
 
     def _overtakes(self, site: StageSite, done: StepDone) -> bool:
-        """Whether it is a step in flight that ends there, while the one whose turn it is ends on another stage."""
+        """Return whether this step in flight ends on ``site`` while the oldest step ends on another stage."""
         if not self._in_flight or self._in_flight[0].step == done.step:
             return False
         ends = {step.step: self._ends_at.get(self._last_slice(step)) for step in self._in_flight}
@@ -204,9 +209,9 @@ class Pump:
         sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
         failed = {sampled[index]: error for index, error in done.failures}
         for sequence in failed:
-            self._scheduler.cancel(sequence, at_position=0)  # drops the token that was none
+            self._scheduler.cancel(sequence, at_position=0)  # drops the placeholder token
         events = self._scheduler.retire(done.step, done.ids)
-        self._fill()  # the stages get their next step before gateways get their tokens
+        self._fill()  # send the next step to the stages before sending tokens to the gateways
         self._idle = not self._in_flight
         news = StepNews(
             events=events,
@@ -219,7 +224,7 @@ class Pump:
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
 
     def _look_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
-        """What a step that retired at ``now_s`` says of the ring; now and then M, prefill's cap and tiles follow."""
+        """Update the measurements with a step that retired at ``now_s``, and the limits that follow from them."""
         self._measure(site, done)
         self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.num_running)
         self._scheduler.set_link_cap(self.micro_batches.link_cap_tokens)
@@ -249,10 +254,10 @@ class Pump:
         elif max(done.ids, default=0) >= self._vocab_size:
             fact = f"step {done.step} gave token {max(done.ids)}, the vocabulary ends at {self._vocab_size - 1}"
         elif any(index >= len(done.ids) for index, _ in (*done.logprobs, *done.failures)):
-            fact = f"step {done.step} tells of more tokens than it samples"
+            fact = f"step {done.step} reports more tokens than it samples"
         if fact:
             raise RemoteProtocolError(
-                f"{site.label} answered what was not asked", fact=fact, node=site.node_name, stage=site.label
+                f"{site.label} sent an unexpected answer", fact=fact, node=site.node_name, stage=site.label
             )
 
     def _fill(self) -> None:
@@ -277,19 +282,19 @@ class Pump:
             embeds = any(part.embedding for part in stage.site.slices)
             samples = any(part.head for part in stage.site.slices)
             if (embeds, samples) not in messages:
-                told = registrations_to_wire(registrations, epoch=self._wire_epoch, with_sampling=samples)
+                registered = registrations_to_wire(registrations, epoch=self._wire_epoch, with_sampling=samples)
                 plan = step_to_wire(
                     step, epoch=self._wire_epoch, last_slice=self._last_slice(step), with_token_ids=embeds
                 )
-                messages[embeds, samples] = [*told, plan]
+                messages[embeds, samples] = [*registered, plan]
             stage.send(messages[embeds, samples])
 
     def _turn_s(self) -> float:
-        """What the oldest step takes at most for its turn, by what is known of the ring."""
+        """Return an upper bound on the oldest step's turn, from measurements."""
         return self.micro_batches.turn_s([step.step for step in self._in_flight])
 
     def _on_late(self, step: StepId, waited_s: float) -> None:
-        """The stage that has not told of the step, while those before it have, is the one that hangs."""
+        """Fail the epoch and blame the first stage that has not reported the step."""
         silent = [stage for stage, meter in zip(self._stages, self.meters, strict=True) if meter.last_step < step]
         site = (silent[0] if silent else self._stages[-1]).site
         error = StepFailed(
@@ -303,7 +308,7 @@ class Pump:
 
 
 def _reads(step: ScheduledStep) -> list[tuple[SequenceId, int]]:
-    """The rows that sample nothing, with the tokens that their sequences have then."""
+    """Return the rows that do not sample, with their sequences' computed tokens after the step."""
     if all(step.samples):
         return []
     rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
@@ -315,8 +320,8 @@ def _unknown(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
 
 
 def _nobody() -> None:
-    """Nothing is connected yet."""
+    """Default until ``connect``."""
 
 
 def _ignored(news: StepNews) -> None:
-    """Nobody listens yet."""
+    """Default until ``connect``."""

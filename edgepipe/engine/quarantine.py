@@ -1,4 +1,4 @@
-"""PURE: the nodes and directed links that an engine avoids for a while, and why."""
+"""PURE: nodes and directed links that an engine avoids for a limited time, with reasons."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
 K = TypeVar("K", bound=Hashable)
 
 _FIRST_S, _LONGEST_S = 30.0, 600.0  # quarantine after a failure, doubling
-_FLAPS, _FLAPS_WITHIN_S = 3, 60.0  # lost so often within so long: it flaps
+_FLAPS, _FLAPS_WITHIN_S = 3, 60.0  # this many losses within this time count as flapping
 
 
 @dataclass(slots=True)
 class _Times:
-    last_s: float = 0.0  # how long the last time; 0: never
+    last_s: float = 0.0  # length of the last quarantine; 0: none yet
     until_s: float = 0.0
     losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_FLAPS))
 
@@ -35,14 +35,14 @@ class QuarantineTimes(Generic[K]):
         self._times: dict[K, _Times] = {}
 
     def failed(self, item: K, now_s: float) -> None:
-        """Quarantine it for 30 s, then for twice as long each time it fails again soon after."""
+        """Quarantine an item for 30 s, doubling (up to 600 s) if it fails again soon after."""
         record = self._times.setdefault(item, _Times())
         forgiven = now_s > record.until_s + _LONGEST_S
         record.last_s = _FIRST_S if forgiven or not record.last_s else min(2 * record.last_s, _LONGEST_S)
         record.until_s = now_s + record.last_s
 
     def lost(self, item: K, now_s: float) -> None:
-        """Note a loss while it served. Three losses within a minute count as a failure."""
+        """Count a loss of an item while it served. Three losses within a minute count as a failure."""
         losses = self._times.setdefault(item, _Times()).losses
         losses.append(now_s)
         if len(losses) == _FLAPS and now_s - losses[0] <= _FLAPS_WITHIN_S:
@@ -50,7 +50,7 @@ class QuarantineTimes(Generic[K]):
             self.failed(item, now_s)
 
     def quarantined(self, now_s: float) -> dict[K, float]:
-        """Map what plans avoid to the seconds that are left."""
+        """Return the quarantined items, each with the remaining seconds."""
         return {item: record.until_s - now_s for item, record in self._times.items() if now_s < record.until_s}
 
 
@@ -59,20 +59,20 @@ Way = tuple[NodeId, NodeId]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missed:
-    """Connections that an epoch wanted and that could not be made, or did not last."""
+    """Connections of an epoch that failed or broke."""
 
-    links: tuple[tuple[StageSite, StageSite], ...] = ()  # from a stage to the next; the engine reaches both
-    sites: tuple[StageSite, ...] = ()  # that the engine itself did not reach
+    links: tuple[tuple[StageSite, StageSite], ...] = ()  # from a stage to the next; the engine reached both
+    sites: tuple[StageSite, ...] = ()  # stages that the engine itself did not reach
 
     def __bool__(self) -> bool:
         return bool(self.links or self.sites)
 
     def of_node(self, name: str) -> Missed:
-        """The sites on the node of that name alone."""
+        """Return only the sites on the node of that name."""
         return Missed(sites=tuple(site for site in self.sites if site.node_name == name))
 
     def error(self, nodes: Nodes, *, engine: str) -> ConnectTimeout:
-        """Name the first missed connection for people. ``engine`` is the name of the engine's node."""
+        """Return an error for the first missed connection. ``engine``: name of the engine's node."""
         if self.links:
             item, site = self.links[0]
             source = item.node_name
@@ -86,32 +86,32 @@ class Missed:
 
 
 class Quarantine:
-    """Nodes and directed links that failed lately, or come and go. Times are seconds of any monotonic clock."""
+    """Nodes and directed links that failed recently or keep reconnecting. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._nodes = QuarantineTimes[NodeId]()
         self._links = QuarantineTimes[Way]()
-        self._reasons: dict[NodeId | Way, str] = {}  # newest, by node or link
-        self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened, or failed to
+        self._reasons: dict[NodeId | Way, str] = {}  # newest reason, by node or link
+        self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened or failed to open
 
     def lost(self, node_id: NodeId, now_s: float) -> None:
-        """Note that a node was lost while it served; three losses within a minute are a failure."""
-        self._reasons[node_id] = "it comes and goes"
+        """Count the loss of a serving node; three losses within a minute are a failure."""
+        self._reasons[node_id] = "it keeps leaving and rejoining"
         self._nodes.lost(node_id, now_s)
 
     def failed(self, node_id: NodeId, reason: str, now_s: float) -> None:
-        """Avoid a node for a growing time. ``reason`` is a clause for people."""
+        """Quarantine a node for a growing time. ``reason``: a clause for people."""
         self._reasons[node_id] = reason
         self._nodes.failed(node_id, now_s)
 
     def note(self, missed: Missed, now_s: float) -> bool:
-        """Take in what an epoch missed when it opened, failed to open, or ended. Return whether that bars anything.
+        """Quarantine the missed connections of an epoch that opened, failed to open, or ended. Return whether any was.
 
-        A node that the engine does not reach is avoided after the second time in a row: its stage's process may have
-        died at that moment, and be another one by then.
+        A node that the engine does not reach is quarantined the second time in a row: the first time, its stage process
+        may have just died, and a new process may answer.
         """
         for item, other in missed.links:
-            self._reasons[item.node_id, other.node_id] = "no connection could be made that way"
+            self._reasons[item.node_id, other.node_id] = "no connection could be made in that direction"
             self._links.failed((item.node_id, other.node_id), now_s)
         nodes = frozenset(site.node_id for site in missed.sites)
         again = nodes & self._missed_before
@@ -121,15 +121,15 @@ class Quarantine:
         return bool(missed.links or again)
 
     def nodes(self, now_s: float) -> dict[NodeId, float]:
-        """Nodes that a plan avoids where it can, each with the seconds that are left."""
+        """Return the nodes that plans avoid where possible, each with the remaining seconds."""
         return self._nodes.quarantined(now_s)
 
     def links(self, now_s: float) -> dict[Way, float]:
-        """Links (from, to) that a plan avoids where it can, each with the seconds that are left."""
+        """Return the links (from, to) that plans avoid where possible, each with the remaining seconds."""
         return self._links.quarantined(now_s)
 
     def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
-        """Everything that is avoided now, for people and for the next plan."""
+        """Return all current quarantines, for people and for the next plan."""
         nodes = [
             LeftOut(node_id=node_id, seconds=seconds, reason=self._reasons[node_id])
             for node_id, seconds in self.nodes(now_s).items()
@@ -141,12 +141,12 @@ class Quarantine:
         return (*nodes, *links)
 
     def allows(self, spec: ServeSpec, now_s: float) -> bool:
-        """Whether a placement avoids all of them."""
+        """Return whether a placement avoids all quarantined nodes and links."""
         order = in_order(spec.stages)
         return self.nodes(now_s).keys().isdisjoint(order) and self.links(now_s).keys().isdisjoint(pairwise(order))
 
 
 def in_order(stages: Iterable[StagePlacement]) -> list[NodeId]:
-    """The nodes that a token comes by, one per slice."""
+    """Return the node of each slice, in the order that a token passes them."""
     slices = sorted((part.index, stage.node_id) for stage in stages for part in stage.slices)
     return [node_id for _, node_id in slices]

@@ -1,4 +1,4 @@
-"""Remembers the newest steps: what was planned, and when each stage's device worked on it."""
+"""Records the newest steps: their plan, and when each stage's device worked on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Recorded:
 
 
 class StepRecorder:
-    """Bounded; the oldest step is forgotten first."""
+    """Bounded record of steps; drops the oldest first."""
 
     def __init__(self, clock: Clock, *, kept: int = _STEPS_KEPT) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class StepRecorder:
         self._steps: OrderedDict[int, _Recorded] = OrderedDict()
 
     def planned(self, step: ScheduledStep, stats: SchedulerStats) -> None:
-        """A step goes to the stages."""
+        """Record a step that is sent to the stages."""
         decode = sum(1 for count, samples in zip(step.num_tokens, step.samples, strict=True) if samples and count == 1)
         self._steps[step.step] = _Recorded(
             decode_rows=decode,
@@ -46,14 +46,14 @@ class StepRecorder:
             self._steps.popitem(last=False)
 
     def timed(self, stage: int, timing: StepTiming) -> None:
-        """A stage told of one of its slices; of several slices the whole span counts."""
+        """Record a stage's timing of one slice. Several slices of a stage form one span."""
         begin_us, end_us = timing.started_us, timing.started_us + timing.compute_us
         if recorded := self._steps.get(timing.step):
             known = recorded.spans.get(stage, (begin_us, end_us))
             recorded.spans[stage] = (min(known[0], begin_us), max(known[1], end_us))
 
     def steps(self, *, after: int) -> Sequence[StepTrace]:
-        """What is remembered of the steps beyond ``after``, oldest first."""
+        """Return the recorded steps after step ``after``, oldest first."""
         return [
             StepTrace(
                 step=number,
@@ -69,5 +69,5 @@ class StepRecorder:
         ]
 
     def now_us(self) -> int:
-        """The clock of ``planned_us``."""
+        """Return the current time on the clock of ``planned_us``."""
         return int(self._clock.monotonic_s() * 1e6)

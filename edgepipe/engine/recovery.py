@@ -1,4 +1,4 @@
-"""PURE: which epoch comes next, where its stages go, and when requests are refused. Events in, commands out.
+"""PURE: decide on the next epoch, its placement, and when to refuse requests. Events in, commands out.
 
 ::
 
@@ -10,11 +10,11 @@
                             ▲                                                   │ time, or the cluster changed
                             └───────────────────────────────────────────────────┘
 
-Two placements are kept apart: the one that *runs* and the one that is *tried*. Only an opened epoch turns the second
-into the first. Every other fact has one owner, too: what is avoided and for how long (``Quarantine``), what crashed
-(``Blame``), which nodes may hold a stage (``Recovery.held``).
+Two placements are kept apart: the *running* one and the *attempted* one. Only an opened epoch turns the second into the
+first. Every other fact has one owner, too: quarantines (``Quarantine``), crashes (``Blame``), and the nodes that may
+hold a stage (``Recovery.held``).
 
-Knows no clock and no network: times are monotonic seconds that callers hand in. The shell is ``Engine``.
+It uses no clock and no network: callers pass times as monotonic seconds. The shell is ``Engine``.
 """
 
 from __future__ import annotations
@@ -69,83 +69,83 @@ from edgepipe.wire.engines import LeftOut, ServeSpec
 
 
 class _Phase(Enum):
-    """How far an attempt is."""
+    """Progress of an attempt."""
 
     PLANNING = auto()
     PREPARING = auto()
-    PREPARED = auto()  # until the running epoch has ended
+    PREPARED = auto()  # waits for the running epoch to end
     OPENING = auto()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """The placement that is tried."""
+    """The attempted placement."""
 
     number: int
     phase: _Phase
-    moves: bool = False  # an epoch serves meanwhile
+    moves: bool = False  # a move: an epoch serves meanwhile
     placement: Placement | None = None  # once it is known
-    reloading: frozenset[str] = frozenset()  # names of nodes whose running stage ends when it gets other layers
+    reloading: frozenset[str] = frozenset()  # names of nodes that must end their running stage to load other layers
     sites: tuple[StageSite, ...] = ()  # once prepared
 
     @property
     def node_ids(self) -> frozenset[NodeId]:
-        """Of its placement, as far as it is known."""
+        """Nodes of the attempted placement; empty while not known."""
         return self.placement.node_ids if self.placement is not None else frozenset()
 
 
 class Recovery:
-    """Decides for one engine. ``begin`` or ``resume`` first, then ``handle`` whatever happens, in order."""
+    """Decisions of one engine. Call ``begin`` or ``resume`` first, then ``handle`` with every event, in order."""
 
     def __init__(
         self, wished: EpochPlacement, *, epoch: Epoch, engine_node: str, limits: EngineLimits, timeouts: EngineTimeouts
     ) -> None:
         """
-        wished       where stages go at first
-        epoch        of the first attempt: its counter is above any that anybody has seen of the pipeline
-        engine_node  the engine's node, for people
+        wished       first placement, as the user asked for it
+        epoch        epoch of the first attempt; its counter is above any known one of the pipeline
+        engine_node  name of the engine's node
         """
         self.state = State.STARTING
-        self.message = ""  # what is going on, for people
-        self.error: EdgepipeError | None = None  # why it does not serve
+        self.message = ""  # current activity, for people
+        self.error: EdgepipeError | None = None  # reason why no epoch serves
         self.wake_at_s: float | None = None  # when a Tick is due
-        self.nodes = wished.nodes  # where nodes are, those that plans have left among them
+        self.nodes = wished.nodes  # including nodes that plans have left
         self.running: Placement | None = None
         self.held: frozenset[NodeId] = frozenset()  # nodes that may hold a stage
-        self.epoch = epoch  # of the newest attempt
+        self.epoch = epoch  # epoch of the newest attempt
         self._next_counter = epoch.counter
         self._wished = wished.spec
-        self._base = wished.spec  # of the last epoch that opened
+        self._base = wished.spec  # spec of the last epoch that opened
         self._engine_node = engine_node
         self._limits = limits
         self._timeouts = timeouts
-        self.moved = False  # the last epoch ended because its stages move, as they were asked to
+        self.moved = False  # the last epoch ended because of a requested move
         self._quarantine = Quarantine()
         self._blame = Blame()
-        self._fresh: frozenset[NodeId] = frozenset()  # nodes whose stage gets a new process when it is prepared next
+        self._fresh: frozenset[NodeId] = frozenset()  # nodes whose next stage needs a new process
         self._attempt: _Attempt | None = None
         self._attempts = 0
-        self.reachable: Reachable | None = None  # None: no daemon tells
-        self._proposed: EpochPlacement | None = None  # to be tried once the attempt that moves stages is over
+        self.reachable: Reachable | None = None  # None: no daemon reports
+        self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
         self._barren = 0  # epochs in a row that had work and retired no step
         self._failed_moves = 0  # in a row
-        self._asked_s = float("-inf")  # when the daemon was last asked where stages go
-        self._tried: list[str] = []  # since a step last retired, for people
+        self._asked_s = float("-inf")  # when the daemon was last asked for a placement
+        self._tried: list[str] = []  # remedies tried since a step last retired, for people
 
     def begin(self, now_s: float) -> list[Command]:
-        """Prepare the first epoch where the wished plan says."""
+        """Prepare the first epoch at the requested placement."""
         self.message = "asking nodes for memory"
         return self._prepare(self._new_attempt(), self._wished, now_s)
 
     def resume(self, now_s: float) -> list[Command]:
-        """Go on with what another engine served: ask where its stages go."""
-        self.state, self.message = State.RECOVERING, "continuing what another engine served"
-        self.held = frozenset(stage.node_id for stage in self._wished.stages)  # by the engine before
+        """Continue another engine's work: ask for a placement of its stages."""
+        self.state, self.message = State.RECOVERING, "taking over from another engine"
+        self.held = frozenset(stage.node_id for stage in self._wished.stages)  # prepared by the previous engine
         return self._ask(now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Take in an event at ``now_s`` (monotonic seconds); return what is to be done, in order."""
+        """Handle an event at ``now_s`` (monotonic seconds). Return the commands to execute, in order."""
         if self.state is State.STOPPED:
             return []
         if isinstance(event, Stopped):
@@ -166,17 +166,17 @@ class Recovery:
         return self._went_on(self._attempt, event, now_s)
 
     def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
-        """What plans avoid now, and why."""
+        """Return the current quarantines, with node names and reasons."""
         return tuple(
             replace(
-                one,
-                node_name=self.nodes.name(one.node_id),
-                other_name=self.nodes.name(one.other_id) if one.other_id is not None else "",
+                entry,
+                node_name=self.nodes.name(entry.node_id),
+                other_name=self.nodes.name(entry.other_id) if entry.other_id is not None else "",
             )
-            for one in self._quarantine.left_out(now_s)
+            for entry in self._quarantine.left_out(now_s)
         )
 
-    # An attempt, from the question where stages go to an epoch that serves
+    # An attempt, from asking for a placement to an epoch that serves
 
     def _went_on(
         self,
@@ -218,7 +218,7 @@ class Recovery:
     def _planned(self, attempt: _Attempt, plan: EpochPlacement, now_s: float) -> list[Command]:
         self.nodes = self.nodes.updated(plan.nodes)
         if self.state is State.STARTING and not self._is_as_wished(plan.spec, now_s):
-            assert self.error is not None, "another way is looked for after an error"
+            assert self.error is not None, "a first attempt has failed"
             return self._fail(self.error)
         if attempt.moves and self.running is not None and plan.spec.stages == self.running.spec.stages:
             return self._move_failed(attempt, now_s)
@@ -272,12 +272,12 @@ class Recovery:
     def _opening_failed(self, attempt: _Attempt, event: OpeningFailed, now_s: float) -> list[Command]:
         error = event.error
         if self.state is State.STARTING and (own := event.missed.of_node(self._engine_node)):
-            return self._fail(own.error(self.nodes, engine=self._engine_node))  # it is no place for an engine
+            return self._fail(own.error(self.nodes, engine=self._engine_node))  # this node cannot host the engine
         if self._quarantine.note(event.missed, now_s):
             error = event.missed.error(self.nodes, engine=self._engine_node)
         if self.state is State.STARTING and event.missed and self._failures + 1 < self._limits.max_failed_epochs:
             self._pause(error, now_s)
-            self.message = f"{error.what}: looking for another way"
+            self.message = f"{error.what}: looking for another placement"
             return []
         return self._attempt_failed(attempt, error, now_s)
 
@@ -292,13 +292,13 @@ class Recovery:
         return []
 
     def _pause(self, error: EdgepipeError, now_s: float) -> None:
-        """Leave the attempt, and make the next one after a growing pause."""
+        """End the attempt and schedule the next one after a growing pause."""
         self._attempt, self.error = None, error
         self._failures += 1
         self.wake_at_s = now_s + _growing(self._failures, self._timeouts.again_min_s, self._timeouts.again_max_s)
 
     def _is_as_wished(self, spec: ServeSpec, now_s: float) -> bool:
-        """Whether a first placement meets the user's constraints and avoids what is quarantined."""
+        """Return whether a first placement meets the user's constraints and avoids quarantined nodes and links."""
         wished, order = self._wished, in_order(spec.stages)
         if not self._quarantine.allows(spec, now_s):
             return False
@@ -307,16 +307,16 @@ class Recovery:
         first = wished.first in ("", order[0], self.nodes.name(order[0]))
         return first and len(set(order)) >= wished.num_nodes
 
-    # Moves: the next epoch is prepared while one serves
+    # Moves: an epoch serves while the next one is prepared
 
     def _move_proposed(self, plan: EpochPlacement, now_s: float) -> list[Command]:
         if self.state not in (State.SERVING, State.PREPARING_BESIDE):
-            return []  # the answer to the question that is asked now rests on newer facts
+            return []  # the pending question's answer will rest on newer facts
         self._proposed = plan
         return self._next_move(now_s) if self._attempt is None else []
 
     def _next_move(self, now_s: float) -> list[Command]:
-        """Begin the move that is wanted most, if one is."""
+        """Begin the proposed move, or one away from a node that is leaving, if there is one."""
         plan, self._proposed = self._proposed, None
         if plan is not None and self.running is not None and plan.spec.stages != self.running.spec.stages:
             self.nodes = self.nodes.updated(plan.nodes)
@@ -324,7 +324,7 @@ class Recovery:
         return self._ask(now_s, moves=True) if self._must_leave and self._failed_moves == 0 else []
 
     def _move_failed(self, attempt: _Attempt, now_s: float) -> list[Command]:
-        """Serve on as before; a node that is to be left is tried again after a growing pause."""
+        """Keep serving at the running placement. Retry leaving a drained node after a growing pause."""
         assert self.running is not None, "an epoch serves while stages move"
         self._attempt, self.state = None, State.SERVING
         self._failed_moves += 1
@@ -336,12 +336,12 @@ class Recovery:
 
     @property
     def _must_leave(self) -> bool:
-        """Whether a node of the running placement wants its stages elsewhere."""
-        told, running = self.reachable, self.running
-        return told is not None and running is not None and bool(told.leaving & running.node_ids)
+        """Whether a node of the running placement is being drained."""
+        reachable, running = self.reachable, self.running
+        return reachable is not None and running is not None and bool(reachable.leaving & running.node_ids)
 
     def _reloading(self, running: ServeSpec, tried: ServeSpec) -> frozenset[str]:
-        """Names of nodes whose running stage ends when the tried one is prepared, since its layers are others."""
+        """Return names of nodes that end their running stage to load the attempted one, which has other layers."""
         had = {stage.node_id: stage.slices for stage in running.stages}
         others = (stage.node_id for stage in tried.stages if had.get(stage.node_id, stage.slices) != stage.slices)
         return frozenset(self.nodes.name(node_id) for node_id in others)
@@ -361,13 +361,13 @@ class Recovery:
             self._quarantine.lost(gone, now_s)
         self._quarantine.note(event.missed, now_s)
         self.running, self.state, self.error = None, State.RECOVERING, event.error
-        self.message = "continuing without what was lost"
+        self.message = "recovering from the lost stage"
         self._count_barren(event)
         commands = self._judge(event.crash, now_s) if event.crash is not None else []
         return [*commands, *self._after(event.error, now_s)]
 
     def _after(self, error: EdgepipeError, now_s: float) -> list[Command]:
-        """Go on with the move that is being prepared where it explains the end of the epoch, else begin anew."""
+        """Continue with the move in preparation if it explains the end of the epoch, else start over."""
         attempt = self._attempt
         self.moved = isinstance(error, StagesMove)
         if attempt is not None and attempt.phase is _Phase.PREPARED:
@@ -406,7 +406,7 @@ class Recovery:
         if not verdict.accused:
             return [Acquit(requests=verdict.acquitted)]
         if crash.guilty:
-            self._barren = 0  # what broke these epochs is refused with this
+            self._barren = 0  # the request that broke these epochs is refused now
         return [Accuse(sequences=crash.sequences, error=crash.error)]
 
     def _broken(self, error: EdgepipeError, pause_s: float) -> PipelineBroken:
@@ -458,7 +458,7 @@ class Recovery:
         return self._next_move(now_s) if self._attempt is None else []
 
     def _maybe_sooner(self, joined: bool, now_s: float) -> list[Command]:
-        """Try again now if it waits for just this: for memory, or for another machine."""
+        """Retry now if the engine waits for memory or another machine, and that has arrived."""
         for_memory = isinstance(self.error, NoFeasiblePlacement)
         if self._attempt is not None or self.state is not State.WAITING or not (joined or for_memory):
             return []
@@ -475,7 +475,7 @@ class Recovery:
         return [*self._release_left(), *(self._ask(now_s, moves=True) if self._must_leave else [])]
 
     def _release_left(self) -> list[Command]:
-        """Let nodes give back what neither runs nor is tried; those that cannot be reached do so when they are back."""
+        """Release nodes outside the running and attempted placements; unreachable ones when they are back."""
         left = self.held - (self.running.node_ids if self.running is not None else frozenset())
         left -= self._attempt.node_ids if self._attempt is not None else frozenset()
         if self.reachable is not None:
@@ -484,14 +484,14 @@ class Recovery:
         return [Release(node_ids=left)] if left else []
 
     def _not_released(self, node_ids: frozenset[NodeId], now_s: float) -> list[Command]:
-        """Ask these again: when the cluster changes, or after a while."""
+        """Release these nodes again when the cluster changes, or after a while."""
         self.held |= node_ids
         if self.running is not None and self.wake_at_s is None:
             self.wake_at_s = now_s + self._timeouts.release_again_s
         return []
 
     def _gone(self, placement: Placement) -> NodeId | None:
-        """A node of the placement that is not there, or not where it was."""
+        """Return a node of the placement that is unreachable or has another address, or None."""
         if self.reachable is None:
             return None
         for stage in placement.spec.stages:
@@ -505,10 +505,10 @@ class Recovery:
 
 
 def _growing(count: int, first_s: float, most_s: float) -> float:
-    """``first_s`` the first time, twice as long each further time, at most ``most_s``."""
+    """Return the pause: ``first_s`` the first time, doubling, at most ``most_s``."""
     return min(first_s * 2 ** min(count - 1, 32), most_s)
 
 
 def _clause(error: EdgepipeError) -> str:
-    """The error in one clause, for people who ask why a node is avoided."""
+    """Return the error in one clause, as a reason for quarantine."""
     return error.what + (f" ({error.fact})" if error.fact else "")

@@ -1,4 +1,4 @@
-"""What goes into the recovery core, and what comes out of it."""
+"""Events and commands of the recovery core."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from edgepipe.wire.engines import ServeSpec
 
 
 class State(Enum):
-    """What the pipeline is doing."""
+    """State of the pipeline."""
 
-    STARTING = auto()  # its first epoch is prepared; an error ends the engine
+    STARTING = auto()  # the first epoch is being prepared; an error ends the engine
     SERVING = auto()
     PREPARING_BESIDE = auto()  # an epoch serves while the next one's stages load
     RECOVERING = auto()  # requests wait for the next epoch
@@ -26,12 +26,12 @@ class State(Enum):
     STOPPED = auto()
 
 
-# Events. ``attempt`` is the number that the command had: what comes of an abandoned attempt is ignored.
+# Events. ``attempt`` is the command's number; events of an abandoned attempt are ignored.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The daemon answered where stages go."""
+    """The daemon returned a placement."""
 
     attempt: int
     plan: EpochPlacement
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningFailed:
-    """The daemon knows no placement, or did not answer."""
+    """The daemon found no placement, or did not answer."""
 
     attempt: int
     error: EdgepipeError
@@ -51,16 +51,16 @@ class Prepared:
 
     attempt: int
     sites: tuple[StageSite, ...]
-    crashes: tuple[Crash, ...] = ()  # of stages of the last epoch, whose processes ended by them
+    crashes: tuple[Crash, ...] = ()  # steps of the last epoch that ended stage processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationFailed:
-    """A node refused, or was silent."""
+    """A node refused, or did not answer."""
 
     attempt: int
     error: EdgepipeError
-    node_id: NodeId | None = None  # that failed, where it is known
+    node_id: NodeId | None = None  # the failed node, where known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,40 +81,40 @@ class OpeningFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnded:
-    """The epoch that served is over."""
+    """The serving epoch ended."""
 
     epoch: Epoch
     error: EdgepipeError
     crash: Crash | None = None
     missed: Missed = field(default_factory=Missed)
-    sent: bool = False  # a step was sent to the stages
-    retired: bool = False  # and one came back
+    sent: bool = False  # at least one step was sent to the stages
+    retired: bool = False  # at least one step retired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReleased:
-    """Nodes that were to give back what they hold did not answer."""
+    """Nodes did not answer a release."""
 
     node_ids: frozenset[NodeId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterChanged:
-    """Nodes, or what their devices can take, are others than before."""
+    """Reachable nodes or their free memory changed."""
 
     reachable: Reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveProposed:
-    """The daemon wants the stages elsewhere."""
+    """The daemon proposes another placement."""
 
     plan: EpochPlacement
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The model is not wanted any more."""
+    """The model was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +143,20 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the stages of one epoch are."""
+    """Placement of one epoch's stages."""
 
     epoch: Epoch
     spec: ServeSpec
 
     @property
     def node_ids(self) -> frozenset[NodeId]:
-        """The nodes that hold its stages."""
+        """Nodes of the stages."""
         return frozenset(stage.node_id for stage in self.spec.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskPlan:
-    """Ask the daemon where the stages of ``spec`` go now."""
+    """Ask the daemon for a placement of ``spec``."""
 
     attempt: int
     spec: ServeSpec
@@ -184,33 +184,33 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Give up what the attempt is doing."""
+    """Cancel the attempt's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serve:
-    """Let requests go on in the epoch that has opened."""
+    """Resume requests in the epoch that has opened."""
 
     placement: Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpoch:
-    """End the epoch that serves."""
+    """End the serving epoch."""
 
     error: EdgepipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Give back what these nodes hold."""
+    """Release the stages and memory of these nodes."""
 
     node_ids: frozenset[NodeId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuse:
-    """Count a broken step against its sequences."""
+    """Count a crashed step against its sequences."""
 
     sequences: tuple[SequenceId, ...]
     error: EdgepipeError
@@ -218,21 +218,21 @@ class Accuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquit:
-    """Count earlier broken steps against these requests no more."""
+    """Forget earlier crashed steps of these requests."""
 
     requests: frozenset[RequestKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """End all requests with the error, and those that come until an epoch serves."""
+    """End all requests with the error, and refuse new ones until an epoch serves."""
 
     error: EdgepipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The engine cannot go on."""
+    """End the engine with an error."""
 
     error: EdgepipeError
 

@@ -1,4 +1,4 @@
-"""A request as the engine keeps it: a cache of its gateway's log, and what has been sent of it."""
+"""The engine's record of a request: a copy of its gateway's log, and how much of it was sent."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from edgepipe.wire.requests import (
 from edgepipe.wire.sizes import ENDING_BYTES, HEAD_BYTES, ID_BYTES, PACKED_BYTES, logprobs_bytes
 from edgepipe.wire.v1 import engine_pb2
 
-_MAX_NEWS = 16_384  # choices of one gateway that are untold, 2 KB each: far beyond what an engine takes on
+_MAX_NEWS = 16_384  # choices of one gateway with unsent news, 2 KB each: far more than an engine admits
 
 
-# What a request takes of an engine's memory, at most; tests measure it.
+# Upper bounds of a request's memory in an engine; tests measure them.
 REQUEST_BYTES = 4096
-CHOICE_BYTES = 6144  # with the scheduler's record of it
-PROMPT_TOKEN_BYTES = 48  # an integer, and its place in the prompt
-CHOICE_TOKEN_BYTES = 24  # the scheduler's copy for each choice, and what names its block
-OUTPUT_TOKEN_BYTES = 72  # an integer, its places here and in the scheduler, and what names its block
+CHOICE_BYTES = 6144  # including the scheduler's record
+PROMPT_TOKEN_BYTES = 48  # an integer and its slot in the prompt
+CHOICE_TOKEN_BYTES = 24  # the scheduler's copy for each choice, and its share of the block key
+OUTPUT_TOKEN_BYTES = 72  # an integer, its slots here and in the scheduler, and its share of the block key
 _BIAS_BYTES = 160
 
 
 def submission_bytes(submission: Submission) -> int:
-    """What a request takes of an engine's memory before its first output token, at most."""
+    """Return an upper bound of a request's memory in an engine before its first output token."""
     sampling = submission.sampling
     return (
         REQUEST_BYTES
@@ -48,7 +48,7 @@ def submission_bytes(submission: Submission) -> int:
 
 
 def known_bytes(submission: Submission) -> int:
-    """What of that its prompt and what it continues take, as they came: not needed when it has ended."""
+    """Return the part for the prompt and the continued output, which is freed when the request ends."""
     prompt_token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * submission.num_choices
     return prompt_token_bytes * len(submission.prompt) + PROMPT_TOKEN_BYTES * sum(map(len, submission.generated))
 
@@ -60,40 +60,40 @@ class Choice:
     request: Request
     index: int
     sequence: SequenceId
-    log: list[int]  # output tokens by position, those of earlier attempts first
-    sent: int  # of the log, over the stream in use
-    wanted: int | None = None  # cancelled at this output position
+    log: list[int]  # output tokens by position, including those of earlier attempts
+    sent: int  # tokens of the log sent over the current stream
+    wanted: int | None = None  # output position at which it was cancelled
     ending: Ending | None = None
-    told: bool = False  # the ending, over the stream in use
-    logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the log's last tokens: all that were sampled here
+    told: bool = False  # the ending was sent over the current stream
+    logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the last tokens: all sampled by this engine
     prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
-    prompt_sent: int = 0  # of those, over the stream in use
-    prompt_read: int = 0  # tokens of the prompt that are computed, if that takes several steps; 0: all of it was told
-    crashes: int = 0  # steps with it that could not be computed
+    prompt_sent: int = 0  # prompt log-probabilities sent over the current stream
+    prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report
+    crashes: int = 0  # crashed steps that counted against it
 
     @property
     def sampling(self) -> SamplingParams:
-        """The request's; choices share their prompt, so the first one's log-probabilities of it are enough."""
+        """The request's parameters. Only the first choice computes the shared prompt's log-probabilities."""
         sampling = self.request.submission.sampling
         if sampling.prompt_logprobs and self.index:
             return replace(sampling, prompt_logprobs=False)
         return sampling
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """The next part; what a recomputed prompt gives again is dropped."""
+        """Append the next part; drop what a recomputed prompt repeats."""
         known = len(self.prompt_logprobs) + 1 - part.position
         left = len(self.request.submission.prompt) - 1 - len(self.prompt_logprobs)
         if known >= 0:
             self.prompt_logprobs.extend(map(self._clipped, part.tokens[known : known + left]))
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """The next output token."""
+        """Append the next output token."""
         self.log.append(token_id)
         if logprobs is not None:
             self.logprobs.append(self._clipped(logprobs))
 
     def logprobs_of(self, start: int, end: int) -> list[TokenLogprobs]:
-        """Of the log's tokens ``[start, end)``; none for those that an earlier attempt gave."""
+        """Return log-probabilities of the log's tokens ``[start, end)``, without those of an earlier attempt."""
         given = len(self.log) - len(self.logprobs)
         return self.logprobs[max(0, start - given) : max(0, end - given)] if self.logprobs else []
 
@@ -104,15 +104,15 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What one gateway asked, with all its choices."""
+    """One request of a gateway, with all its choices."""
 
     key: RequestKey
     submission: Submission
     choices: list[Choice] = field(default_factory=list[Choice])
-    held_bytes: int = 0  # of this engine's memory, at most
-    token_bytes: int = field(init=False)  # what each output token adds to that
-    stream: GatewayStream | None = None  # None: it broke, and was not resumed yet
-    expiry: asyncio.TimerHandle | None = None  # while there is no stream
+    held_bytes: int = 0  # upper bound of its memory in this engine
+    token_bytes: int = field(init=False)  # additional bytes per output token
+    stream: GatewayStream | None = None  # None: the stream broke and was not yet resumed
+    expiry: asyncio.TimerHandle | None = None  # only while there is no stream
 
     def __post_init__(self) -> None:
         sampling = self.submission.sampling
@@ -120,16 +120,16 @@ class Request:
 
     @property
     def attempt(self) -> int:
-        """Which try of the gateway this is."""
+        """Number of the gateway's attempt."""
         return self.submission.attempt
 
     @property
     def ended(self) -> bool:
-        """Whether all choices have ended."""
+        """Whether all choices ended."""
         return all(choice.ending is not None for choice in self.choices)
 
     def attach(self, stream: GatewayStream | None) -> None:
-        """From now on results go there."""
+        """Send further results over this stream; None: keep them."""
         self.stream = stream
         if self.expiry is not None:
             self.expiry.cancel()
@@ -137,18 +137,18 @@ class Request:
 
 
 class GatewayStream:
-    """What one gateway is yet to be told.
+    """Unsent results for one gateway.
 
-    Nothing is queued: a choice that has news is marked, and its log is read when the stream can take more. So a slow
+    The stream has no queue: it marks choices with news and reads their logs when the gateway can take more. So a slow
     gateway gets larger messages, up to PACKED_BYTES each, and costs no memory beyond the logs.
     """
 
     def __init__(self, node_id: NodeId) -> None:
         self.node_id = node_id
         self._loop = asyncio.get_running_loop()
-        self._waits_since_s = 0.0  # on the loop's clock: the gateway took something, or there was nothing to take
+        self._waits_since_s = 0.0  # on the loop's clock: when the gateway last read, or had nothing to read
         self._abandoned = False
-        self._news: dict[Choice, None] = {}  # in order
+        self._news: dict[Choice, None] = {}  # in the order of marking
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._flushed.set()
@@ -156,16 +156,16 @@ class GatewayStream:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nothing more is told over it."""
+        """Whether the stream was abandoned."""
         return self._abandoned
 
     @property
     def stalled_s(self) -> float:
-        """How long the gateway has left untaken what there is to tell it."""
+        """Seconds since the gateway last read although results wait."""
         return self._loop.time() - self._waits_since_s if self._news else 0.0
 
     def mark(self, choice: Choice) -> None:
-        """The choice has tokens or an ending to tell."""
+        """Mark a choice that has tokens or an ending to send."""
         if self._abandoned:
             return
         if not self._news:
@@ -177,27 +177,27 @@ class GatewayStream:
             self.abandon()
 
     def drop(self, request: Request) -> None:
-        """Tell nothing more of a request."""
+        """Send nothing more of a request."""
         for choice in request.choices:
             self._news.pop(choice, None)
 
     def close(self) -> None:
-        """End the stream once everything is told."""
+        """End the stream once all results are sent."""
         self._closed = True
         self._wake.set()
 
     def abandon(self) -> None:
-        """End the stream now: its gateway takes nothing. If it lives it resumes over another one."""
+        """End the stream now, since its gateway reads nothing. A live gateway resumes over a new stream."""
         self._abandoned = True
         self._news.clear()
         self.close()
 
     async def flush(self) -> None:
-        """Wait until everything marked so far has been handed to the connection."""
+        """Wait until all marked results were passed to the connection."""
         await self._flushed.wait()
 
     async def events(self) -> AsyncGenerator[engine_pb2.EngineEvent]:
-        """Everything that is to be told, as it comes and what is there at once in one message; ends after ``close``."""
+        """Yield results as they arrive, packed into messages, until ``close``."""
         while True:
             while self._news:
                 if (event := self._take()) is not None:
@@ -209,27 +209,27 @@ class GatewayStream:
             await self._wake.wait()
 
     def _take(self) -> engine_pb2.EngineEvent | None:
-        """News of the choices marked first, up to PACKED_BYTES; None if another stream tells all of theirs."""
+        """Pack news of the choices marked first, up to PACKED_BYTES; None if other streams took over all of them."""
         self._waits_since_s = self._loop.time()
         packing = _Packing()
         for choice in list(self._news):
             if choice.request.stream is self and not packing.add(choice):
-                self._news[choice] = self._news.pop(choice)  # the rest of it comes after the others' news
+                self._news[choice] = self._news.pop(choice)  # its rest follows the other choices' news
                 break
-            del self._news[choice]  # told, or its gateway has resumed it over another stream
+            del self._news[choice]  # sent, or its gateway resumed it over another stream
         event = packing.event
         return event if event.tokens or event.ended or event.prompt_scores or event.prompt_reads else None
 
 
 class _Packing:
-    """One message to a gateway while it is filled."""
+    """Builder of one message to a gateway."""
 
     def __init__(self) -> None:
         self.event = engine_pb2.EngineEvent()
         self._room_bytes = PACKED_BYTES
 
     def add(self, choice: Choice) -> bool:
-        """Add a choice's news in their order: prompt, tokens, ending. False once there is no room for all of them."""
+        """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
         return (
             self._add_read(choice)
             and self._add_prompt(choice)
@@ -275,7 +275,7 @@ class _Packing:
         return True
 
     def _take_room(self, count: int, each_bytes: int) -> int:
-        """For how many of these there is room, which is theirs then."""
+        """Reserve room for up to ``count`` items. Return how many fit."""
         fitting = max(0, min(count, (self._room_bytes - HEAD_BYTES) // each_bytes))
         if fitting:
             self._room_bytes -= HEAD_BYTES + fitting * each_bytes
@@ -283,7 +283,7 @@ class _Packing:
 
 
 def _name(choice: Choice) -> tuple[RequestId, int, int]:
-    """Request, attempt and choice."""
+    """Return request id, attempt and choice index."""
     return choice.request.key.request_id, choice.request.attempt, choice.index
 
 

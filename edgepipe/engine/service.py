@@ -1,4 +1,4 @@
-"""What gateways call: the Engine service."""
+"""The Engine service, which gateways call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestIntake:
-    """The streams of all gateways, while requests can be taken."""
+    """Streams of all gateways while the engine accepts requests."""
 
     def __init__(
         self, table: RequestTable, tasks: asyncio.TaskGroup, *, pipeline_id: PipelineId, epoch: Callable[[], Epoch]
@@ -47,7 +47,7 @@ class RequestIntake:
     async def serve(
         self, messages: AsyncIterator[engine_pb2.GatewayMessage], *, gateway: common_pb2.Hello, own: common_pb2.Hello
     ) -> AsyncGenerator[engine_pb2.EngineEvent]:
-        """One gateway's stream, until it leaves or the intake closes."""
+        """Serve one gateway's stream, until the gateway leaves or ``close``."""
         stream = GatewayStream(NodeId(gateway.node_id))
         reader = self._tasks.create_task(self._read(stream, messages), name=f"gateway:{gateway.node_id}")
         self._readers[stream] = reader
@@ -55,19 +55,19 @@ class RequestIntake:
             yield welcome_to_wire(own, pipeline_id=self._pipeline_id, epoch=self._epoch())
             async for event in stream.events():
                 yield event
-        finally:  # perhaps in another task, when a broken call leaves the generator to the collector: nothing may wait
+        finally:  # may run in another task, if the garbage collector ends the generator: do not await
             reader.cancel()
             self._readers.pop(stream, None)
             self._table.detach(stream)
 
     async def close(self, *, flush_s: float) -> None:
-        """Let gateways hear what they are yet to be told, then end their streams."""
+        """Send all unsent results to the gateways, then end their streams."""
         try:
             async with asyncio.timeout(flush_s):
                 for stream in list(self._readers):
                     await stream.flush()
         except TimeoutError:
-            logger.warning("a gateway did not take what it was to be told within %.1f s", flush_s)
+            logger.warning("a gateway did not read its results within %.1f s", flush_s)
         for stream, reader in self._readers.items():
             stream.close()
             reader.cancel()
@@ -86,7 +86,7 @@ class RequestIntake:
         stream.close()
 
     def _take(self, stream: GatewayStream, message: engine_pb2.GatewayMessage) -> None:
-        """Raises RequestInvalid for an id that no answer could name."""
+        """Handle a gateway's message. Raises RequestInvalid for an invalid request id."""
         kind = message.WhichOneof("message")
         if kind not in ("submit", "cancel", "resume"):
             return
@@ -110,7 +110,7 @@ class RequestIntake:
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
-    """Translates calls; what they mean is the table's business."""
+    """Translates calls; ``RequestTable`` handles them."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         state: Callable[[], EngineState],
         trace: Callable[[int], EngineTrace | None],
     ) -> None:
-        """``trace`` is given a step and tells what ran after it; None while no pipeline stands."""
+        """``trace``: returns what ran after a step; None while no pipeline is open."""
         self._hello = hello
         self._security = security
         self._intake = intake
@@ -131,7 +131,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Generate(
         self, request_iterator: AsyncIterator[engine_pb2.GatewayMessage], context: Context
     ) -> AsyncGenerator[engine_pb2.EngineEvent]:
-        """One stream per gateway; carries all its requests. Raises VersionMismatch, PairingRejected, PeerClosed."""
+        """Serve a gateway's stream with all its requests. Raises VersionMismatch, PairingRejected, PeerClosed."""
         first = await anext(request_iterator, None)
         if first is None:
             raise RemoteProtocolError("the gateway closed its stream before its hello")
@@ -150,11 +150,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             yield event
 
     async def Describe(self, request: engine_pb2.DescribeEngine, context: Context) -> engine_pb2.EngineState:
-        """The engine's state."""
+        """Return the engine's state."""
         return engine_state_to_wire(self._state())
 
     async def Trace(self, request: engine_pb2.TraceEngine, context: Context) -> engine_pb2.EngineTrace:
-        """What ran lately. Raises PeerClosed while there is no pipeline."""
+        """Return a trace of recent steps. Raises PeerClosed while no pipeline is open."""
         trace = self._trace(request.after_step)
         if trace is None:
             raise self._not_ready()

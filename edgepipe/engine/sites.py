@@ -1,4 +1,4 @@
-"""A prepared stage, as its engine knows it."""
+"""The engine's view of a prepared stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from edgepipe.model.facts import Slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSite:
-    """Where a prepared stage is and what it holds."""
+    """Address, slices and memory of a prepared stage."""
 
     index: int
     node_id: NodeId
-    node_name: str  # for people; the id where the name is not known
+    node_name: str  # the id if the name is not known
     address: str
     slices: tuple[Slice, ...]
     backend: str
@@ -25,11 +25,11 @@ class StageSite:
     kv_block_bytes: int
     max_blocks: int
     contiguous_kv: bool = False  # attends over runs of blocks as views
-    certificate: bytes = b""  # PEM, of the stage's process; empty where nothing is encrypted
-    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by the device's data sheet, by slice
-    crashed_in: tuple[int, StepId] | None = None  # the stage before it crashed in that step: epoch's counter, step
+    certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
+    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet
+    crashed_in: tuple[int, StepId] | None = None  # epoch counter and step that ended the previous process
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """Name in errors."""
         return f"stage {self.index}"

@@ -1,4 +1,4 @@
-"""What an engine tells of itself."""
+"""The engine's status report."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from edgepipe.wire.engines import EngineState, StageState
 
 
 class EngineStatus:
-    """An engine's state as people see it: what was noted, and the numbers of the epoch that runs."""
+    """An engine's visible state: noted facts, and the numbers of the running epoch."""
 
     def __init__(self, base: EngineState, on_state: Callable[[EngineState], None]) -> None:
-        """``on_state``: told at every change."""
+        """``on_state``: called at every change."""
         self.base = base
         self._on_state = on_state
         self._last: EngineState | None = None
-        self._rows = 0.0  # of a micro-batch, when some sequence last ran
+        self._rows = 0.0  # rows of a micro-batch when a sequence last ran
 
     def state(self, run: EngineEpoch | None) -> EngineState:
-        """At this moment."""
+        """Return the current state."""
         if run is None:
             return self.base
         pump, stats = run.pump, run.pump.stats()
         sizing = pump.micro_batches.sizing
         rows = stats.running / min(sizing.micro_batches, stats.running) if stats.running else 0.0
-        self._rows = rows or self._rows  # a quiet ring shows what its last steps took
+        self._rows = rows or self._rows  # an idle ring shows the times of its last steps
         decodes = [pump.micro_batches.decode_s(index, self._rows) for index in range(len(pump.meters))]
         stages = tuple(
             replace(meter.told(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
@@ -57,11 +57,11 @@ class EngineStatus:
         )
 
     def note(self, **changes: Any) -> None:
-        """Change what the next telling says."""
+        """Change noted facts without a report."""
         self.base = replace(self.base, **changes)
 
     def tell(self, run: EngineEpoch | None, **changes: Any) -> None:
-        """Note the changes, and tell if anything is different from before."""
+        """Note the changes and report the state if it differs from the last report."""
         self.note(**changes)
         state = self.state(run)
         if state != self._last:
@@ -69,7 +69,7 @@ class EngineStatus:
             self._on_state(state)
 
     def opened(self, run: EngineEpoch) -> None:
-        """An epoch stands: how long prompts may be, and what KV its stages hold."""
+        """Note an opened epoch: its context length and its stages' KV."""
         self.note(
             context_length=run.limits.max_tokens,
             stages=tuple(
@@ -79,7 +79,7 @@ class EngineStatus:
         )
 
     def closed(self, run: EngineEpoch) -> None:
-        """An epoch is over: its counts stay in the sums."""
+        """Add an ended epoch's counts to the sums."""
         stats = run.pump.stats()
         self.note(
             kept_tokens=self.base.kept_tokens + stats.kept_tokens,
@@ -88,7 +88,7 @@ class EngineStatus:
 
 
 def stage_state(site: StageSite) -> StageState:
-    """A prepared stage as people see it."""
+    """Return the visible state of a prepared stage."""
     return StageState(
         node_id=site.node_id,
         node_name=site.node_name,

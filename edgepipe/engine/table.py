@@ -1,4 +1,4 @@
-"""All requests of all gateways: who asked, what came, who still waits for it."""
+"""All requests of all gateways: their owners, tokens and unsent results."""
 
 from __future__ import annotations
 
@@ -26,46 +26,45 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 logger = logging.getLogger(__name__)
 
 _NO_LOGPROBS: Mapping[SequenceId, TokenLogprobs] = MappingProxyType({})
-_SUSPECTED, _MOST_CRASHES = 2, 3  # steps of a sequence that could not be computed: it runs alone, it is refused
+_SUSPECTED, _MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
 
 
 class Queue(Protocol):
-    """Where sequences are computed, for as long as an epoch lasts."""
+    """Computes sequences during one epoch."""
 
     def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
-        """Queue sequences: all or none. Raises PromptTooLong, QueueFull (not for those accepted before), or why
-        nothing can be computed now."""
+        """Queue sequences: all or none. Raises PromptTooLong, QueueFull (unless ``accepted``), or the epoch's error."""
         ...
 
     def cancel(self, sequence: SequenceId, *, at_position: int) -> list[Event]:
-        """Output is wanted up to ``at_position`` and no further."""
+        """End a sequence at output position ``at_position``, at once if it is reached."""
         ...
 
 
 class RequestTable:
-    """Takes what gateways send, hands sequences on, and marks what gateways are to be told.
+    """Receives requests from gateways, submits their sequences, and marks results to send.
 
-    Requests are keyed by (gateway's node, request id); a higher attempt cancels a lower one. Runs on one event loop.
+    Requests are keyed by (gateway's node, request id). A higher attempt replaces a lower one. Runs on one event loop.
     """
 
     def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
-        """No epoch stands at first: see ``attach``."""
+        """Starts without an epoch; see ``attach``."""
         self._config = config
         self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
-        self._queue: Queue | None = None  # while an epoch stands
-        self._refusal: EdgepipeError | None = None  # why none can
+        self._queue: Queue | None = None  # while an epoch serves
+        self._refusal: EdgepipeError | None = None  # why requests are refused
         self._limits = limits
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
         self._requests: dict[RequestKey, Request] = {}
-        self._choices: dict[SequenceId, Choice] = {}  # that have not ended
-        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # when to forget, in order
+        self._choices: dict[SequenceId, Choice] = {}  # not ended
+        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # by key: when to forget, ascending
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
-        self._held_bytes = 0  # by the requests above
+        self._held_bytes = 0  # by all requests
 
     def attach(self, queue: Queue) -> None:
-        """An epoch stands: what was asked before and meanwhile is computed there, from its tokens so far."""
+        """Continue all requests in a new epoch, from their tokens so far."""
         self._queue, self._refusal = queue, None
         for request in list(self._requests.values()):
             waiting = [choice for choice in request.choices if choice.ending is None]
@@ -80,26 +79,27 @@ class RequestTable:
                     self.note(queue.cancel(choice.sequence, at_position=choice.wanted))
 
     def pause(self) -> None:
-        """The epoch has ended. Requests are taken and kept until the next one."""
+        """Leave the ended epoch. The table accepts and keeps requests until the next one."""
         self._queue = None
 
     def refuse_all(self, error: EdgepipeError) -> None:
-        """No epoch can stand now: what waits ends with ``error``, and so does what comes until one can."""
+        """End all requests with ``error``, and refuse new ones until the next epoch."""
         self._refusal = error
         self.fail_all(error)
 
     def requests_of(self, sequences: Iterable[SequenceId]) -> frozenset[RequestKey]:
-        """The requests that these belong to, as far as they have not ended."""
+        """Return the requests of these sequences that have not ended."""
         return frozenset(choice.request.key for choice in self._running(sequences))
 
     def is_guilty(self, sequences: Sequence[SequenceId]) -> bool:
-        """Whether a step with these that cannot be computed proves its sequence guilty: it was alone in it, and it is
-        the third one."""
-        return len(sequences) == 1 and any(one.crashes + 1 >= _MOST_CRASHES for one in self._running(sequences))
+        """Return whether a crash of a step with these sequences proves guilt: one sequence, at its third crash."""
+        return len(sequences) == 1 and any(choice.crashes + 1 >= _MOST_CRASHES for choice in self._running(sequences))
 
     def accuse(self, sequences: Sequence[SequenceId], error: EdgepipeError) -> None:
-        """Count a step that could not be computed against its sequences. After the second such step a sequence is
-        computed alone; if that fails too, its request is refused with ``error``."""
+        """Count a crashed step against its sequences.
+
+        After its second crash a sequence is computed alone; if that crashes, its request is refused with ``error``.
+        """
         guilty = self.is_guilty(sequences)
         for choice in self._running(sequences):
             choice.crashes += 1
@@ -109,7 +109,7 @@ class RequestTable:
                 self._end_all(choice.request, error)
 
     def acquit(self, requests: Iterable[RequestKey]) -> None:
-        """Forget the broken steps of these: a stage was at fault."""
+        """Forget the crashes of these requests, because a stage was at fault."""
         for key in requests:
             if (request := self._requests.get(key)) is not None:
                 for choice in request.choices:
@@ -124,11 +124,11 @@ class RequestTable:
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
 
     def submit(self, stream: GatewayStream, submission: Submission) -> None:
-        """A new request, or a new attempt at one. What cannot be is told as an ending with its error."""
+        """Take a new request or a new attempt. An invalid one gets an ending with its error."""
         key = RequestKey(stream.node_id, submission.request_id)
         known = self._requests.get(key)
         if known is not None and known.attempt > submission.attempt:
-            return  # its gateway has moved on, and drops tokens of that attempt
+            return  # the gateway drops tokens of this old attempt
         if known is not None and known.attempt == submission.attempt:
             self._attach(known, stream, have=[len(ids) for ids in submission.generated])
             return
@@ -141,7 +141,7 @@ class RequestTable:
         self._start(request)
 
     def cancel(self, stream: GatewayStream, cancellation: Cancellation) -> None:
-        """Wanted no further than a position. Unknown and ended choices are left alone."""
+        """End a choice at a position. Ignores unknown and ended choices."""
         request = self._requests.get(RequestKey(stream.node_id, cancellation.request_id))
         if request is None or request.attempt != cancellation.attempt:
             return
@@ -151,7 +151,7 @@ class RequestTable:
                 self._cancel(choice, cancellation.at_position)
 
     def resume(self, stream: GatewayStream, resumption: Resumption) -> None:
-        """A stream broke; send what comes after the tokens that the gateway has."""
+        """Resume a request after its stream broke, after the tokens that the gateway has."""
         request = self._requests.get(RequestKey(stream.node_id, resumption.request_id))
         if request is not None and request.attempt == resumption.attempt:
             self._attach(request, stream, have=resumption.have)
@@ -162,7 +162,7 @@ class RequestTable:
     def refuse(
         self, stream: GatewayStream, request_id: RequestId, attempt: int, num_choices: int, error: EdgepipeError
     ) -> None:
-        """End every choice of a request that cannot be taken."""
+        """End every choice of a refused request with ``error``."""
         submission = Submission(
             request_id=request_id, attempt=attempt, prompt=(), sampling=SamplingParams(temperature=0.0)
         )
@@ -172,7 +172,7 @@ class RequestTable:
         self._refuse(request, error)
 
     def note_step(self, news: StepNews) -> None:
-        """What a step gave: tokens with what was asked beside them, and sequences that cannot go on."""
+        """Record a retired step's results: tokens, log-probabilities, failed sequences."""
         for sequence, part in news.prompts:
             if (choice := self._choices.get(sequence)) is not None:
                 choice.add_prompt_logprobs(part)
@@ -188,11 +188,11 @@ class RequestTable:
         self.note(news.events, news.logprobs)
 
     def note(self, events: Iterable[Event], logprobs: Mapping[SequenceId, TokenLogprobs] = _NO_LOGPROBS) -> None:
-        """What the scheduler reports: log it, then mark it to be told."""
+        """Record the scheduler's events and mark their choices for sending."""
         for event in events:
             choice = self._choices.get(event.sequence)
             if choice is None:
-                continue  # of an attempt that was replaced
+                continue  # belongs to a replaced attempt
             if isinstance(event, TokenSampled):
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
@@ -202,7 +202,7 @@ class RequestTable:
                     continue
                 choice.add(event.token_id, scores)
                 if choice.crashes >= _SUSPECTED:
-                    choice.crashes = 0  # it was alone in this step, and the step came back
+                    choice.crashes = 0  # it was alone in this step, which retired
                 self._hold(choice.request, choice.request.token_bytes)
                 self._mark(choice)
             else:
@@ -216,8 +216,10 @@ class RequestTable:
             self._shed()
 
     def registration(self, sequence: SequenceId, tokens: Sequence[int]) -> Registration:
-        """How stages learn of a sequence that a step begins (again). ``tokens``: those known now, prompt and output;
-        the log here may lack the newest."""
+        """Return the registration of a sequence that a step begins (again).
+
+        ``tokens``: all known ones, prompt and output; the log here may lack the newest.
+        """
         choice = self._choices[sequence]
         submission = choice.request.submission
         sampling, prompt_tokens = choice.sampling, len(submission.prompt)
@@ -233,7 +235,7 @@ class RequestTable:
         )
 
     def detach(self, stream: GatewayStream) -> None:
-        """The stream is gone. What it asked goes on for a while, for a gateway that resumes, and is cancelled then."""
+        """Keep the requests of a broken stream for ``resume_s``, so that the gateway can resume them, then cancel."""
         for request in list(self._requests.values()):
             if request.stream is stream:
                 request.attach(None)
@@ -241,12 +243,12 @@ class RequestTable:
                     request.expiry = self._loop.call_later(self._timeouts.resume_s, self._drop, request)
 
     def fail_all(self, error: EdgepipeError) -> None:
-        """The epoch is over: what runs ends with ``error``."""
+        """End all running requests with ``error``."""
         for choice in list(self._choices.values()):
             self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
 
     def close(self) -> None:
-        """Forget everything, timers too."""
+        """Drop all requests and timers."""
         for request in self._requests.values():
             request.attach(None)
         self._requests.clear()
@@ -276,7 +278,7 @@ class RequestTable:
         self.note(events)
 
     def _keep(self, specs: Sequence[SequenceSpec]) -> list[Event]:
-        """Room for sequences that wait for the next epoch. Raises QueueFull."""
+        """Check that sequences may wait for the next epoch. Raises QueueFull."""
         most = self._limits.max_running + self._limits.max_waiting
         if len(self._choices) + len(specs) > most:
             raise QueueFull(
@@ -286,23 +288,23 @@ class RequestTable:
         return []
 
     def _make_room(self, request: Request) -> None:
-        """Raise QueueFull if the memory for requests does not suffice, when finished ones are forgotten, too.
+        """Forget finished requests if memory is short; raise QueueFull if that does not suffice.
 
-        What another attempt goes on with was taken before.
+        A further attempt gets the higher limit, since its request was accepted before.
         """
         most = self._limits.max_new_bytes if request.attempt == 1 else self._limits.max_held_bytes
         while self._finished and self._held_bytes + request.held_bytes > most:
             self._forget(next(iter(self._finished)))
         if self._held_bytes + request.held_bytes > most:
             raise QueueFull(
-                "the requests that run and wait are too large together",
+                "the running and waiting requests take too much memory together",
                 fact=f"they take {self._held_bytes >> 20} MiB of the engine's memory, this one "
                 f"{request.held_bytes / (1 << 20):.1f}; {most >> 20} MiB are the most",
                 next_step="try again in some seconds, or send a shorter prompt",
             )
 
     def _shed(self) -> None:
-        """Outputs have become too large together: forget finished requests, then end the youngest."""
+        """Free memory when outputs have grown too large: forget finished requests, then end the youngest."""
         most = self._limits.max_held_bytes
         while self._finished and self._held_bytes > most:
             self._forget(next(iter(self._finished)))
@@ -313,7 +315,7 @@ class RequestTable:
             self._drop(request)
             if stream is not None:
                 error = QueueFull(
-                    "the requests that run are too large together",
+                    "the running requests take too much memory together",
                     fact=f"they take more than {most >> 20} MiB of the engine's memory, and this one came last",
                     next_step="send the request again later, or ask for fewer tokens",
                     request_id=request.key.request_id,
@@ -338,7 +340,7 @@ class RequestTable:
             self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
 
     def _refuse(self, request: Request, error: EdgepipeError) -> None:
-        error.__traceback__ = error.__context__ = None  # they hold the frames, and those the prompt
+        error.__traceback__ = error.__context__ = None  # the frames hold the prompt
         for choice in request.choices:
             choice.ending = Ending(reason="error", num_tokens=len(choice.log), error=error)
             self._mark(choice)
@@ -388,13 +390,13 @@ class RequestTable:
         self._mark(choice)
         request = choice.request
         if request.ended:
-            request.attach(request.stream)  # no expiry any more: its result is kept as long as every other
+            request.attach(request.stream)  # cancels its expiry: its result is kept like any other
             self._keep_result(request)
             self._finished[request.key] = self._loop.time() + self._timeouts.resume_s
             self._forget_old()
 
     def _drop(self, request: Request) -> None:
-        """Nobody wants it any more: cancel what runs, tell nobody, keep nothing."""
+        """Cancel a request without an answer and drop its results."""
         request.attach(None)
         for choice in request.choices:
             if self._choices.pop(choice.sequence, None) is not None and self._queue is not None:
@@ -404,12 +406,12 @@ class RequestTable:
             self._held_bytes -= request.held_bytes
 
     def _keep_result(self, request: Request) -> None:
-        """An ended request is kept for gateways that resume: its output, and no longer its prompt."""
+        """Keep an ended request's output for a gateway that resumes; drop its prompt."""
         self._hold(request, -known_bytes(request.submission))
         request.submission = replace(request.submission, prompt=(), generated=())
 
     def _forget(self, key: RequestKey) -> None:
-        """Drop the result of a request, and the stream of a gateway that does not take it."""
+        """Drop an ended request's result, and its stream if the gateway does not read it."""
         del self._finished[key]
         request = self._requests.pop(key)
         self._held_bytes -= request.held_bytes
@@ -417,7 +419,7 @@ class RequestTable:
             request.stream.abandon()
 
     def _forget_old(self) -> None:
-        """Drop results whose time is over, and the oldest beyond the bound; look again when the next one's is."""
+        """Drop expired results and the oldest beyond the limit. Set the timer for the next expiry."""
         now_s = self._loop.time()
         while self._finished:
             key, until_s = next(iter(self._finished.items()))
@@ -433,13 +435,13 @@ class RequestTable:
 
 
 def _copy(error: EdgepipeError) -> EdgepipeError:
-    """For one more request, whose id it will carry."""
+    """Copy an error for another request, whose id it will carry."""
     return type(error)(error.what, fact=error.fact, next_step=error.next_step, node=error.node, stage=error.stage)
 
 
 def _forgotten(resume_s: float) -> PeerClosed:
     return PeerClosed(
-        "the engine does not know the request any more",
+        "the engine no longer has the request",
         fact=f"results are kept for {resume_s:.0f} s after their stream breaks",
         next_step="send the request again",
     )

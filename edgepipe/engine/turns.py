@@ -1,9 +1,9 @@
-"""What a token's turn takes beside computing, waiting and uploading: the ring's latency, on one clock.
+"""Measures the ring's latency on one clock: a token's turn without computing, waiting and uploading.
 
-The engine's clock sees a plan leave and its token come back. Stages tell how long the step stayed with each of them
-(waiting for the device included), links how long an upload takes. What is left of the turn is latency: all one-way
-delays, sampling, the way of the plan and of the token, and what event loops add. Only durations are subtracted, so the
-clocks of two machines are never compared, and a path that is slower one way than the other is counted right.
+The engine measures the time from sending a plan to its token's return. Stages report how long they held the step,
+including the wait for the device; links report upload times. The rest of the turn is latency: all one-way delays,
+sampling, the trips of plan and token, and event loops. Only durations are subtracted, so clocks of two machines are
+never compared, and a path that is slower in one direction is counted correctly.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from edgepipe.ids import StepId
 
 _SMOOTHING = 0.05  # weight of the newest value: about the last forty count
-_MAX_OPEN = 1024  # steps of which something has not been told yet
-_PROMPT_TOKENS = 32  # in a step that is still taken: with more, the upload is large and its error, too
+_MAX_OPEN = 1024  # steps with missing reports
+_PROMPT_TOKENS = 32  # limit for a measured step: with more, the upload and its error are large
 
 
 @dataclass(slots=True)
@@ -24,26 +24,26 @@ class _Open:
     sent_s: float
     turn_s: float | None = None
     stayed_s: float = 0.0
-    told: int = 0  # slices
+    told: int = 0  # slices that reported
 
 
 class TurnLedger:
-    """Puts together what is told of each step, in whatever order it comes."""
+    """Combines the reports of each step, in any order."""
 
     def __init__(self, *, num_slices: int, upload_s: Callable[[int], float]) -> None:
         self._num_slices = num_slices
-        self._upload_s = upload_s  # of a step of so many tokens, over all links
+        self._upload_s = upload_s  # seconds of a step's upload over all links, by its tokens
         self._open: dict[StepId, _Open] = {}  # in the order of sending
         self._latency_s = 0.0
         self._count = 0
 
     @property
     def latency_s(self) -> float:
-        """Smoothed; 0 while nothing is known."""
+        """Smoothed latency in seconds; 0 before the first measurement."""
         return max(0.0, self._latency_s)
 
     def sent(self, step: StepId, *, num_rows: int, num_tokens: int, now_s: float) -> None:
-        """A plan left."""
+        """Record that a plan was sent. Ignores steps with many prompt tokens."""
         if num_tokens > num_rows + _PROMPT_TOKENS:
             return
         self._open[step] = _Open(num_tokens, now_s)
@@ -51,7 +51,7 @@ class TurnLedger:
             del self._open[next(iter(self._open))]
 
     def stayed(self, step: StepId, seconds: float) -> None:
-        """The step was with one slice for so long, from its inputs' arrival to its output's departure."""
+        """Record how long one slice held the step, from its input's arrival to its output's departure."""
         known = self._open.get(step)
         if known is not None:
             known.stayed_s += seconds
@@ -59,7 +59,7 @@ class TurnLedger:
             self._settle(step, known)
 
     def retired(self, step: StepId, now_s: float) -> None:
-        """Its token came back."""
+        """Record that the step's token came back."""
         known = self._open.get(step)
         if known is not None:
             known.turn_s = now_s - known.sent_s

@@ -1,10 +1,10 @@
-"""Takes a peer's metadata files into the store: streamed to the disk, and accepted only as what the hash covers.
+"""Adopts a peer's metadata files into the store: streams them to disk and accepts them only if they match the hash.
 
 ::
 
     .adopting-NAME@HASH-1a2b3c4d/     while files arrive; deleted unless ``finish`` accepts them
     NAME@HASH/                        a model without tensors, as ``tensor_folder.py`` describes it
-        adopted-for                   the id of the node on whose word it was adopted; no such file for the user's own
+        adopted-for                   id of the node that announced it; missing for the user's own models
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from edgepipe.model.tensor_folder import TENSOR_FOLDER
 ADOPTED_FOR_FILE = "adopted-for"
 
 _PREFIX = ".adopting-"
-_LEFT_OVER_S = 3600.0  # an adoption ends within minutes; an older folder is that of a process that was killed
+_LEFT_OVER_S = 3600.0  # an adoption ends within minutes; a killed process left any older folder
 
 
 class Adoption:
-    """One model's folder while its metadata arrives. A context manager: what was not accepted is deleted."""
+    """A model's folder while its metadata arrives. A context manager: deletes everything not accepted."""
 
     def __init__(self, folder: Path, manifest: Manifest, *, adopted_for: str) -> None:
-        """``folder``: where the model will be; ``adopted_for``: a node's id, empty for this node's own user."""
+        """``folder``: the model's final folder; ``adopted_for``: a node's id, empty for this node's own user."""
         self._folder = folder
         self._manifest = manifest
         self._adopted_for = adopted_for
         self._staging = folder.with_name(f"{_PREFIX}{folder.name}-{secrets.token_hex(4)}")
 
     def open(self, entry: FileEntry) -> MetadataSink:
-        """Begin writing one of the manifest's metadata files."""
+        """Start writing one of the manifest's metadata files."""
         return MetadataSink(self._staging / entry.name, entry)
 
     def finish(self) -> None:
-        """Check what came and put it in place. Raises ModelInvalid if it is not what the manifest's hash covers."""
+        """Check the files and move them into place. Raises ModelInvalid if they do not match the manifest's hash."""
         self._check()
         (self._staging / TENSOR_FOLDER).mkdir()
         (self._staging / MANIFEST_FILE).write_bytes(self._manifest.to_json())
         if self._adopted_for:
             (self._staging / ADOPTED_FOR_FILE).write_text(self._adopted_for, encoding="utf-8")
         if not is_model_folder(self._folder):
-            shutil.rmtree(self._folder, ignore_errors=True)  # what a killed process left
+            shutil.rmtree(self._folder, ignore_errors=True)  # remains of a killed process
             self._staging.rename(self._folder)
 
     def _check(self) -> None:
@@ -68,7 +68,7 @@ class Adoption:
         contents = metadata_contents(self._staging)
         if contents != promised:
             other = sorted(name for name in promised if contents.get(name) != promised[name])
-            raise ModelInvalid(f"'{', '.join(other)}' is not the one that the model's hash covers")
+            raise ModelInvalid(f"'{', '.join(other)}' does not match the model's hash")
 
     def __enter__(self) -> Adoption:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Adoption:
 
 
 class MetadataSink:
-    """Takes one file's bytes in order. A context manager that closes the file."""
+    """Writes one file's bytes in order. A context manager that closes the file."""
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._entry = entry
@@ -90,19 +90,19 @@ class MetadataSink:
         self._position = 0
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Raises ModelInvalid if more comes than the manifest promised."""
+        """Append bytes. Raises ModelInvalid for more bytes than the manifest promised."""
         self._position += len(chunk)
         if self._position > self._entry.num_bytes:
-            raise self._damaged(f"more than the promised {self._entry.num_bytes} bytes came")
+            raise self._damaged(f"more than the promised {self._entry.num_bytes} bytes arrived")
         self._file.write(chunk)
         self._digest.update(chunk)
 
     def finish(self) -> None:
-        """Raise ModelInvalid unless the promised bytes are here."""
+        """Check length and hash. Raises ModelInvalid if they differ from the manifest."""
         if self._position < self._entry.num_bytes:
-            raise self._damaged(f"{self._position} of {self._entry.num_bytes} bytes came")
+            raise self._damaged(f"{self._position} of {self._entry.num_bytes} bytes arrived")
         if self._digest.hexdigest() != self._entry.sha256:
-            raise self._damaged("its SHA-256 is not the one that was promised")
+            raise self._damaged("its SHA-256 differs from the promised one")
 
     def __enter__(self) -> MetadataSink:
         return self
@@ -111,11 +111,11 @@ class MetadataSink:
         self._file.close()
 
     def _damaged(self, fact: str) -> ModelInvalid:
-        return ModelInvalid(f"'{self._entry.name}' came damaged", fact=fact)
+        return ModelInvalid(f"'{self._entry.name}' arrived damaged", fact=fact)
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model, whole or in part."""
+    """Return whether a folder holds a model, whole or in part."""
     return (folder / CARD_FILE).is_file() and (folder / MANIFEST_FILE).is_file()
 
 

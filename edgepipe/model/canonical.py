@@ -1,10 +1,10 @@
-"""Canonical forms of what gives a model's tokens their meaning. Their digests count in the manifest's hash.
+"""Canonical forms of the files that define a model's tokens. Their digests are part of the manifest's hash.
 
-The bytes of ``tokenizer.json`` cannot count: a tokenizer rebuilt from GGUF is written by the ``tokenizers`` library,
-and its versions spell one tokenizer differently. So the JSON values count, with three freedoms that change nothing for
-any version of the library: the order of an object's keys, fields that are null, and merges as ``"a b"`` (before 0.20)
-or as ``["a", "b"]``. The form is made from the file and not from GGUF's metadata, because peers receive the file alone.
-It is made without the library, whose version would decide the result otherwise.
+The bytes of ``tokenizer.json`` cannot be hashed: the ``tokenizers`` library writes a tokenizer rebuilt from GGUF, and
+its versions write it differently. So the JSON values are hashed, without three differences that no version of the
+library distinguishes: the order of keys, null fields, and merges as ``"a b"`` (before 0.20) or ``["a", "b"]``. The form
+is made from the file, not from GGUF's metadata, because peers receive only the file, and without the library, so that
+its version does not matter.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _MAX_TOKENIZER_VALUES = 4_000_000  # 262,144 tokens with 514,906 merges have 1.9
 
 
 def value_digest(value: object) -> str:
-    """SHA-256 of a JSON value, whatever the order of keys. Raises ValueError for numbers that JSON does not have."""
+    """Return the SHA-256 of a JSON value, independent of the order of keys. Raises ValueError for non-JSON numbers."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def tokenizer_digest(path: Path) -> str:
-    """SHA-256 of the canonical form of a ``tokenizer.json``. Raises ModelInvalid.
+    """Return the SHA-256 of the canonical form of a ``tokenizer.json``. Raises ModelInvalid.
 
-    Takes much memory for a hostile file: call it in a process with limits.
+    A hostile file can use much memory: call it in a process with limits.
     """
-    what = f"'{path.name}'"
+    label = f"'{path.name}'"
     try:
-        values = parse_json_object(path.read_bytes(), what=what, max_values=_MAX_TOKENIZER_VALUES)
+        values = parse_json_object(path.read_bytes(), what=label, max_values=_MAX_TOKENIZER_VALUES)
         return value_digest([_large_parts(values.get("model")), _without_nulls(values)])
     except OSError as exc:
-        raise ModelInvalid(f"{what} cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"{label} cannot be read", fact=str(exc)) from exc
     except (ValueError, RecursionError) as exc:
-        raise ModelInvalid(f"{what} is no tokenizer that can be used", fact=str(exc)[:200]) from exc
+        raise ModelInvalid(f"{label} is not a usable tokenizer", fact=str(exc)[:200]) from exc
 
 
 def _large_parts(model: object) -> dict[str, object]:
-    """Take vocabulary and merges out of the model: a million values that have no nulls to leave out."""
+    """Remove vocabulary and merges from the model and return them: a million values without nulls."""
     if not isinstance(model, dict):
         return {}
     fields = cast("dict[str, object]", model)
@@ -54,7 +54,7 @@ def _large_parts(model: object) -> dict[str, object]:
 
 
 def _pair(merge: object) -> object:
-    """A merge as a pair. What the library does not read as one stays as it is, a ``#version`` line among it."""
+    """Return a merge as a pair. Anything that the library does not read as a merge stays, such as ``#version``."""
     if not isinstance(merge, str) or merge.startswith("#version"):
         return merge
     parts = merge.split(" ")

@@ -1,4 +1,4 @@
-"""``edgepipe.json``: what every node must know of a model besides its tensors, whatever format it came in."""
+"""``edgepipe.json``: the description of a model that every node needs besides tensors, for every source format."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A model's shape and chat template. End tokens, those of chats included, stand in the config."""
+    """A model's shape and chat template. The config lists the end tokens, including those of chats."""
 
     config: ModelConfig
     template: ChatTemplate
     emulated: bool = False  # has no weights; only the emulated backend serves it
-    sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # defaults by their name in requests
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # defaults by parameter name
 
     def to_json(self) -> bytes:
-        """The file's content. Raises ModelInvalid if it is larger than ``read_card`` takes."""
+        """Return the file's content. Raises ModelInvalid if it is larger than ``read_card`` accepts."""
         value = {
             "version": _VERSION,
             "config": config_to_json(self.config),
@@ -55,10 +55,10 @@ class ModelCard:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical form: all that the card says, whichever version of edgepipe wrote it.
+        """SHA-256 of the canonical form, independent of the version of edgepipe that wrote the card.
 
-        Values of the shape that are their field's default are left out. So a field that is added later, with a default
-        that means the behaviour of before, changes no model's digest. A default must never change.
+        Fields with their default value are left out. So a new field whose default means the former behaviour changes no
+        model's digest. A default must never change.
         """
         return value_digest(
             {
@@ -72,12 +72,12 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelCard:
-        """Parse and check. Raises ModelInvalid."""
+        """Parse and check a card. Raises ModelInvalid."""
         return _card(parse_json_object(data, what=f"'{CARD_FILE}'"))
 
 
 def read_card(folder: Path) -> ModelCard:
-    """The card of a stored model. Raises ModelInvalid."""
+    """Read the card of a stored model. Raises ModelInvalid."""
     return _card(read_json_object(folder / CARD_FILE, max_bytes=_MAX_CARD_BYTES))
 
 
@@ -99,7 +99,7 @@ def _card(values: dict[str, Any]) -> ModelCard:
 
 
 def _told(shape: ModelConfig | Rope) -> dict[str, Any]:
-    """The fields that have other values than their defaults."""
+    """Return the fields whose values differ from their defaults."""
     values = {field.name: (getattr(shape, field.name), field.default) for field in dataclasses.fields(shape)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

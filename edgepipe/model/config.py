@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face or GGUF metadata to one ``ModelConfig``. Foreign values are checked here, once."""
+"""Convert Hugging Face's ``config.json`` or GGUF metadata to a ``ModelConfig``; the only check of foreign values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgepipe.model.rope_config import extended_context, gguf_rope, hf_rope
 from edgepipe.model.sampling_defaults import GENERATION_FILE
 from edgepipe.model.strict_json import read_json_object
 
-# Caps far above what exists (Llama 3.1 405B: 126 layers, hidden 16384), far below what would exhaust anything.
+# Caps far above existing models (Llama 3.1 405B: 126 layers, hidden 16384), far below exhausting any resource.
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 17
 MAX_INTERMEDIATE = 1 << 20
@@ -26,13 +26,13 @@ MAX_CONTEXT = 1 << 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What an architecture fixes that its config does not say, with transformers' defaults for absent keys."""
+    """Properties of an architecture that its config does not contain, and transformers' defaults for absent keys."""
 
     name: str
     default_context: int
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
-    qkv_bias: bool = False  # always there, whatever the config says
+    qkv_bias: bool = False  # always present, independent of the config
     attention_bias_key: bool = False  # the config's attention_bias covers q, k, v and the output projection
     mlp_bias_key: bool = False
     qk_norm: bool = False
@@ -60,21 +60,21 @@ _MODEL_TYPES = {family.name: name for name, family in _FAMILIES.items()}
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """The config of a model folder (``config.json``, end tokens also from ``generation_config.json``).
+    """Read the config of a model folder (``config.json``, end tokens also from ``generation_config.json``).
 
     Raises ModelInvalid, ArchitectureUnsupported.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelInvalid(f"'{folder.name}' is no model folder", fact="it has no config.json")
+        raise ModelInvalid(f"'{folder.name}' is not a model folder", fact="it has no config.json")
     generation = folder / GENERATION_FILE
     return hf_config(read_json_object(path), read_json_object(generation) if generation.is_file() else None)
 
 
 def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A parsed ``config.json`` (and ``generation_config.json``) to a ModelConfig.
+    """Convert a parsed ``config.json`` (and ``generation_config.json``) to a ModelConfig.
 
-    Raises ModelInvalid, and ArchitectureUnsupported naming what is supported.
+    Raises ModelInvalid, and ArchitectureUnsupported, which lists the supported ones.
     """
     fields = Fields(values, what="config.json")
     family = _family(fields)
@@ -83,10 +83,10 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     vocab = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
-    told = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
+    declared = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
     head_dim = read_head_dim(fields, "head_dim", hidden, heads, family.default_head_dim)
-    rope = hf_rope(fields, head_dim=head_dim, context_length=told)
-    context = extended_context(rope, _told_context(fields, rope, told))
+    rope = hf_rope(fields, head_dim=head_dim, context_length=declared)
+    context = extended_context(rope, _told_context(fields, rope, declared))
     bias = family.attention_bias_key and fields.flag("attention_bias", default=False)
     config = ModelConfig(
         architecture=family.name,
@@ -115,7 +115,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 def gguf_config(
     metadata: Mapping[str, object], tensors: Mapping[str, tuple[int, ...]], rope_factors: tuple[float, ...] = ()
 ) -> ModelConfig:
-    """GGUF metadata and the tensors' row-major shapes (GGUF's names) to a ModelConfig.
+    """Convert GGUF metadata and the tensors' row-major shapes (GGUF's names) to a ModelConfig.
 
     ``rope_factors``: the file's ``rope_freqs.weight``. Raises ModelInvalid, ArchitectureUnsupported.
     """
@@ -125,16 +125,14 @@ def gguf_config(
         raise _unsupported(f"GGUF {arch}" + (" with experts" if arch in _GGUF_ARCHITECTURES else ""))
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding) != 2 or embedding[0] > MAX_VOCAB:
-        raise ModelInvalid(
-            "the GGUF file has no token embedding that can be used", fact=f"token_embd.weight: {embedding}"
-        )
+        raise ModelInvalid("the GGUF file has no usable token embedding", fact=f"token_embd.weight: {embedding}")
     hidden = fields.integer(f"{arch}.embedding_length", low=1, high=MAX_WIDTH)
     heads = fields.integer(f"{arch}.attention.head_count", low=1, high=MAX_HEADS)
-    told = fields.integer(f"{arch}.context_length", low=1, high=MAX_CONTEXT)
+    declared = fields.integer(f"{arch}.context_length", low=1, high=MAX_CONTEXT)
     layers = fields.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS)
     head_dim = read_head_dim(fields, f"{arch}.attention.key_length", hidden, heads, None)
-    rope = gguf_rope(fields, arch, head_dim=head_dim, context_length=told, factors=rope_factors)
-    context = extended_context(rope, told)
+    rope = gguf_rope(fields, arch, head_dim=head_dim, context_length=declared, factors=rope_factors)
+    context = extended_context(rope, declared)
     window = fields.integer(f"{arch}.attention.sliding_window", low=0, high=MAX_CONTEXT, default=0)
     return ModelConfig(
         architecture=arch,
@@ -159,12 +157,12 @@ def gguf_config(
     )
 
 
-def _told_context(fields: Fields, rope: Rope, told: int) -> int:
-    """Return the context that the config names; Vicuna's configs name the linearly stretched one under another key."""
+def _told_context(fields: Fields, rope: Rope, declared: int) -> int:
+    """Return the config's context. Vicuna's configs declare the linearly scaled one under another key."""
     if rope.scaling != "linear":
-        return told
-    stretched = fields.integer("max_sequence_length", low=1, high=MAX_CONTEXT, default=told)
-    return max(told, min(stretched, round(told * rope.factor)))
+        return declared
+    stretched = fields.integer("max_sequence_length", low=1, high=MAX_CONTEXT, default=declared)
+    return max(declared, min(stretched, round(declared * rope.factor)))
 
 
 def _unsupported(found: str) -> ArchitectureUnsupported:
@@ -188,7 +186,7 @@ def _family(fields: Fields) -> _Family:
 def _refuse_foreign_code(fields: Fields) -> None:
     if fields.has("auto_map"):
         raise ModelInvalid(
-            "config.json wants code from the model's folder to run ('auto_map')",
+            "config.json needs code from the model's folder ('auto_map')",
             fact="edgepipe runs no code that comes with a model",
             next_step="choose a model without custom code",
         )
@@ -204,7 +202,7 @@ def _refuse_foreign_code(fields: Fields) -> None:
 
 
 def read_head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | None) -> int:
-    """The head size under ``key``, else ``default``, else hidden size over heads. Raises ModelInvalid."""
+    """Return the head size under ``key``, else ``default``, else hidden size over heads. Raises ModelInvalid."""
     if not fields.has(key) and default is None:
         if hidden % heads:
             raise fields.fail(key, f"{heads} heads do not divide the hidden size {hidden}, and it is missing")
@@ -216,7 +214,7 @@ def read_head_dim(fields: Fields, key: str, hidden: int, heads: int, default: in
 
 
 def read_kv_heads(fields: Fields, key: str, heads: int, default: int | None) -> int:
-    """The number of key-value heads under ``key``, else ``default``, else ``heads``. Raises ModelInvalid."""
+    """Return the number of key-value heads under ``key``, else ``default``, else ``heads``. Raises ModelInvalid."""
     kv_heads = fields.integer(key, low=1, high=MAX_HEADS, default=default or heads)
     if heads % kv_heads:
         raise fields.fail(key, f"{kv_heads} key-value heads do not divide {heads} heads")
@@ -224,7 +222,7 @@ def read_kv_heads(fields: Fields, key: str, heads: int, default: int | None) -> 
 
 
 def _hf_windows(fields: Fields, family: _Family, layers: int, context: int) -> tuple[int | None, ...]:
-    """Per layer; the rules are those of transformers' configuration classes."""
+    """Return the window of each layer, by the rules of transformers' configuration classes."""
     if family.windows == "none":
         return ()
     if family.windows == "all":
@@ -249,7 +247,7 @@ def _sliding_layers(fields: Fields, layers: int) -> list[bool]:
 
 
 def _windows(slides: list[bool], window: int, context: int) -> tuple[int | None, ...]:
-    """A window as large as the context hides nothing, so it is none."""
+    """Return the window of each layer. A window as large as the context has no effect and is dropped."""
     if not window or window >= context or not any(slides):
         return ()
     return tuple(window if slide else None for slide in slides)

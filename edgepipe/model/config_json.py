@@ -1,4 +1,4 @@
-"""``ModelConfig`` as JSON values, for ``edgepipe.json`` and for peers. Reading checks like a foreign config."""
+"""Convert ``ModelConfig`` to and from JSON, for ``edgepipe.json`` and peers. Reading checks every value."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON values; ``config_from_json`` gives an equal config back."""
+    """Convert a config to plain JSON values; ``config_from_json`` restores an equal config."""
     return asdict(config)
 
 
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
-    """The config that ``config_to_json`` wrote. Raises ModelInvalid, ArchitectureUnsupported."""
+    """Restore the config that ``config_to_json`` wrote. Raises ModelInvalid, ArchitectureUnsupported."""
     fields = Fields(values, what="the model's description")
     family = fields.text("architecture")
     if family not in _FAMILIES:

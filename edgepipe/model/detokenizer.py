@@ -1,4 +1,4 @@
-"""Token ids to text as they come: never half a character, constant work per token."""
+"""Convert token ids to text as they arrive: whole characters only, constant work per token."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
 
-_OPEN_BYTES = 3  # of a character that lacks at least one
+_OPEN_BYTES = 3  # longest incomplete character
 
 
 class Detokenizer:
-    """Decodes one growing text. A function of the ids before and the ids added: replaying them gives the same text.
+    """Incremental decoder of one text. The same ids always give the same text, also when replayed.
 
-    The pieces of ``before`` and those of the ids added are together the pieces of all ids, wherever the cut is: a
-    character that ``before`` leaves incomplete belongs to the ids added.
+    The text of ``before`` and the text of the added ids join to the text of all ids, wherever the cut is. A character
+    that ``before`` leaves incomplete appears in the text of the added ids.
     """
 
     def __init__(self, table: TokenTable, skipped: frozenset[int], *, before: Sequence[int] = ()) -> None:
-        """Begin behind the text of ``before``; without it at the start of a text."""
+        """Start after the text of ``before``; without it at the start of a text."""
         self._table = table
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -31,25 +31,25 @@ class Detokenizer:
         self._pass(before)
 
     def add(self, token: int) -> str:
-        """The text that is certain now; may be empty while a character is incomplete. Unknown ids give nothing."""
+        """Add a token and return its text; empty while a character is incomplete. Unknown ids give no text."""
         if token in self._skipped:
             return ""
         data = self._table(token)
         return self._decoder.decode(self._stripped(data) if self._to_strip else data)
 
     def finish(self) -> str:
-        """What is left at the end: a replacement character for an incomplete one."""
+        """Return the rest at the end: a replacement character for an incomplete one."""
         return self._decoder.decode(b"", final=True)
 
     def _stripped(self, data: bytes) -> bytes:
-        """Take off the spaces that a text begins with because of how it was encoded."""
+        """Remove leading spaces that the encoding added to the text."""
         kept = data.lstrip(b" ")
         num_spaces = min(len(data) - len(kept), self._to_strip)
         self._to_strip = 0 if kept else self._to_strip - num_spaces
         return data[num_spaces:]
 
     def _pass(self, before: Sequence[int]) -> None:
-        """Be where the text of ``before`` ends, after looking at few of its tokens: those at both its ends."""
+        """Advance to the end of ``before``. Reads only a few tokens at both its ends."""
         for token in filterfalse(self._skipped.__contains__, before):
             if not self._to_strip:
                 break
@@ -63,12 +63,12 @@ class Detokenizer:
 
 
 class TokenTable:
-    """What each token stands for in bytes, by the rules of the tokenizer's decoder."""
+    """Bytes of each token, by the rules of the tokenizer's decoder."""
 
     def __init__(self, library: _Library, *, rule: Callable[[str], bytes], leading_spaces: int = 0) -> None:
         self._library = library
         self._rule = rule
-        self.leading_spaces = leading_spaces  # taken off the start of a text
+        self.leading_spaces = leading_spaces  # removed from the start of a text
 
     def __call__(self, token: int) -> bytes:
         text = self._library.id_to_token(token)
@@ -76,7 +76,7 @@ class TokenTable:
 
 
 def token_bytes(library: _Library) -> TokenTable:
-    """The table for a loaded tokenizer: byte-level, SentencePiece, or plain text where the decoder is another."""
+    """Return the table for a loaded tokenizer: byte-level, SentencePiece, or plain text for other decoders."""
     state: Any = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {}
     kinds = {step.get("type"): step for step in state.get("decoders", [state])}
     if "ByteLevel" in kinds:
@@ -93,7 +93,7 @@ def token_bytes(library: _Library) -> TokenTable:
 
 
 def _byte_level_rule() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 are moved to U+0100 and up."""
+    """Return the rule of GPT-2's alphabet: printable Latin-1 bytes map to themselves, the other 68 to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -101,7 +101,7 @@ def _byte_level_rule() -> Callable[[str], bytes]:
     def rule(text: str) -> bytes:
         try:
             return bytes([alphabet[char] for char in text])
-        except KeyError:  # an added token stands for its own text
+        except KeyError:  # an added token represents its own text
             return text.encode("utf-8", "replace")
 
     return rule

@@ -1,4 +1,4 @@
-"""Room on the models' disk, and what to say when it runs out or cannot be written."""
+"""Space on the models' disk, and errors for a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from edgepipe.errors import ModelDownloadFailed
 from edgepipe.units import format_bytes
 
-HEADROOM_BYTES = 512 << 20  # kept free on the disk besides models that somebody asked for
-COPY_HEADROOM_BYTES = 2 << 30  # besides copies that nobody asked for
+HEADROOM_BYTES = 512 << 20  # kept free on the disk when a user pulls models
+COPY_HEADROOM_BYTES = 2 << 30  # kept free for automatic copies
 
 
 def free_bytes(root: Path) -> int:
-    """Free on the disk of a folder that may not exist yet; 0 where that cannot be known."""
+    """Return the free bytes on the disk of a folder that may not exist yet; 0 if unknown."""
     try:
         return shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
     except OSError:
@@ -24,7 +24,7 @@ def free_bytes(root: Path) -> int:
 
 
 def check_room(model: str, root: Path, num_bytes: int) -> None:
-    """Raises ModelDownloadFailed with the numbers if so many bytes and some air do not fit."""
+    """Check that ``num_bytes`` and the headroom fit. Raises ModelDownloadFailed with the numbers."""
     needed, free = num_bytes + HEADROOM_BYTES, free_bytes(root)
     if num_bytes > 0 and free < needed:
         raise ModelDownloadFailed(
@@ -36,7 +36,7 @@ def check_room(model: str, root: Path, num_bytes: int) -> None:
 
 @contextmanager
 def disk_errors(model: str) -> Generator[None]:
-    """Translates OSError of writing a model's files. Raises ModelDownloadFailed; what was written stays for later."""
+    """Translate OSErrors of writing a model's files to ModelDownloadFailed. Partial files stay for a retry."""
     try:
         yield
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Writes a model folder for the emulated backend: a shape, a byte-level tokenizer, a chat template, no weights."""
+"""Write a model folder for the emulated backend: a shape, a byte-level tokenizer, a chat template, no weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 def write_model_folder(folder: Path, config: ModelConfig) -> None:
     """Write ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder`` (made if missing).
 
-    The vocabulary must hold at least the bytes and the special tokens; ids above those are made-up words.
+    The vocabulary must hold at least the bytes and the special tokens; higher ids are artificial words.
     """
     if config.vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"the emulated tokenizer needs a vocabulary of {SMALLEST_VOCAB} or more")
@@ -37,7 +37,7 @@ def write_model_folder(folder: Path, config: ModelConfig) -> None:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The config in Hugging Face's words, with the marker."""
+    """Return the config in Hugging Face's format, with the marker of an emulated model."""
     return {
         EMULATED_KEY: True,
         "architectures": ["LlamaForCausalLM"],
@@ -61,7 +61,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tokenizer_config_json(config: ModelConfig) -> dict[str, Any]:
-    """The tokenizer's special tokens and the chat template."""
+    """Return the tokenizer's special tokens and the chat template."""
     return {
         "bos_token": SPECIAL_TOKENS[0],
         "eos_token": SPECIAL_TOKENS[2],
@@ -73,7 +73,7 @@ def tokenizer_config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def byte_level_tokenizer(vocab_size: int = SMALLEST_VOCAB) -> Tokenizer:
-    """Ids 0-255 are bytes, 256-258 special tokens; further ids decode to `` w259`` and so on and are never encoded."""
+    """Build a tokenizer: ids 0-255 are bytes, 256-258 special tokens; higher ids decode to `` w259`` and so on."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     vocab |= {f"{_space()}w{token}": token for token in range(SMALLEST_VOCAB, vocab_size)}
     vocab |= {token: NUM_BYTE_TOKENS + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -86,14 +86,14 @@ def byte_level_tokenizer(vocab_size: int = SMALLEST_VOCAB) -> Tokenizer:
 
 
 def _space() -> str:
-    """How a byte-level vocabulary writes a space."""
+    """Return the character for a space in a byte-level vocabulary."""
     return _byte_characters()[ord(" ")]
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
+    """Return the printable character for each byte in byte-level vocabularies (GPT-2's table).
 
-    Printable Latin-1 bytes stand for themselves, the others in ascending order for U+0100, U+0101, ...
+    Printable Latin-1 bytes map to themselves, the others in ascending order to U+0100, U+0101, ...
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -1,4 +1,4 @@
-"""Long texts to token ids, in a child process."""
+"""Encode long texts to token ids, in a child process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from edgepipe.errors import CapacityError, ModelInvalid
 from edgepipe.model.frames import HEAD, unpack_ids
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
-_START_S = 20.0  # an interpreter starting on a starved machine
+_START_S = 20.0  # start of an interpreter on an overloaded machine
 _ENCODE_S = 60.0  # 8 MB take 4-8 s, and the first text reads the tokenizer
-_ANSWER_BYTES = 8 << 10  # around the ids, or of an error
+_ANSWER_BYTES = 8 << 10  # overhead around the ids, or an error
 
 
 class LongTextEncoder:
-    """Encodes with one model's tokenizer. The child is started by the first text and kept."""
+    """Encodes with one model's tokenizer. The first text starts the child, which stays."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._child = WarmChild("edgepipe.model.encoding_child", start_s=_START_S)
 
     async def encode(self, text: str, *, add_special: bool, at_most: int) -> tuple[int, list[int]]:
-        """How many tokens the text has, and their ids if there are not more than ``at_most``.
+        """Return the text's number of tokens, and their ids if there are at most ``at_most``.
 
-        Raises CapacityError where the machine has too little time or memory, ModelInvalid.
+        Raises CapacityError if the machine lacks time or memory, and ModelInvalid.
         """
         asked = json.dumps({"folder": str(self._folder), "add_special": add_special, "at_most": at_most}).encode()
         most_bytes = _ANSWER_BYTES + HEAD.size * at_most
@@ -32,8 +32,8 @@ class LongTextEncoder:
             answer = await self._child.ask(asked, b"\n", text.encode(), within_s=_ENCODE_S, most_bytes=most_bytes)
         except (TimeoutError, ChildEnded) as exc:
             raise CapacityError(
-                "the text could not be turned into tokens",
-                fact="this machine has too little time or memory now",
+                "the text could not be encoded to tokens",
+                fact="this machine lacks time or memory at present",
                 next_step="try again in a moment, or send a shorter text",
             ) from exc
         if answer[:1] != b"+":

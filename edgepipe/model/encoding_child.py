@@ -1,9 +1,9 @@
 """The child process that encodes long texts: ``python -m edgepipe.model.encoding_child``.
 
-What the tokenizers' library gives for a million tokens takes the interpreter's lock for 50 ms and more, in a thread,
-too. A question (``edgepipe.model.frames``) is a line of JSON, ``{"folder", "add_special", "at_most"}``, and the text;
-the answer is ``+``, the number of tokens and ``pack_ids`` of them (of none, if there are more than ``at_most``), or
-``-`` and why there are none.
+The tokenizers library holds the interpreter's lock for 50 ms and more to return a million tokens, also in a thread. A
+request (``edgepipe.model.frames``) is a line of JSON, ``{"folder", "add_special", "at_most"}``, followed by the text.
+The answer is ``+``, the number of tokens and their ``pack_ids`` (empty if there are more than ``at_most``), or ``-``
+and an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def _tokenizer(folder: str) -> Tokenizer:
 
 
 def answer(question: bytes) -> bytes:
-    """To one question."""
+    """Answer one request."""
     head, _, text = question.partition(b"\n")
     asked = json.loads(head)
     try:
         ids = _tokenizer(asked["folder"]).encode(text.decode(), add_special=asked["add_special"])
     except EdgepipeError as exc:
         return b"-" + " ".join(exc.lines()).encode(errors="replace")[:_MAX_ERROR_BYTES]
-    told = ids if len(ids) <= asked["at_most"] else []
-    return b"+" + HEAD.pack(len(ids)) + pack_ids(told)
+    sent = ids if len(ids) <= asked["at_most"] else []
+    return b"+" + HEAD.pack(len(ids)) + pack_ids(sent)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Facts of a model that every room may know: its shape, its layer ranges, what its KV costs.
+"""Basic facts of a model for all packages: its shape, its layer ranges, the size of its KV.
 
-Nothing here reads files; ``edgepipe.model.config`` builds a ``ModelConfig`` from ``config.json`` or GGUF metadata.
+This module reads no files; ``edgepipe.model.config`` builds a ``ModelConfig`` from ``config.json`` or GGUF metadata.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edgepipe.errors import ConfigInvalid, PlanInvalid
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayerRange:
-    """Decoder layers ``[start, end)``; printed inclusively (``0-14``) where people read it."""
+    """Decoder layers ``[start, end)``; printed inclusively (``0-14``)."""
 
     start: int
     end: int
@@ -21,7 +21,7 @@ class LayerRange:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise PlanInvalid(
-                f"layers {self.start}-{self.end - 1} are no range",
+                f"layers {self.start}-{self.end - 1} are not a range",
                 fact="a range holds at least one layer",
                 next_step="write first and last layer, as in 0-14",
             )
@@ -41,29 +41,29 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A run of layers that one stage executes as a unit; the first also embeds, the last also has norm and head."""
+    """A run of layers that a stage executes as a unit. The first slice also embeds, the last has norm and head."""
 
-    index: int  # position along the way of a token, 0 embeds
+    index: int  # position in the order that a token passes; 0 embeds
     layers: LayerRange
     embedding: bool
     head: bool
 
 
 def make_slices(ranges: list[LayerRange], num_layers: int) -> tuple[Slice, ...]:
-    """Slices for ranges that cover ``[0, num_layers)`` once and in order. Raises PlanInvalid, naming the layer."""
+    """Make slices of ranges that cover ``[0, num_layers)`` once, in order. Raises PlanInvalid with the layer."""
     expected = 0
     for layers in ranges:
         if layers.start > expected:
             raise PlanInvalid(
                 f"the plan leaves out {_layers(expected, layers.start - 1)}",
                 fact=f"the model has layers 0-{num_layers - 1}",
-                next_step="let each part begin where the one before ends",
+                next_step="let each part begin where the previous part ends",
             )
         if layers.start < expected:
             raise PlanInvalid(
                 f"the plan has {_layers(layers.start, min(expected, layers.end) - 1)} twice",
-                fact=f"the part before ends at layer {expected - 1}",
-                next_step="let each part begin where the one before ends",
+                fact=f"the previous part ends at layer {expected - 1}",
+                next_step="let each part begin where the previous part ends",
             )
         expected = layers.end
     if expected != num_layers:
@@ -102,7 +102,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model. Immutable and checked: whoever holds one may trust it."""
+    """The shape of a decoder-only model. Immutable; its values are checked where it is built."""
 
     architecture: str  # "llama" | "mistral" | "qwen2" | "qwen3": the family, lower case
     num_layers: int
@@ -112,41 +112,41 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    context_length: int  # tokens of one sequence, stretched by the rope's scaling
+    context_length: int  # tokens of one sequence, including the rope's scaling
     rms_norm_eps: float
     rope: Rope
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before rotary (Qwen3)
-    sliding_windows: tuple[int | None, ...] = ()  # per layer: tokens a query sees incl. itself; (): none anywhere
+    sliding_windows: tuple[int | None, ...] = ()  # per layer: tokens that a query sees incl. itself; (): no windows
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
     def context_for(self, asked_tokens: int) -> int:
-        """Return the tokens of one sequence for a person who asks for so many (0: the model's).
+        """Return the context length for a request of ``asked_tokens`` (0: the model's).
 
-        Raises ConfigInvalid if the model takes fewer.
+        Raises ConfigInvalid if the model supports fewer.
         """
         if asked_tokens > self.context_length:
             raise ConfigInvalid(
-                f"--context {asked_tokens} is more than the model takes",
-                fact=f"it takes {self.context_length} tokens",
+                f"--context {asked_tokens} is more than the model supports",
+                fact=f"it supports {self.context_length} tokens",
                 next_step=f"give --context {self.context_length} or less, or leave it out",
             )
         return asked_tokens or self.context_length
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens, or None."""
+        """Return the sliding window of a layer in tokens, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def kv_bytes_per_token(self, *, num_layers: int, bytes_per_value: int) -> int:
-        """Bytes of keys and values that one token keeps in ``num_layers`` layers."""
+        """Return the bytes of one token's keys and values in ``num_layers`` layers."""
         return 2 * num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     def layer_parameters(self) -> int:
-        """Number of weights in one decoder layer (norms and biases included)."""
+        """Return the number of weights in one decoder layer, including norms and biases."""
         q, kv, h, i = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -158,7 +158,7 @@ class ModelConfig:
         return count + 2 * self.head_dim * self.qk_norm
 
     def slice_parameters(self, part: Slice) -> int:
-        """Number of weights that a slice holds; a tied head is counted where it is used."""
+        """Return the number of weights in a slice. A tied head counts in the slice that uses it."""
         table = self.vocab_size * self.hidden_size
         count = len(part.layers) * self.layer_parameters()
         count += table if part.embedding else 0

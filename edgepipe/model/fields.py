@@ -1,4 +1,4 @@
-"""Typed reads from a foreign mapping (config.json or GGUF metadata): a wrong type or size is ModelInvalid."""
+"""Typed reads from a foreign mapping (config.json or GGUF metadata). A wrong type or size raises ModelInvalid."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from edgepipe.errors import ModelInvalid
 
 
 class Fields:
-    """Reads values by key and refuses those of a wrong type or out of range. Absent and null mean the default."""
+    """Reads values by key and rejects wrong types and ranges. Absent and null mean the default."""
 
     def __init__(self, values: Mapping[str, object], *, what: str) -> None:
         self._values = values
         self._what = what
 
     def fail(self, key: str, fact: str) -> ModelInvalid:
-        """The error for a value that cannot be used."""
+        """Return the error for an unusable value."""
         return ModelInvalid(f"{self._what} cannot be used: '{key}'", fact=fact)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is present and not null."""
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> object:
-        """The value as it stands, or None."""
+        """Return the value unchecked, or None."""
         return self._values.get(key)
 
     def integer(self, key: str, *, low: int, high: int, default: int | None = None) -> int:
-        """An integer in ``[low, high]``; ``default`` None: the key must be there. Raises ModelInvalid."""
+        """Return an integer in ``[low, high]``; ``default`` None: the key is required. Raises ModelInvalid."""
         value = self._values.get(key)
         if value is None:
             if default is None:
@@ -42,7 +42,7 @@ class Fields:
         return value
 
     def number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in ``[low, high]``; ``default`` None: the key must be there. Raises ModelInvalid."""
+        """Return a finite number in ``[low, high]``; ``default`` None: the key is required. Raises ModelInvalid."""
         value = self._values.get(key)
         if value is None:
             if default is None:
@@ -53,11 +53,11 @@ class Fields:
         return float(cast("float", value))
 
     def optional_number(self, key: str, *, low: float, high: float) -> float | None:
-        """As ``number``; None where the key is absent or null. Raises ModelInvalid."""
+        """Return like ``number``; None if the key is absent or null. Raises ModelInvalid."""
         return self.number(key, low=low, high=high) if self.has(key) else None
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """A boolean. Raises ModelInvalid."""
+        """Return a boolean. Raises ModelInvalid."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -66,7 +66,7 @@ class Fields:
         return value
 
     def text(self, key: str, *, default: str | None = None) -> str:
-        """A string; ``default`` None: the key must be there. Raises ModelInvalid."""
+        """Return a string; ``default`` None: the key is required. Raises ModelInvalid."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -75,14 +75,14 @@ class Fields:
         return value
 
     def numbers(self, key: str, *, low: float, high: float, length: int) -> tuple[float, ...]:
-        """A list of ``length`` finite numbers. Raises ModelInvalid."""
+        """Return a list of ``length`` finite numbers. Raises ModelInvalid."""
         items = self.items(key)
         if len(items) != length or not all(type(i) in (int, float) and self._finite(i, low, high) for i in items):
             raise self.fail(key, f"{length} numbers from {low:g} to {high:g} are needed, it has {len(items)} items")
         return tuple(float(cast("float", item)) for item in items)
 
     def items(self, key: str) -> list[object]:
-        """A list of anything; absent: empty. Raises ModelInvalid."""
+        """Return a list with items of any type; absent: empty. Raises ModelInvalid."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -93,7 +93,7 @@ class Fields:
         return list(cast("list[object]", value))
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
-        """One id or a list of ids below ``vocab_size``; absent: (). Raises ModelInvalid."""
+        """Return one id or a list of ids below ``vocab_size`` as a tuple; absent: (). Raises ModelInvalid."""
         value = self._values.get(key)
         items = self.items(key) if isinstance(value, list | tuple) else [] if value is None else [value]
         if len(items) > 1024 or not all(type(item) is int and 0 <= item < vocab_size for item in items):

@@ -1,4 +1,4 @@
-"""Positioned reads. Files are read, never mapped: a file cut short under a map would kill the process with SIGBUS."""
+"""Positioned reads. Files are never mapped: if a mapped file shrinks, SIGBUS kills the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 def read_at(path: Path, offset: int, num_bytes: int, *, what: str) -> npt.NDArray[np.uint8]:
-    """``num_bytes`` from ``offset``, in a new array. Raises ModelInvalid if the file is shorter than it promised."""
+    """Read ``num_bytes`` from ``offset`` into a new array. Raises ModelInvalid if the file is too short."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < offset + num_bytes:
@@ -37,7 +37,7 @@ def _fill(descriptor: int, target: memoryview, offset: int, path: Path, what: st
 
 def _too_short(path: Path, what: str, needed: int) -> ModelInvalid:
     return ModelInvalid(
-        f"'{path.name}' is shorter than it promised",
-        fact=f"{what} ends at byte {needed}, behind the end of the file",
+        f"'{path.name}' is shorter than its header says",
+        fact=f"{what} ends at byte {needed}, beyond the end of the file",
         next_step="fetch the model again: edgepipe models pull",
     )

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under Hugging Face's names, row-major, q and k rows in Hugging Face's order."""
+"""Tensors of a GGUF file under Hugging Face's names, row-major, with q and k rows in Hugging Face's order."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeadCounts:
-    """What un-permuting needs; given for the architecture ``llama`` only."""
+    """Head counts for un-permuting; only the architecture ``llama`` needs it."""
 
     query: int
     key: int
 
 
 def hugging_face_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; names unknown here stay as they are."""
+    """Translate ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``; unknown names stay."""
     if name in _WHOLE:
         return _WHOLE[name]
     match = _LAYER.fullmatch(name)
@@ -59,7 +59,7 @@ def hugging_face_name(name: str) -> str:
 
 
 class GgufFile:
-    """The tensors of one GGUF file, read lazily. The metadata is not kept."""
+    """Tensors of one GGUF file, read lazily; without the metadata."""
 
     def __init__(self, path: Path, places: Mapping[str, TensorPlace]) -> None:
         self._path = path
@@ -68,11 +68,11 @@ class GgufFile:
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors by Hugging Face's name."""
+        """All tensors, by Hugging Face's name."""
         return self._infos
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """A whole tensor's blocks, rows in logical order. Raises ModelInvalid if the file is shorter than promised."""
+        """Read a tensor's blocks, rows in logical order. Raises ModelInvalid if the file is too short."""
         place = self._places[name]
         data = read_at(self._path, place.offset, place.info.num_bytes, what=f"tensor '{name}'")
         if place.permuted_heads is None:
@@ -80,7 +80,7 @@ class GgufFile:
         return unpermute_rows(data, place.info.shape[0], place.permuted_heads)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Part of what ``read`` gives. Raises ModelInvalid as ``read``."""
+        """Read a part of the result of ``read``. Raises ModelInvalid like ``read``."""
         place = self._places[name]
         if place.permuted_heads is not None:
             return self.read(name)[offset : offset + num_bytes]
@@ -88,7 +88,7 @@ class GgufFile:
 
 
 def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -> npt.NDArray[np.uint8]:
-    """Rows of interleaved rotary pairs to rows of halves, the way Hugging Face rotates.
+    """Reorder rows of interleaved rotary pairs to rows of halves, as Hugging Face rotates.
 
     llama.cpp's converter writes row ``(head, pair, half)`` where Hugging Face has ``(head, half, pair)``. A row's
     blocks stay together, so quantised rows move as bytes.
@@ -98,13 +98,13 @@ def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -
 
 
 def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
-    """Factors by which each rotary pair's frequency is divided, or (). Raises ModelInvalid."""
+    """Read the divisors of the rotary pairs' frequencies; () if the file has none. Raises ModelInvalid."""
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return ()
     if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise ModelInvalid(
-            f"'{path.name}' has rope factors that cannot be used",
+            f"'{path.name}' has unusable rope factors",
             fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
         )
     values = read_at(path, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
@@ -112,13 +112,13 @@ def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
 
 
 def open_gguf(path: Path) -> tuple[GgufHeader, GgufFile]:
-    """Header and tensors of a GGUF file. Raises ModelInvalid."""
+    """Open a GGUF file: header and tensors. Raises ModelInvalid."""
     header = read_gguf_header(path)
     return header, GgufFile(path, tensor_places(header, file=path.name))
 
 
 def tensor_places(header: GgufHeader, *, file: str) -> dict[str, TensorPlace]:
-    """Where the tensors stand, by Hugging Face's name; ``file`` is its name for people. Raises ModelInvalid."""
+    """Return the tensors' places by Hugging Face's name; ``file``: name for errors. Raises ModelInvalid."""
     heads = _head_counts(file, header)
     places: dict[str, TensorPlace] = {}
     for tensor in header.tensors.values():

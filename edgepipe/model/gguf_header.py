@@ -1,4 +1,4 @@
-"""GGUF's header: metadata and the table of tensors, every size checked before anything is allocated for it.
+"""GGUF's header: metadata and the tensor table. Every size is checked before memory is allocated for it.
 
 Layout (GGUF 2 and 3, little-endian)::
 
@@ -26,8 +26,8 @@ MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens with its merges an
 MAX_ENTRIES = 4096  # real files have about 30 to 80
 MAX_TENSORS = 65_536  # the largest mixture-of-experts files have below 5,000
 MAX_ARRAY_ITEMS = 4_000_000  # vocabularies end at 262,144, merges at about 600,000
-MAX_ARRAY_STRINGS = 2_000_000  # of all arrays together: a short one takes 60 bytes in memory, 10 in the file
-MAX_ITEM_BYTES = 64 << 10  # of a string in an array; tokens stay below 1 KB
+MAX_ARRAY_STRINGS = 2_000_000  # in all arrays together: a short string takes 60 bytes in memory, 10 in the file
+MAX_ITEM_BYTES = 64 << 10  # a string in an array; tokens stay below 1 KB
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_STRING_BYTES = 16 << 20  # chat templates stay below 100 KB
 MAX_TENSOR_NAME_BYTES = 256  # llama.cpp's limit is 64
@@ -38,12 +38,12 @@ GgufValue = bool | int | float | str | list[str] | npt.NDArray[np.generic]
 _ARRAY, _STRING = 9, 8
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL = 7
-_SHOWN_CHARS = 300  # of what is wrong; keys and names in it may be long
+_SHOWN_CHARS = 300  # of an error's fact; keys and names in it may be long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """One row of the tensor table, with the shape turned row-major and the offset made absolute."""
+    """One row of the tensor table, with a row-major shape and an absolute offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """All that stands before a GGUF file's tensor data."""
+    """Everything before a GGUF file's tensor data."""
 
     version: int
     metadata: dict[str, GgufValue]
@@ -64,7 +64,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Parse and check a GGUF file's header. Raises ModelInvalid, naming the file and what is wrong with it."""
+    """Parse and check a GGUF file's header. Raises ModelInvalid, which names the file and the fault."""
     try:
         with path.open("rb", buffering=1 << 20) as file:
             return parse_gguf_header(file, size=os.fstat(file.fileno()).st_size, name=path.name)
@@ -73,12 +73,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def parse_gguf_header(file: BinaryIO, *, size: int, name: str) -> GgufHeader:
-    """As ``read_gguf_header``, of a file of ``size`` bytes that is read from its start. Raises ModelInvalid."""
+    """Parse the header of an open file of ``size`` bytes, positioned at its start. Raises ModelInvalid."""
     return _parse(_Reader(file, size, name))
 
 
 class _Reader:
-    """Reads little-endian values and refuses to go past the file's end or the header's limit."""
+    """Reads little-endian values within the file's end and the header's limit."""
 
     def __init__(self, file: BinaryIO, size: int, name: str) -> None:
         self._file = file
@@ -86,16 +86,16 @@ class _Reader:
         self._end = min(size, MAX_HEADER_BYTES)
         self.size = size
         self.position = 0
-        self.strings_left = MAX_ARRAY_STRINGS  # that arrays may still have
+        self.strings_left = MAX_ARRAY_STRINGS  # for all further arrays
 
     @property
     def left(self) -> int:
-        """Bytes that may still be read."""
+        """Number of bytes that may still be read."""
         return self._end - self.position
 
     def fail(self, fact: str) -> ModelInvalid:
         return ModelInvalid(
-            f"'{self._name}' is no GGUF file that can be used",
+            f"'{self._name}' is not a usable GGUF file",
             fact=fact if len(fact) <= _SHOWN_CHARS else f"{fact[:_SHOWN_CHARS]}...",
             next_step="fetch the file again: edgepipe models pull",
         )
@@ -131,7 +131,7 @@ def _parse(reader: _Reader) -> GgufHeader:
     tensors: dict[str, GgufTensor] = {}
     for name, shape, block, offset in rows:
         if name in tensors:
-            raise reader.fail(f"tensor '{name}' stands there twice")
+            raise reader.fail(f"tensor '{name}' occurs twice")
         tensors[name] = _check_place(reader, name, shape, block, offset, alignment, data_start)
     _check_overlaps(reader, tensors)
     return GgufHeader(version=version, metadata=metadata, tensors=tensors, alignment=alignment, data_start=data_start)
@@ -163,7 +163,7 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, GgufValue]:
             reader, reader.string(f"the key of entry {index}", limit=MAX_KEY_BYTES), f"the key of entry {index}"
         )
         if key in metadata:
-            raise reader.fail(f"the key '{key}' stands there twice")
+            raise reader.fail(f"the key '{key}' occurs twice")
         metadata[key] = _read_value(reader, reader.number("<I", key), key)
     return metadata
 
@@ -191,7 +191,7 @@ def _read_array(reader: _Reader, key: str) -> GgufValue:
     count = reader.number("<Q", key)
     item_bytes = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind]) if kind in _SCALARS else 0
     if not item_bytes:
-        raise reader.fail(f"'{key}' is an array of type {kind}; only numbers and strings may stand in arrays")
+        raise reader.fail(f"'{key}' is an array of type {kind}; only numbers and strings may be in arrays")
     if count > MAX_ARRAY_ITEMS or count * item_bytes > reader.left:
         raise reader.fail(f"'{key}' claims {count} items, more than the file or the limit of {MAX_ARRAY_ITEMS} allow")
     if kind == _STRING:
@@ -201,10 +201,10 @@ def _read_array(reader: _Reader, key: str) -> GgufValue:
 
 
 def _read_strings(reader: _Reader, key: str, count: int) -> list[str]:
-    """The hot loop: a vocabulary with its merges has 10^5 to 10^6 strings."""
+    """Read an array of strings. A hot loop: a vocabulary with its merges has 10^5 to 10^6 strings."""
     reader.strings_left -= count
     if reader.strings_left < 0:
-        raise reader.fail(f"'{key}' has {count} strings; at most {MAX_ARRAY_STRINGS} are read of all arrays together")
+        raise reader.fail(f"'{key}' has {count} strings; all arrays together may have {MAX_ARRAY_STRINGS}")
     take: Callable[[int, str], bytes] = reader.take
     length_of = struct.Struct("<Q").unpack
     items: list[str] = []
@@ -240,7 +240,7 @@ def _read_row(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], BlockT
 def _check_place(
     reader: _Reader, name: str, shape: tuple[int, ...], block: BlockType, offset: int, alignment: int, data_start: int
 ) -> GgufTensor:
-    """Sizes are Python integers here, so a product that wraps 64 bits is simply larger than the file."""
+    """Check a tensor's place. Sizes are Python integers, so a product above 64 bits is just larger than the file."""
     values = 1
     for dim in shape:
         values *= dim

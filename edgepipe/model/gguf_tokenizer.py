@@ -1,6 +1,6 @@
-"""A tokenizer rebuilt from GGUF metadata as a ``tokenizers`` object, to be saved as ``tokenizer.json``.
+"""Rebuild a tokenizer from GGUF metadata as a ``tokenizers`` object, to save as ``tokenizer.json``.
 
-Two kinds exist for the architectures read here: byte-level BPE (``gpt2``) with one of several pre-tokenizers, and
+The supported architectures use two kinds: byte-level BPE (``gpt2``) with one of several pre-tokenizers, and
 SentencePiece (``llama``), which llama.cpp always merges by score, so it becomes BPE with byte fallback.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
 _CONTROL, _USER_DEFINED = 3, 4
-_MAX_MERGED_CHARS = 256  # of a SentencePiece token, whose every cut is tried; trained ones end at 16
+_MAX_MERGED_CHARS = 256  # longest SentencePiece token, of which every split is tried; trained tokens have up to 16
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -30,12 +30,12 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PreTokenizer:
-    """How text is cut before merging: patterns applied one after the other."""
+    """Splitting of text before merging: patterns applied one after another."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    whole_words: bool = False  # a piece that is a token as it stands is not merged
-    adds_bos: bool = False  # where the file does not say
+    whole_words: bool = False  # a piece that is itself a token is not merged
+    adds_bos: bool = False  # default if the file does not specify it
 
 
 _DIGITS_GPT2 = _PreTokenizer(patterns=(r"\p{N}", _GPT2))
@@ -54,7 +54,7 @@ _PRE_TOKENIZERS = {
 
 
 def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that GGUF metadata describes. Raises ModelInvalid if its kind or parts cannot be used."""
+    """Rebuild the tokenizer of GGUF metadata. Raises ModelInvalid for an unusable kind or part."""
     fields = Fields(metadata, what="the GGUF metadata")
     kind = fields.text("tokenizer.ggml.model")
     tokens = _tokens(fields)
@@ -72,7 +72,7 @@ def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def special_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
-    """``bos_token``, ``eos_token``, ... as text, for chat templates. Raises ModelInvalid."""
+    """Return ``bos_token``, ``eos_token``, ... as text, for chat templates. Raises ModelInvalid."""
     fields = Fields(metadata, what="the GGUF metadata")
     tokens = _tokens(fields)
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -104,7 +104,7 @@ def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
         raise ModelInvalid(
             f"the pre-tokenizer '{name[:40]}' of the GGUF file is not supported",
             fact=f"supported: {', '.join(_PRE_TOKENIZERS)}",
-            next_step="pull the model's safetensors, which bring a tokenizer.json",
+            next_step="pull the model's safetensors, which include a tokenizer.json",
         )
     pre = _PRE_TOKENIZERS[name]
     merges = list(_merges(fields))
@@ -122,7 +122,7 @@ def _merges(fields: Fields) -> Iterable[tuple[str, str]]:
     for merge in fields.items("tokenizer.ggml.merges"):
         left, space, right = str(merge).partition(" ")
         if not space or not left or not right or " " in right:
-            raise fields.fail("tokenizer.ggml.merges", f"{str(merge)[:40]!r} is no pair")
+            raise fields.fail("tokenizer.ggml.merges", f"{str(merge)[:40]!r} is not a pair")
         yield left, right
 
 
@@ -146,7 +146,7 @@ def _sentence_piece(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first: SentencePiece's order of merging."""
+    """Return every way to form a token from two others, best score first: SentencePiece's merge order."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         if len(token) > _MAX_MERGED_CHARS:
@@ -175,7 +175,7 @@ def _add_special(built: Tokenizer, fields: Fields, tokens: list[str]) -> None:
 
 
 def _add_ends(built: Tokenizer, fields: Fields, tokens: list[str], adds_bos: bool) -> None:
-    """What ``encode(add_special=True)`` puts around a text."""
+    """Set the tokens that ``encode(add_special=True)`` puts around a text."""
     from tokenizers import processors
 
     around: dict[str, tuple[str, int]] = {}
@@ -193,7 +193,7 @@ def _add_ends(built: Tokenizer, fields: Fields, tokens: list[str], adds_bos: boo
 
 
 def _guarded(build: Callable[[], models.BPE]) -> models.BPE:
-    """Merges that name unknown tokens and the like come as plain exceptions from the library."""
+    """Build the model and translate the library's bare exceptions, such as for merges with unknown tokens."""
     try:
         return build()
     except Exception as exc:

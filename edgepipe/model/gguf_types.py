@@ -1,4 +1,4 @@
-"""GGUF's tensor types: id -> name, values per block, bytes per block. Only types that we can turn into numbers."""
+"""GGUF's tensor types: id -> name, values per block, bytes per block. Only types that can be dequantised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a GGUF tensor type stores its values."""
+    """Storage of a GGUF tensor type."""
 
     name: str
     block_values: int
@@ -42,6 +42,6 @@ GGUF_TYPES: dict[int, BlockType] = {
     39: BlockType("MXFP4", 32, 17),
     40: BlockType("NVFP4", 64, 36),
 }
-"""Ids are those of ``ggml_type``; those that are missing were withdrawn, hold no weights, or cannot be dequantised."""
+"""Ids of ``ggml_type``. Missing ids were withdrawn, hold no weights, or cannot be dequantised."""
 
 BLOCKS_BY_NAME: dict[str, BlockType] = {block.name: block for block in GGUF_TYPES.values()}

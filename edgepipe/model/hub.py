@@ -1,7 +1,7 @@
-"""Models from the Hugging Face Hub: which files, how large, fetched resumably, each checked against its hash.
+"""Models from the Hugging Face Hub: list files and sizes, fetch resumably, check each file against its hash.
 
-``huggingface_hub`` is imported when a pull begins, not before. Its own partial files stay in the folder, so that the
-next pull goes on where this one stopped.
+``huggingface_hub`` is imported only when a pull begins. Its partial files stay in the folder, so that the next pull
+continues where this one stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE, shard_names
 from edgepipe.model.weights import GGUF_FILE
 
 SHARDS = "model-*-of-*.safetensors"
-CONTACT_TIMEOUT_S = 10.0  # until the hub answers at all
+CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
 
 _SOURCE = re.compile(
     r"(?:hf:|https://huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
@@ -48,7 +48,7 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlan:
-    """What a pull would fetch, at one commit."""
+    """Files that a pull fetches, at one commit."""
 
     source: HubSource
     commit: str
@@ -56,7 +56,7 @@ class HubPlan:
 
 
 def parse_hub_source(text: str) -> HubSource | None:
-    """The source that ``text`` names, or None if it is none."""
+    """Parse a hub source. Returns None for any other text."""
     match = _SOURCE.fullmatch(text)
     if match is None:
         return None
@@ -64,18 +64,18 @@ def parse_hub_source(text: str) -> HubSource | None:
 
 
 def pinned_text(repo: str, commit: str) -> str:
-    """How a manifest names where a model was pulled from."""
+    """Return a manifest's text for a pulled model's source."""
     return f"hub:{repo}@{commit}"
 
 
 def parse_pinned(text: str) -> HubSource | None:
-    """The source that ``pinned_text`` gave, with the commit as its revision, or None if the text is none."""
+    """Parse the output of ``pinned_text``, with the commit as revision. Returns None for any other text."""
     match = _PINNED.fullmatch(text)
     return HubSource(repo=match["repo"], revision=match["commit"]) if match and ".." not in text else None
 
 
 def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
-    """Ask the hub which files the model has. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
+    """List the model's files on the hub. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     commit, files = list_hub(source, endpoint=endpoint)
     chosen = _choose(source, files)
     for file in chosen:
@@ -84,7 +84,7 @@ def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
 
 
 def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, list[PlannedFile]]:
-    """The commit and all files of the repository's top. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
+    """Return the commit and the top folder's files. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     from huggingface_hub import HfApi
 
     with hub_errors(source):
@@ -95,9 +95,9 @@ def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, li
 
 
 def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint: str | None = None) -> None:
-    """Fetch a plan's files into ``folder``, metadata first: an unusable model is refused before its weights come.
+    """Fetch a plan's files into ``folder``, metadata first, so that an unusable model is refused before its weights.
 
-    Raises ModelDownloadFailed (partial files stay), ModelInvalid (the file that differs is deleted).
+    Raises ModelDownloadFailed (partial files stay), ModelInvalid (a file with a wrong hash is deleted).
     """
     total = sum(file.num_bytes for file in plan.files)
     counter = ProgressCounter(on_progress, "download", total)
@@ -116,7 +116,7 @@ def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint:
 
 
 def _planned(file: Any) -> PlannedFile | None:
-    """A file of the repository's top, with what the hub tells of its content."""
+    """Return a file of the repository's top with its size and hash, or None for others."""
     name = str(file.rfilename)
     if "/" in name or file.size is None:
         return None
@@ -130,7 +130,7 @@ def _planned(file: Any) -> PlannedFile | None:
 
 
 def _choose(source: HubSource, files: Sequence[PlannedFile]) -> tuple[PlannedFile, ...]:
-    """Metadata and one set of weights: safetensors where there are any, else one GGUF file."""
+    """Choose metadata and one set of weights: safetensors if present, else one GGUF file."""
     by_name = {file.name: file for file in files}
     metadata = [by_name[name] for name in METADATA_NAMES if name in by_name]
     gguf = [file for file in files if file.name.endswith(".gguf")]
@@ -148,9 +148,9 @@ def _one_gguf(source: HubSource, files: Sequence[PlannedFile]) -> PlannedFile:
     names = ", ".join(file.name for file in files[:12])
     if not matching:
         fact = f"GGUF files: {names}" if files else "it has neither model.safetensors nor a GGUF file"
-        raise ModelInvalid(f"'{source.repo}' has no weights that can be used", fact=fact)
+        raise ModelInvalid(f"'{source.repo}' has no usable weights", fact=fact)
     raise ModelInvalid(
-        f"'{source.repo}' has several GGUF files (or one cut into parts)",
+        f"'{source.repo}' has several GGUF files (or one split into parts)",
         fact=names,
         next_step=f"name one by a part of its name: edgepipe models pull {source.repo}:Q4_K_M",
     )
@@ -166,7 +166,7 @@ def _fetch(plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCoun
     path = folder / file.name
     stored = folder / GGUF_FILE if file.name.endswith(".gguf") else path
     if stored.is_file() and stored.stat().st_size == file.num_bytes and _hash_fits(file, stored):
-        counter.add(file.name, file.num_bytes)  # a pull before this one got it
+        counter.add(file.name, file.num_bytes)  # an earlier pull has fetched it
         return
     import huggingface_hub
 
@@ -192,9 +192,9 @@ def _verify(file: PlannedFile, path: Path) -> None:
         return
     path.unlink(missing_ok=True)
     raise ModelInvalid(
-        f"'{file.name}' came damaged and was deleted",
-        fact=f"{size} bytes came, {file.num_bytes} and another hash were announced",
-        next_step="pull again; if it stays so, do not trust this source",
+        f"'{file.name}' arrived damaged and was deleted",
+        fact=f"{size} bytes arrived, {file.num_bytes} and another hash were announced",
+        next_step="pull again; if it happens again, do not trust this source",
     )
 
 
@@ -202,7 +202,7 @@ def _hash_fits(file: PlannedFile, path: Path) -> bool:
     if file.sha256:
         return hash_file(path) == file.sha256
     if file.git_sha1:
-        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # how git names a blob
+        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # git's blob id
         for chunk in file_chunks(path):
             digest.update(chunk)
         return digest.hexdigest() == file.git_sha1
@@ -210,7 +210,7 @@ def _hash_fits(file: PlannedFile, path: Path) -> bool:
 
 
 class _Counted:
-    """Turns the library's progress bar into calls of the counter; never reports more than the file has."""
+    """Forwards the library's progress bar to the counter; never reports more bytes than the file has."""
 
     def __init__(self, counter: ProgressCounter, file: PlannedFile) -> None:
         self._counter = counter
@@ -232,12 +232,12 @@ class _Counted:
         report = self.add
 
         class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]: takes none while running
-            """Counts, draws nothing and starts no monitor thread."""
+            """Progress bar that only counts: draws nothing and starts no monitor thread."""
 
             monitor_interval = 0
 
             def display(self, *args: Any, **kwargs: Any) -> None:
-                """Nothing."""
+                """Draw nothing."""
 
             def update(self, n: float | None = 1) -> bool | None:
                 report(n or 0)
@@ -248,7 +248,7 @@ class _Counted:
 
 @contextmanager
 def hub_errors(source: HubSource) -> Generator[None]:
-    """The one place where the library's errors become ours. Raises ModelUnknown, ModelDownloadFailed."""
+    """Translate the library's errors; the only place that does. Raises ModelUnknown, ModelDownloadFailed."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -264,11 +264,11 @@ def hub_errors(source: HubSource) -> Generator[None]:
         yield
     except GatedRepoError as exc:
         raise ModelDownloadFailed(
-            f"'{source.repo}' may only be fetched by people whom its owner let in",
+            f"'{source.repo}' is restricted to people with its owner's permission",
             fact="the hub refused (gated repository)",
             next_step="ask for access on the hub's page of the model, then: hf auth login",
         ) from exc
-    except LocalEntryNotFoundError as exc:  # the library's word for: not here, and the hub could not be asked
+    except LocalEntryNotFoundError as exc:  # the library's error for: not cached, and the hub is unreachable
         raise _unreachable(source, exc.__cause__ or exc) from exc
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, HFValidationError) as exc:
         raise ModelUnknown(
@@ -280,7 +280,7 @@ def hub_errors(source: HubSource) -> Generator[None]:
         raise
     except OfflineModeIsEnabled as exc:
         raise ModelDownloadFailed(
-            f"'{source.repo}' was not asked for at the hub",
+            f"'{source.repo}' was not requested from the hub",
             fact="HF_HUB_OFFLINE is set on this machine",
             next_step="unset HF_HUB_OFFLINE and start again, or pull a local folder",
         ) from exc
@@ -296,7 +296,7 @@ def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
     return ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
         fact=_first_line(exc),
-        next_step="check the network and pull again (it goes on where it stopped), or pull a local folder",
+        next_step="check the network and pull again (the pull resumes), or pull a local folder",
     )
 
 

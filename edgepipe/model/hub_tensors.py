@@ -1,9 +1,9 @@
-"""Single tensors from the Hugging Face Hub: just their bytes, at the commit from which the model was pulled.
+"""Fetch the bytes of single tensors from the Hugging Face Hub, at the commit from which the model was pulled.
 
-Which file holds a tensor tell the manifest and the repository's index; where it stands in it tells the file's header.
-Nothing of that is believed further than the manifest goes: sizes are compared before anything is read, headers go
-through the parsers for files on disk, and who writes the bytes down checks their hash. Connections, redirects, token,
-endpoint and offline mode are those of ``huggingface_hub``, which is imported when the first tensor is asked for.
+The manifest and the repository's index give a tensor's file; the file's header gives its position. The manifest limits
+the trust in both: sizes are compared before any read, headers go through the parsers for files on disk, and the writer
+of the bytes checks their hash. Connections, redirects, token, endpoint and offline mode are those of
+``huggingface_hub``, which is imported for the first tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorPlace
 from edgepipe.model.weights import GGUF_FILE
 
-_FIRST_BYTES = 64 << 10  # most safetensors headers end there; GGUF's, with a vocabulary, after some megabytes
-_METADATA_WAITS = 6  # an index or a header may take so many times as long as the hub may be silent
+_FIRST_BYTES = 64 << 10  # holds most safetensors headers; a GGUF header with a vocabulary takes some megabytes
+_METADATA_WAITS = 6  # time limit for an index or a header, in multiples of ``idle_s``
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19}-\d{1,19}|\*)/(\d{1,19})")
 
 
 class HubTensors:
-    """The tensors of one model. Connections stay open between them: ``aclose`` in the end."""
+    """Tensors of one model. Connections stay open between reads; call ``aclose`` at the end."""
 
     def __init__(self, manifest: Manifest, source: HubSource, *, endpoint: str | None, idle_s: float) -> None:
         self._manifest = manifest
@@ -53,13 +53,13 @@ class HubTensors:
         self._files = {entry.name: entry for entry in manifest.files}
         self._session: _Session | None = None
         self._gguf_name = ""
-        self._shards: Mapping[str, str] = {}  # tensor to file, once the index was read
-        self._places: dict[str, Mapping[str, TensorPlace]] = {}  # by the names of files whose headers were read
+        self._shards: Mapping[str, str] = {}  # tensor to file, once the index is read
+        self._places: dict[str, Mapping[str, TensorPlace]] = {}  # by file name, once its header is read
 
     async def read(self, name: str, *, offset: int) -> AsyncGenerator[bytes]:
-        """A tensor's bytes from ``offset`` on, those that the manifest's hash covers.
+        """Yield a tensor's bytes from ``offset`` on, in the form that the manifest hashes.
 
-        Raises ModelInvalid (the hub's files are others than the manifest's), ModelUnknown (they are gone),
+        Raises ModelInvalid (the hub's files differ from the manifest), ModelUnknown (they no longer exist),
         ModelDownloadFailed (refused, unreachable, offline mode), RemoteProtocolError, SendTimeout.
         """
         async with self._patience(_METADATA_WAITS * self._idle_s):
@@ -74,7 +74,7 @@ class HubTensors:
                     yield data
 
     async def aclose(self) -> None:
-        """Close connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.client.aclose()
 
@@ -88,7 +88,7 @@ class HubTensors:
         return file, place
 
     async def _file_of(self, name: str) -> FileEntry:
-        """The file that holds a tensor, under the hub's name for it."""
+        """Return the file that holds a tensor, under its name on the hub."""
         if gguf := self._files.get(GGUF_FILE):
             self._gguf_name = self._gguf_name or await self._find_gguf(gguf)
             return replace(gguf, name=self._gguf_name)
@@ -102,7 +102,7 @@ class HubTensors:
         return self._files[shard]
 
     async def _find_gguf(self, gguf: FileEntry) -> str:
-        """In the store it has another name, so the repository's file of that hash is looked for."""
+        """Find the GGUF file by its hash, because the store uses another name."""
         _, files = await asyncio.to_thread(list_hub, self._source, endpoint=self._endpoint)
         for file in files:
             if file.name.endswith(".gguf") and (file.sha256, file.num_bytes) == (gguf.sha256, gguf.num_bytes):
@@ -121,7 +121,7 @@ class HubTensors:
         return await asyncio.to_thread(lambda: parse_weight_map(parse_json_object(bytes(data), what=f"'{entry.name}'")))
 
     async def _header(self, file: FileEntry) -> Mapping[str, TensorPlace]:
-        """What a file's first bytes tell, as soon as there are enough of them."""
+        """Return the tensor places of a file's header, as soon as enough bytes have arrived."""
         gguf = file.name == self._gguf_name
         parse, most = (_parse_gguf, MAX_GGUF_HEADER_BYTES) if gguf else (parse_safetensors, 8 + MAX_HEADER_BYTES)
         data, needed = bytearray(), _FIRST_BYTES
@@ -137,7 +137,7 @@ class HubTensors:
         raise self._another(f"the header of '{file.name}' does not end within {len(data)} bytes")
 
     async def _range(self, file: FileEntry, begin: int, end: int) -> AsyncGenerator[bytes]:
-        """Bytes ``[begin, end)`` of a file, all of them or an error."""
+        """Yield the bytes ``[begin, end)`` of a file, all of them or an error."""
         whole = (begin, end) == (0, file.num_bytes)  # small files may be served without ranges
         left = end - begin
         if self._session is None:
@@ -149,14 +149,14 @@ class HubTensors:
                     while (chunk := await self._next(chunks)) is not None:
                         left -= len(chunk)
                         if left < 0:
-                            raise RemoteProtocolError(f"the hub sends more of '{file.name}' than was asked for")
+                            raise RemoteProtocolError(f"the hub sent more of '{file.name}' than requested")
                         yield chunk
         if left:
             raise RemoteProtocolError(f"the hub sent too little of '{file.name}'", fact=f"{left} bytes are missing")
 
     @asynccontextmanager
     async def _opened(self, file: str, headers: Mapping[str, str]) -> AsyncGenerator[Any]:
-        """The answer's head is here; leaving closes the connection unless all was read."""
+        """Open a response after its head. Leaving closes the connection unless everything was read."""
         assert self._session is not None
         session, source = self._session, self._source
         url = session.url(source.repo, file, revision=source.revision, endpoint=self._endpoint)
@@ -167,20 +167,22 @@ class HubTensors:
             yield response
 
     def _check_answer(self, response: Any, file: FileEntry, begin: int, end: int, *, whole: bool) -> None:
-        """Raises unless just those bytes of a file of just that size are about to come."""
+        """Check that the response has exactly the requested bytes of a file of the expected size."""
         from huggingface_hub.utils import hf_raise_for_status
 
         status, headers = response.status_code, response.headers
         plain = headers.get("Content-Encoding", "identity") == "identity"
-        told = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
-        size = told[2] if told else headers.get("Content-Length", "") if status == 200 and plain else ""
+        content_range = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
+        size = (
+            content_range[2] if content_range else headers.get("Content-Length", "") if status == 200 and plain else ""
+        )
         if size and size != str(file.num_bytes):
             raise self._another(f"'{file.name}' has {size[:20]} bytes, the manifest promises {file.num_bytes}")
         hf_raise_for_status(response)
-        right = status == 200 if whole else status == 206 and told and told[1] == f"{begin}-{end - 1}"
+        right = status == 200 if whole else status == 206 and content_range and content_range[1] == f"{begin}-{end - 1}"
         if not right or not plain:
             raise RemoteProtocolError(
-                f"the hub does not send the asked part of '{file.name}'",
+                f"the hub does not send the requested part of '{file.name}'",
                 fact=f"it answered with status {status}" + ("" if plain else " and compressed bytes"),
             )
 
@@ -197,12 +199,12 @@ class HubTensors:
             raise SendTimeout(
                 "the hub does not answer",
                 fact=f"silent for {seconds:.0f} s",
-                next_step="check this machine's way to the internet and try again: it goes on where it stopped",
+                next_step="check this machine's internet connection and try again: the download resumes",
             ) from exc
 
     def _another(self, fact: str) -> ModelInvalid:
         return ModelInvalid(
-            f"the hub's files of '{self._source.repo}' are others than the model's",
+            f"the hub's files of '{self._source.repo}' differ from the model's",
             fact=fact,
             next_step=f"edgepipe models pull {self._source.repo}",
         )
@@ -210,9 +212,9 @@ class HubTensors:
 
 @asynccontextmanager
 async def hub_tensors(manifest: Manifest, *, endpoint: str | None, idle_s: float) -> AsyncGenerator[HubTensors | None]:
-    """The tensors of a model that was pulled from the hub, None for any other. Asks nobody yet.
+    """Open the tensors of a model pulled from the hub; None for any other model. Sends no request yet.
 
-    ``endpoint``: None for the library's own; ``idle_s``: after so long a silence it is given up.
+    ``endpoint``: None for the library's own; ``idle_s``: limit for silence of the hub, in seconds.
     """
     source = parse_pinned(manifest.source)
     if source is None:
@@ -227,37 +229,37 @@ async def hub_tensors(manifest: Manifest, *, endpoint: str | None, idle_s: float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """The library's way to the hub."""
+    """The library's connection to the hub."""
 
     client: Any  # an httpx.AsyncClient
-    headers: dict[str, str]  # with the token, if there is one
+    headers: dict[str, str]  # with the token, if any
     url: Callable[..., str]
 
 
 def _open_session() -> _Session:
-    """Blocks: imports the library, reads certificates and the token."""
+    """Open a session. Blocks: imports the library, reads certificates and the token."""
     import huggingface_hub
     from huggingface_hub import utils
 
-    # Compressed bytes would have other positions than those that were asked for.
+    # Compression would change the positions of bytes.
     headers = cast("Any", utils).build_hf_headers(library_name="edgepipe") | {"Accept-Encoding": "identity"}
     return _Session(client=huggingface_hub.get_async_session(), headers=headers, url=huggingface_hub.hf_hub_url)
 
 
 class _Heads:
-    """Turns q and k rows of a llama GGUF file, as they come, into Hugging Face's order, head by head."""
+    """Converts arriving q and k rows of a llama GGUF file to Hugging Face's order, head by head."""
 
     def __init__(self, place: TensorPlace, offset: int) -> None:
-        """``offset``: where in the result to begin, bytes."""
+        """``offset``: first byte of the result to return."""
         num_heads = place.permuted_heads or 1
         self._num_rows = place.info.shape[0] // num_heads  # of a head
         self._num_bytes = place.info.num_bytes // num_heads  # of a head
         self._skipped = offset % self._num_bytes
         self._held = bytearray()
-        self.start = offset - self._skipped  # where in the file's bytes to begin
+        self.start = offset - self._skipped  # first byte to read from the file
 
     def push(self, chunk: bytes) -> bytes:
-        """The heads that are complete with this chunk."""
+        """Add a chunk and return the heads that it completes."""
         self._held += chunk
         num_heads = len(self._held) // self._num_bytes
         if not num_heads:
@@ -270,7 +272,7 @@ class _Heads:
 
 
 class _TooShort(Exception):
-    """A parser wanted more than has come."""
+    """A parser needs more bytes than have arrived."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
@@ -278,10 +280,10 @@ class _TooShort(Exception):
 
 
 class _Prefix(io.BytesIO):
-    """A file's first bytes; reading past them says so instead of giving less."""
+    """A file's first bytes. Reading beyond them raises ``_TooShort`` instead of returning less."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Exactly ``size`` bytes."""
+        """Read exactly ``size`` bytes."""
         begin = self.tell()
         data = super().read(size)
         if size is not None and len(data) < size:

@@ -1,4 +1,4 @@
-"""Turns a folder of fetched files into a stored model: checked, described in ``edgepipe.json``, hashed."""
+"""Turn a folder of fetched files into a stored model: check, describe in ``edgepipe.json``, hash."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ METADATA_NAMES = (
     "chat_template.jinja",
     INDEX_FILE,
 )
-"""The files beside the weights that are taken from a source; nothing else is."""
+"""All files besides the weights that are taken from a source."""
 
 
 def check_metadata_size(name: str, num_bytes: int) -> None:
-    """Refuse a file beside the weights before it is fetched. Raises ModelInvalid if none so large is read."""
+    """Check the size of a metadata file before it is fetched. Raises ModelInvalid if it is too large to read."""
     if name in METADATA_NAMES and num_bytes > MAX_METADATA_BYTES:
         raise ModelInvalid(
             f"'{name}' is too large",
@@ -78,16 +78,16 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
 
 
 def metadata_contents(folder: Path) -> dict[str, str]:
-    """Return the digests of the canonical forms of a folder's metadata files, by name.
+    """Return digests of the canonical forms of a folder's metadata files, by name.
 
-    Raises ModelInvalid if the card or the tokenizer cannot be used.
+    Raises ModelInvalid if the card or the tokenizer is unusable.
     """
     card = read_card(folder)
     return {CARD_FILE: card.digest, **_tokenizer_content(folder, card.config)}
 
 
 def described_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a stored model. One of an earlier version is completed, and written down where possible.
+    """Read the manifest of a stored model. A manifest of an earlier version is completed, and rewritten if possible.
 
     Raises ModelInvalid.
     """
@@ -97,13 +97,13 @@ def described_manifest(folder: Path) -> Manifest:
     contents = metadata_contents(folder)
     files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
     completed = replace(manifest, files=tuple(files))
-    with contextlib.suppress(OSError):  # on a disk that cannot be written it is completed whenever it is read
+    with contextlib.suppress(OSError):  # on a read-only disk it is completed at every read
         _replace_file(folder / MANIFEST_FILE, completed.to_json())
     return completed
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """At once, since other processes may read it or do the same."""
+    """Replace a file atomically, since other processes may read or replace it."""
     fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         fresh.write_bytes(data)
@@ -113,7 +113,7 @@ def _replace_file(path: Path, data: bytes) -> None:
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     for chunk in file_chunks(path):
         digest.update(chunk)
@@ -123,14 +123,14 @@ def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:
 
 
 def file_chunks(path: Path) -> Iterator[bytes]:
-    """A file's bytes in order."""
+    """Yield a file's bytes in order."""
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             yield chunk
 
 
 def _install_gguf_text(folder: Path, gguf: Path) -> ChatTemplate:
-    """Write ``tokenizer.json`` from GGUF metadata and give the templates that stand there."""
+    """Write ``tokenizer.json`` from GGUF metadata and return the metadata's templates."""
     from edgepipe.model.gguf_tokenizer import special_tokens
 
     metadata = read_gguf_header(gguf).metadata
@@ -141,13 +141,13 @@ def _install_gguf_text(folder: Path, gguf: Path) -> ChatTemplate:
 
 
 def _tokenizer_content(folder: Path, config: ModelConfig) -> dict[str, str]:
-    """Try the tokenizer where there is one; the digest of its canonical form under its name."""
+    """Check the tokenizer if there is one. Return the digest of its canonical form by its name."""
     path = folder / TOKENIZER_FILE
     return {TOKENIZER_FILE: check_tokenizer(path, vocab_size=config.vocab_size)} if path.is_file() else {}
 
 
 def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
-    """Add the chat ends that the tokenizer knows."""
+    """Add the tokenizer's chat end tokens to the config."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return config

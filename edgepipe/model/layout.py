@@ -1,4 +1,4 @@
-"""Which tensors a config calls for, in which shapes, and whether a file holds just those."""
+"""Names and shapes of the tensors that a config requires, and a check that files hold exactly these."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
-_SHOWN = 5  # names per kind of complaint
+_SHOWN = 5  # names per kind of fault
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one decoder layer, in reading order."""
+    """Return names and shapes of one decoder layer, in reading order."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -37,7 +37,7 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tupl
 
 
 def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the whole model."""
+    """Return names and shapes of the whole model."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table}
     for layer in range(config.num_layers):
@@ -47,7 +47,7 @@ def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def slice_tensors(config: ModelConfig, part: Slice) -> tuple[str, ...]:
-    """Names that a slice needs, in reading order; a tied head is the embedding, listed once."""
+    """Return the names that a slice needs, in reading order; a tied head is the embedding, listed once."""
     names = [EMBEDDING] if part.embedding else []
     for layer in part.layers:
         names += layer_tensors(config, layer)
@@ -58,7 +58,7 @@ def slice_tensors(config: ModelConfig, part: Slice) -> tuple[str, ...]:
 
 
 def check_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> None:
-    """Refuse weights that contradict the config. Raises ModelInvalid listing missing, extra, wrong-shaped tensors."""
+    """Check weights against the config. Raises ModelInvalid, which lists missing, extra and wrong-shaped tensors."""
     expected = model_tensors(config)
     missing = [name for name in expected if name not in infos]
     extra = [name for name in infos if name not in expected and not _ignored(config, name)]
@@ -78,7 +78,7 @@ def check_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> None:
 
 
 def _ignored(config: ModelConfig, name: str) -> bool:
-    """Left-overs that carry nothing: computed tables, and a stored copy of a tied head."""
+    """Return whether a tensor is redundant: a computed table, or a stored copy of a tied head."""
     return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tied_embeddings)
 
 

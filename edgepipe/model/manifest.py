@@ -1,8 +1,8 @@
-"""What a model consists of, as content: every tensor and file with its size and SHA-256.
+"""The manifest of a model's content: every tensor and file with its size and SHA-256.
 
-Two nodes hold the same model exactly if the hashes of their manifests are equal: the same tensors, shape, tokenizer,
-chat templates and end tokens. Names and sources do not count. Metadata files count by their canonical form
-(``canonical.py``) and not by their bytes; their SHA-256 only tells whether a file arrived undamaged.
+Two nodes hold the same model exactly if their manifests have equal hashes: the same tensors, shape, tokenizer, chat
+templates and end tokens. Names and sources do not count. Metadata files count by their canonical form
+(``canonical.py``), not by their bytes; their SHA-256 only shows whether a file arrived undamaged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from edgepipe.model.tensors import TensorInfo
 CARD_FILE = "edgepipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 8 << 20  # a tensor takes about 190 bytes; from a peer a message's 4 MB are the limit
-MAX_TENSORS = 20_000  # 1024 layers of 17 tensors; the largest model that is read has about 1,200
+MAX_MANIFEST_BYTES = 8 << 20  # a tensor takes about 190 bytes; a peer's message is limited to 4 MB
+MAX_TENSORS = 20_000  # 1024 layers of 17 tensors; the largest supported model has about 1,200
 MAX_FILES = 4096
-MAX_METADATA_BYTES = 64 << 20  # of one metadata file; the largest tokenizers take about 34 MB
+MAX_METADATA_BYTES = 64 << 20  # one metadata file; the largest tokenizers take about 34 MB
 METADATA_LIMITS = {CARD_FILE: 16 << 20, TOKENIZER_FILE: MAX_METADATA_BYTES}
-"""The files that nodes exchange beside tensors, and the most bytes of each: 80 MB together."""
+"""Files that nodes exchange besides tensors, with the maximum size of each: 80 MB together."""
 
-_MAX_VALUES = 16 * MAX_TENSORS + 8 * MAX_FILES  # more than the entries have
+_MAX_VALUES = 16 * MAX_TENSORS + 8 * MAX_FILES  # more than all entries need
 
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -41,7 +41,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor: what is known of it and the hash of its bytes as ``WeightSource.read`` gives them."""
+    """One tensor: its description, and the hash of its bytes as ``WeightSource.read`` returns them."""
 
     info: TensorInfo
     sha256: str
@@ -49,21 +49,21 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of the model's folder. Metadata files are what a peer needs besides tensors."""
+    """One file of the model's folder. A peer needs the metadata files besides tensors."""
 
     name: str
     num_bytes: int
     sha256: str
     metadata: bool
-    content: str = ""  # of metadata: SHA-256 of its canonical form; empty in manifests of earlier versions
+    content: str = ""  # for metadata: SHA-256 of its canonical form; empty in manifests of earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The list of a model's parts. Values from peers are checked when they are read."""
+    """List of a model's parts. Values from peers are checked on reading."""
 
     model_id: str
-    source: str  # where it was pulled from, for people; of the hub also for fetching tensors (``hub.parse_pinned``)
+    source: str  # its origin, for people; a hub source also serves to fetch tensors (``hub.parse_pinned``)
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
 
@@ -74,13 +74,16 @@ class Manifest:
 
     @cached_property
     def former_hash(self) -> str:
-        """The hash that earlier versions gave this content, without the tokenizer. Only this node's own disk is
-        searched by it, for what was served before an upgrade: a peer's files are never accepted under it."""
+        """The hash of earlier versions for this content, without the tokenizer.
+
+        It only finds models on this node's disk that were served before an upgrade. A peer's files are never accepted
+        under it.
+        """
         return self._hash_with("card", [entry.sha256 for entry in self.files if entry.name == CARD_FILE])
 
     @property
     def described(self) -> bool:
-        """Whether the canonical form of every metadata file is known, so that ``hash`` covers it."""
+        """Whether the digest of every metadata file is known, so that ``hash`` covers all of them."""
         return all(entry.content for entry in self.metadata_files)
 
     def _hash_with(self, key: str, metadata: object) -> str:
@@ -94,16 +97,16 @@ class Manifest:
 
     @property
     def metadata_files(self) -> tuple[FileEntry, ...]:
-        """Files that every node needs, whatever its layers; only those of ``METADATA_LIMITS``."""
+        """Files that every node needs, independent of its layers; only those of ``METADATA_LIMITS``."""
         return tuple(entry for entry in self.files if entry.metadata)
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of the metadata files together."""
+        """Total bytes of the metadata files."""
         return sum(entry.num_bytes for entry in self.metadata_files)
 
     def to_json(self) -> bytes:
-        """For a file or a peer; ``from_json`` gives an equal manifest back."""
+        """Serialise the manifest; ``from_json`` restores an equal one."""
         value = {
             "model_id": self.model_id,
             "source": self.source,
@@ -114,7 +117,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """Parse and check: names that stay in a folder, sizes that fit shapes, nothing twice. Raises ModelInvalid."""
+        """Parse and check a manifest: names stay in a folder, sizes fit shapes, no duplicates. Raises ModelInvalid."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise ModelInvalid("the model's manifest is too large", fact=f"{len(data)} bytes")
         values = parse_json_object(data, what="the model's manifest", max_values=_MAX_VALUES)
@@ -123,12 +126,12 @@ class Manifest:
         files = tuple(_file_from_json(item) for item in _objects(fields, "files", most=MAX_FILES))
         names = [entry.info.name for entry in tensors] + [f"/{entry.name}" for entry in files]
         if len(set(names)) != len(names):
-            raise fields.fail("tensors", "a name stands there twice")
+            raise fields.fail("tensors", "a name occurs twice")
         return cls(model_id=fields.text("model_id"), source=fields.text("source"), tensors=tensors, files=files)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a stored model. Raises ModelInvalid."""
+    """Read the manifest of a stored model. Raises ModelInvalid."""
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -158,7 +161,7 @@ def _file_json(entry: FileEntry) -> dict[str, Any]:
 def _tensor_from_json(fields: Fields) -> TensorEntry:
     name, scheme = fields.text("name"), fields.text("scheme")
     if not _TENSOR_NAME.fullmatch(name) or ".." in name:
-        raise fields.fail("name", f"{name[:80]!r} is no tensor's name")
+        raise fields.fail("name", f"{name[:80]!r} is not a tensor's name")
     if scheme not in BLOCKS_BY_NAME:
         raise fields.fail("scheme", f"{scheme[:40]!r} is unknown")
     shape = fields.items("shape")
@@ -185,7 +188,7 @@ def _file_from_json(fields: Fields) -> FileEntry:
     name = check_member_name(fields.text("name"), where="the model's manifest")
     metadata = fields.flag("metadata", default=False)
     if metadata and name not in METADATA_LIMITS:
-        raise fields.fail("metadata", f"'{name[:80]}' is no file that nodes exchange")
+        raise fields.fail("metadata", f"nodes do not exchange files named '{name[:80]}'")
     return FileEntry(
         name=name,
         num_bytes=fields.integer("num_bytes", low=0, high=METADATA_LIMITS[name] if metadata else 1 << 50),
@@ -198,5 +201,5 @@ def _file_from_json(fields: Fields) -> FileEntry:
 def _digest(fields: Fields, key: str) -> str:
     digest = fields.text(key)
     if not _SHA256.fullmatch(digest):
-        raise fields.fail(key, f"{digest[:80]!r} is no SHA-256")
+        raise fields.fail(key, f"{digest[:80]!r} is not a SHA-256")
     return digest

@@ -1,4 +1,4 @@
-"""What pulling a model tells while it goes on."""
+"""Progress reports of pulling a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullProgress:
-    """How far a pull is; told often, so listeners should be quick."""
+    """Progress of a pull. Sent often, so listeners must be quick."""
 
     phase: str  # "download" | "copy" | "check" | "hash"
     file: str
@@ -21,16 +21,16 @@ OnProgress = Callable[[PullProgress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """A file that a pull would fetch."""
+    """A file to fetch in a pull."""
 
     name: str
     num_bytes: int
-    sha256: str = ""  # where the source tells it
-    git_sha1: str = ""  # of the git blob, where the source tells only that
+    sha256: str = ""  # if the source provides it
+    git_sha1: str = ""  # of the git blob, if the source provides only that
 
 
 class ProgressCounter:
-    """Adds up the bytes of a phase and passes them on."""
+    """Sums up the bytes of a phase and reports them."""
 
     def __init__(self, on_progress: OnProgress, phase: str, total_bytes: int) -> None:
         self._on_progress = on_progress
@@ -39,7 +39,7 @@ class ProgressCounter:
         self._done_bytes = 0
 
     def add(self, file: str, num_bytes: int) -> None:
-        """Count bytes of a file and tell."""
+        """Count bytes of a file and report the progress."""
         self._done_bytes += num_bytes
         self._on_progress(
             PullProgress(phase=self._phase, file=file, done_bytes=self._done_bytes, total_bytes=self._total_bytes)

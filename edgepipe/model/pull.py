@@ -1,4 +1,4 @@
-"""Pulling a model into the store: find out what the source is, fetch into a staging folder, check, rename."""
+"""Pull a model into the store: parse the source, fetch into a staging folder, check, rename."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ _COPY_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What a pull did, or would do."""
+    """Result of a pull, or of a dry run."""
 
     model_id: str
-    path: Path  # the model's folder, there unless it was a dry run
-    files: tuple[PlannedFile, ...]  # fetched, or to be fetched; empty if the model was here already
+    path: Path  # the model's folder; may not exist after a dry run
+    files: tuple[PlannedFile, ...]  # fetched, or to fetch; empty if the node already had the model
     already_here: bool = False
     dry_run: bool = False
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of the files."""
         return sum(file.num_bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A source understood: its files, and how they come into a folder."""
+    """A parsed source: its files, and a function that fetches them into a folder."""
 
     model_id: str
     source: str  # for people
     files: tuple[PlannedFile, ...]
     fetch: Callable[[Path, OnProgress], None]
-    resumable: bool = False  # what came before an interruption spares the next pull some work
+    resumable: bool = False  # the next pull can use partial files of an interrupted one
 
 
 class Puller:
-    """Pulls into one store's folder."""
+    """Pulls models into one store's folder."""
 
     def __init__(self, root: Path, *, endpoint: str | None = None) -> None:
         self._root = root
         self._endpoint = endpoint
 
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
-        """See ``ModelStore.pull``."""
+        """Pull a model. See ``ModelStore.pull``."""
         model_id, make_job = self._understand(source)
         target = self._root / model_id.replace("/", "--")
         if (target / CARD_FILE).is_file() and (target / MANIFEST_FILE).is_file():
@@ -82,12 +82,12 @@ class Puller:
                 with disk_errors(job.model_id):
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
-                    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's notes on partial files
+                    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's records of partial files
                     _sync(staging)
                     staging.rename(target)
             except BaseException as exc:
                 refused = isinstance(exc, EdgepipeError) and not isinstance(exc, ModelDownloadFailed)
-                if refused or not job.resumable:  # else what came stays for the next pull
+                if refused or not job.resumable:  # otherwise keep partial files for the next pull
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
             finally:
@@ -114,10 +114,10 @@ class Puller:
     @staticmethod
     def _unknown(source: str, path: Path) -> ModelUnknown:
         return ModelUnknown(
-            f"'{source[:120]}' is no model that can be pulled",
+            f"'{source[:120]}' is not a model source",
             fact="it is neither a GGUF file nor a folder with config.json"
             if path.exists()
-            else "it is no file or folder here, and no ORG/NAME of the hub",
+            else "it is neither a local file or folder nor an ORG/NAME of the hub",
             next_step="edgepipe models pull demo | ORG/NAME | FOLDER | FILE.gguf",
         )
 
@@ -137,17 +137,17 @@ class Puller:
 
 
 def staging_folder(target: Path) -> Path:
-    """Where a model is gathered until all of it is there; an interrupted pull leaves what came."""
+    """Return the folder for a model's files until it is whole. An interrupted pull leaves partial files in it."""
     return target.with_name(f".pulling-{target.name}")
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the total bytes of all files below a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _remove_strangers(staging: Path, job: _Job) -> None:
-    """What an earlier pull of another revision or format left is no part of this model."""
+    """Remove files that an earlier pull of another revision or format left."""
     has_gguf = any(file.name.endswith(".gguf") for file in job.files) or job.model_id == DEMO
     wanted = {file.name for file in job.files} | {".cache"} | ({GGUF_FILE} if has_gguf else set[str]())
     for path in staging.iterdir():
@@ -171,7 +171,7 @@ def _demo_job(wheel: Path | None) -> _Job:
 
 def _gguf_job(path: Path, model_id: str) -> _Job:
     file = PlannedFile(name=path.name, num_bytes=path.stat().st_size)
-    read_gguf_header(path)  # before it is taken, so that errors name the file that was given
+    read_gguf_header(path)  # before copying, so that errors name the given file
 
     def fetch(folder: Path, on_progress: OnProgress) -> None:
         _take([(path.resolve(), GGUF_FILE)], folder, on_progress)
@@ -194,7 +194,7 @@ def _folder_job(folder: Path, model_id: str) -> _Job:
 
 
 def _take(sources: list[tuple[Path, str]], target: Path, on_progress: OnProgress) -> None:
-    """Weights are hard-linked where the disk allows (a copy would double gigabytes), everything else is copied."""
+    """Hard-link weights where the disk allows (a copy would double gigabytes); copy all other files."""
     counter = ProgressCounter(on_progress, "copy", sum(path.stat().st_size for path, _ in sources))
     for path, name in sources:
         place = target / name
@@ -224,7 +224,7 @@ def _copy(path: Path, place: Path, counter: ProgressCounter) -> None:
 
 
 def _local_id(name: str) -> str:
-    """A folder's or file's name, in the letters that an id may have."""
+    """Return a folder's or file's name, reduced to the characters of an id."""
     model_id = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
     model_id = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", model_id))[:96]
     if not model_id or model_id == DEMO:
@@ -234,7 +234,7 @@ def _local_id(name: str) -> str:
 
 @contextmanager
 def _exclusive(staging: Path, model_id: str) -> Generator[None]:
-    """One process pulls a model at a time. The lock is on the folder itself, so nothing is left to clean up."""
+    """Lock a model for one pulling process. The lock is on the folder itself, so it leaves nothing to clean up."""
     staging.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(staging, os.O_RDONLY)
     try:
@@ -250,7 +250,7 @@ def _exclusive(staging: Path, model_id: str) -> Generator[None]:
 
 
 def _sync(folder: Path) -> None:
-    """What was written is on the disk before the name says that it is whole."""
+    """Flush all files to the disk before the final name shows that the model is whole."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""Rotary frequencies for every scaling that edgepipe computes. PURE.
+"""Rotary frequencies for every supported scaling. PURE.
 
-Frequencies never depend on how long a sequence has become: keys that were kept stay valid, and a prompt gives the same
-keys whether it comes whole, in chunks or as a replay.
+Frequencies never depend on the length of a sequence. So cached keys stay valid, and a prompt gives the same keys whole,
+in chunks or as a replay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Floats = npt.NDArray[np.float64]
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Floats, float]:
-    """Radians per token of each pair [D / 2], and the factor on rotated queries and keys.
+    """Return radians per token of each pair [D / 2], and the factor on rotated queries and keys.
 
     Raises ArchitectureUnsupported.
     """
     rope = config.rope
     plain: Floats = rope.theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     match rope.scaling:
-        case "default" | "dynamic":  # dynamic stretches beyond the model's context only, where no position gets
+        case "default" | "dynamic":  # dynamic scales only beyond the model's context, which no position exceeds
             return plain, 1.0
         case "linear":
             return plain / rope.factor, 1.0
@@ -40,19 +40,19 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Floats, float]:
             raise ArchitectureUnsupported(
                 f"the rope scaling '{rope.scaling}' is not computed by any backend",
                 fact=f"computed are {', '.join(SCALINGS)}",
-                next_step="serve a model with one of these",
+                next_step="serve a model with one of those",
             )
 
 
 def _llama3(rope: Rope, plain: Floats) -> Floats:
-    """Slow pairs are divided by the factor, fast ones kept, those between blended by their turns in the context."""
+    """Divide slow pairs by the factor, keep fast ones, blend those between by their turns in the context."""
     turns = rope.original_context * plain / (2 * math.pi)
     kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return plain * (kept + (1.0 - kept) / rope.factor)
 
 
 def _yarn(rope: Rope, plain: Floats, config: ModelConfig) -> Floats:
-    """Pairs below ``low`` are kept, above ``high`` divided, between blended by index (Peng et al. 2023, 3.2)."""
+    """Keep pairs below ``low``, divide those above ``high``, blend between by index (Peng et al. 2023, 3.2)."""
     context = rope.original_context or config.context_length
 
     def pair_with(turns: float) -> float:
@@ -62,13 +62,13 @@ def _yarn(rope: Rope, plain: Floats, config: ModelConfig) -> Floats:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_dim - 1)
-    width = (high - low) or 0.001  # both ends meet: a step instead of a ramp
+    width = (high - low) or 0.001  # equal ends: a step instead of a ramp
     divided = np.clip((np.arange(len(plain)) - low) / width, 0.0, 1.0)
     return plain * (1.0 - divided + divided / rope.factor)
 
 
 def _yarn_amplitude(rope: Rope) -> float:
-    """Yarn's factor on cosine and sine; rotating is linear, so it may be put on queries and keys before."""
+    """Return yarn's factor on cosine and sine. Rotation is linear, so it may be applied to queries and keys."""
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
@@ -81,16 +81,16 @@ def _yarn_amplitude(rope: Rope) -> float:
 
 
 def _longrope_factors(rope: Rope, config: ModelConfig) -> Floats:
-    """The long factors for a model that is served beyond its trained context, whatever the prompt's length.
+    """Return the long factors for a model served beyond its trained context, for prompts of any length.
 
-    Choosing by the prompt's length would leave keys of both kinds in one cache.
+    Choosing by the prompt's length would mix keys of both kinds in one cache.
     """
     beyond = 0 < rope.original_context < config.context_length
     return np.asarray(rope.long_factor if beyond else rope.short_factor, np.float64)
 
 
 def _longrope_amplitude(rope: Rope) -> float:
-    """Longrope's factor on queries and keys (Ding et al. 2024, 3.3)."""
+    """Return longrope's factor on queries and keys (Ding et al. 2024, 3.3)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.factor <= 1.0 or rope.original_context <= 1:

@@ -1,4 +1,4 @@
-"""The rotary part of a model's config: both spellings of Hugging Face, and GGUF's."""
+"""The rotary part of a model's config: both forms of Hugging Face, and GGUF's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_CONTEXT = 1 << 25
 
 
 def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
-    """``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` to a Rope. Raises ModelInvalid."""
+    """Convert ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``. Raises ModelInvalid."""
     scaling = _scaling_fields(fields)
     theta = fields.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=10_000.0)
     theta = scaling.number("rope_theta", low=MIN_THETA, high=MAX_THETA, default=theta)
-    for where in (fields, scaling):
-        if where.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
+    for section in (fields, scaling):
+        if section.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
             raise _unsupported("partial_rotary_factor")
     kind = scaling.text("rope_type", default=scaling.text("type", default="default"))
     kind = _ALIASES.get(kind, kind)
@@ -36,10 +36,10 @@ def hf_rope(fields: Fields, *, head_dim: int, context_length: int) -> Rope:
 
 
 def extended_context(rope: Rope, told_tokens: int) -> int:
-    """Return the tokens of one sequence that a model takes, given the number that its file names as its context.
+    """Return a model's context length, given the number that its file declares.
 
-    Published configs with yarn name the context before or after stretching; the product holds for both. With llama3,
-    longrope and linear scaling they name the stretched one, and a dynamic scaling is not computed beyond it.
+    Published configs with yarn declare the context before or after scaling; the product works for both. With llama3,
+    longrope and linear scaling they declare the scaled context. Dynamic scaling is not computed beyond it.
     """
     if rope.scaling != "yarn":
         return told_tokens
@@ -60,17 +60,17 @@ def _scaling_fields(fields: Fields) -> Fields:
 
 
 def _flat(fields: Fields, key: str, values: dict[str, object]) -> dict[str, object]:
-    """Parameters nested per layer type are taken where all layer types agree."""
+    """Unwrap parameters nested per layer type if all layer types agree."""
     nested = [cast("dict[str, object]", value) for value in values.values() if isinstance(value, dict)]
     if not nested:
         return values
     if len(nested) != len(values) or any(value != nested[0] for value in nested):
-        raise fields.fail(key, "it differs from layer type to layer type, which is not supported")
+        raise fields.fail(key, "it differs between layer types, which is not supported")
     return nested[0]
 
 
 def _scaled(kind: str, theta: float, fields: Fields, scaling: Fields, *, head_dim: int, context_length: int) -> Rope:
-    """A factor that longrope or yarn leaves out is the ratio of the two contexts, as in transformers."""
+    """Build a scaled Rope. A missing factor of longrope or yarn is the contexts' ratio, as in transformers."""
     original = _original_context(kind, fields, scaling, context_length)
     stretched = kind == "longrope" or (kind == "yarn" and original < context_length)
     default_factor = max(1.0, context_length / original) if stretched else None
@@ -88,12 +88,12 @@ def _scaled(kind: str, theta: float, fields: Fields, scaling: Fields, *, head_di
 
 
 def _original_context(kind: str, fields: Fields, scaling: Fields, context_length: int) -> int:
-    """Linear scaling needs none; dynamic stretches what the config calls the context; the others may say their own."""
+    """Return the original context: 0 for linear scaling, the config's for dynamic, else as declared."""
     if kind in ("linear", "dynamic"):
         return context_length if kind == "dynamic" else 0
     key = "original_max_position_embeddings"
-    told = scaling.integer(key, low=1, high=_MAX_CONTEXT, default=context_length)
-    return fields.integer(key, low=1, high=_MAX_CONTEXT, default=told)
+    declared = scaling.integer(key, low=1, high=_MAX_CONTEXT, default=context_length)
+    return fields.integer(key, low=1, high=_MAX_CONTEXT, default=declared)
 
 
 def _llama3(rope: Rope, scaling: Fields) -> Rope:
@@ -126,10 +126,10 @@ def _longrope(rope: Rope, scaling: Fields, num_pairs: int) -> Rope:
 
 
 def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, factors: tuple[float, ...]) -> Rope:
-    """GGUF's rotary keys to a Rope. Raises ModelInvalid, ArchitectureUnsupported.
+    """Convert GGUF's rotary keys to a Rope. Raises ModelInvalid, ArchitectureUnsupported.
 
-    llama3 scaling reaches GGUF as one factor per rotary pair (``rope_freqs.weight``). Dividing frequencies by given
-    factors at every length is longrope with equal factor lists and an attention factor of one.
+    GGUF stores llama3 scaling as one factor per rotary pair (``rope_freqs.weight``). Dividing frequencies by fixed
+    factors is longrope with equal factor lists and an attention factor of 1.
     """
     if fields.integer(f"{arch}.rope.dimension_count", low=1, high=1 << 16, default=head_dim) != head_dim:
         raise _unsupported(f"{arch}.rope.dimension_count unlike the head size")
@@ -158,7 +158,7 @@ def gguf_rope(fields: Fields, arch: str, *, head_dim: int, context_length: int, 
 
 
 def _gguf_factor(fields: Fields, arch: str) -> float:
-    """Return the scaling factor, under its present or its former key; 0 means that nothing is scaled."""
+    """Return the scaling factor from its current or former key; 0 means no scaling."""
     former = fields.number(f"{arch}.rope.scale_linear", low=0.0, high=MAX_FACTOR, default=1.0)
     factor = fields.number(f"{arch}.rope.scaling.factor", low=0.0, high=MAX_FACTOR, default=former) or 1.0
     if factor < 1.0:
@@ -167,15 +167,15 @@ def _gguf_factor(fields: Fields, arch: str) -> float:
 
 
 def _gguf_attention_factor(fields: Fields, arch: str, factor: float) -> float | None:
-    """GGUF's factor multiplies yarn's own one, Hugging Face's replaces it."""
-    told = fields.number(f"{arch}.rope.scaling.attn_factor", low=0.0, high=MAX_FACTOR, default=1.0)
-    return None if told == 1.0 else told * (1.0 + 0.1 * math.log(factor))
+    """Convert GGUF's attention factor, which multiplies yarn's, to Hugging Face's, which replaces it."""
+    declared = fields.number(f"{arch}.rope.scaling.attn_factor", low=0.0, high=MAX_FACTOR, default=1.0)
+    return None if declared == 1.0 else declared * (1.0 + 0.1 * math.log(factor))
 
 
 def _factored(theta: float, factors: tuple[float, ...], head_dim: int, context_length: int) -> Rope:
     if len(factors) != head_dim // 2 or not all(1e-6 <= factor <= MAX_FACTOR for factor in factors):
         raise ModelInvalid(
-            "the GGUF file has rope factors that cannot be used",
+            "the GGUF file has unusable rope factors",
             fact=f"{len(factors)} factors, {head_dim // 2} positive ones are needed",
         )
     return Rope(

@@ -1,4 +1,4 @@
-"""Names of files that came from outside: they may not leave the folder they are meant for."""
+"""Check file names from outside: they must not leave their folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_NAME_CHARS = 255
 
 
 def check_member_name(name: str, *, where: str) -> str:
-    """``name`` if it is a plain relative POSIX path. Raises ModelInvalid; ``where`` names the file holding the name."""
+    """Return ``name`` if it is a plain relative POSIX path. Raises ModelInvalid; ``where``: origin of the name."""
     parts = PurePosixPath(name).parts
     plain = (
         0 < len(name) <= MAX_NAME_CHARS
@@ -31,7 +31,7 @@ def check_member_name(name: str, *, where: str) -> str:
 
 
 def member_path(folder: Path, name: str, *, where: str) -> Path:
-    """The existing file ``name`` in ``folder``, links resolved and still inside. Raises ModelInvalid."""
+    """Return the existing file ``name`` in ``folder``, with links resolved inside it. Raises ModelInvalid."""
     check_member_name(name, where=where)
     path = folder / name
     try:
@@ -45,12 +45,12 @@ def member_path(folder: Path, name: str, *, where: str) -> Path:
             next_step="copy the file itself into the folder",
         )
     if not resolved.is_file():
-        raise ModelInvalid(f"'{name}' is no file", fact=f"{where} names it")
+        raise ModelInvalid(f"'{name}' is not a file", fact=f"{where} names it")
     return resolved
 
 
 def _roots(folder: Path) -> list[Path]:
-    """The folder, and for a snapshot of the Hub's cache the blobs that its links lead to."""
+    """Return the folder, and for a snapshot of the Hub's cache also its blobs, the targets of its links."""
     resolved = folder.resolve()
     blobs = [resolved.parent.parent / "blobs"] if resolved.parent.name == "snapshots" else []
     return [resolved, *blobs]

@@ -1,4 +1,4 @@
-"""safetensors: header checks of our own and reads of single tensors, from one file or from a folder with an index.
+"""safetensors: header checks and reads of single tensors, from one file or a folder with an index.
 
 Layout: u64 header length | header JSON ``{name: {dtype, shape, data_offsets: [begin, end)}}`` | data without holes.
 """
@@ -30,28 +30,28 @@ _SCHEMES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class SafetensorsFiles:
-    """The tensors of one or more safetensors files, read lazily."""
+    """Tensors of one or more safetensors files, read lazily."""
 
     def __init__(self, places: Mapping[str, tuple[Path, TensorPlace]]) -> None:
         self._places = dict(places)
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors by name."""
+        """All tensors, by name."""
         return {name: place.info for name, (_, place) in self._places.items()}
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """A whole tensor's bytes. Raises ModelInvalid if the file is shorter than it promised."""
+        """Read a tensor's bytes. Raises ModelInvalid if the file is too short."""
         return self.read_range(name, 0, self._places[name][1].info.num_bytes)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Part of a tensor's bytes. Raises ModelInvalid as ``read``."""
+        """Read a part of a tensor's bytes. Raises ModelInvalid like ``read``."""
         path, place = self._places[name]
         return read_at(path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
 
 
 def open_safetensors(folder: Path) -> SafetensorsFiles:
-    """The tensors of a model folder, single or indexed. Raises ModelInvalid (damaged, missing, leaving the folder)."""
+    """Open a model folder's tensors, single or indexed. Raises ModelInvalid (damaged, missing, outside the folder)."""
     index = folder / INDEX_FILE
     if not index.exists():
         path = member_path(folder, SINGLE_FILE, where="the folder")
@@ -69,7 +69,7 @@ def open_safetensors(folder: Path) -> SafetensorsFiles:
 
 
 def shard_names(folder: Path) -> tuple[str, ...]:
-    """Names of the weight files of a model folder. Raises ModelInvalid."""
+    """Return the names of a model folder's weight files. Raises ModelInvalid."""
     index = folder / INDEX_FILE
     if index.exists():
         return tuple(sorted(set(_read_index(index).values())))
@@ -87,18 +87,18 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def parse_weight_map(index: Mapping[str, object]) -> dict[str, str]:
-    """Which file holds which tensor, by an index file's content. Raises ModelInvalid."""
+    """Return the file of each tensor from an index file's content. Raises ModelInvalid."""
     entries = index.get("weight_map")
     if not isinstance(entries, dict) or not entries:
-        raise ModelInvalid(f"'{INDEX_FILE}' has no weight_map", fact="it should tell which file holds which tensor")
+        raise ModelInvalid(f"'{INDEX_FILE}' has no weight_map", fact="it should give the file of each tensor")
     shards = cast("dict[str, object]", entries)
     if len(shards) > MAX_TENSORS or not all(isinstance(shard, str) for shard in shards.values()):
-        raise ModelInvalid(f"'{INDEX_FILE}' has a weight_map that cannot be used", fact=f"{len(shards)} entries")
+        raise ModelInvalid(f"'{INDEX_FILE}' has an unusable weight_map", fact=f"{len(shards)} entries")
     return cast("dict[str, str]", shards)
 
 
 def parse_safetensors(file: BinaryIO, *, size: int, name: str) -> dict[str, TensorPlace]:
-    """Where the tensors of a file of ``size`` bytes stand; reads its header only. Raises ModelInvalid."""
+    """Return the tensors' places in a file of ``size`` bytes. Reads only its header. Raises ModelInvalid."""
     if size < 10:
         raise _bad(name, f"it has {size} bytes")
     header_bytes = int.from_bytes(_take(file, 8, name), "little")
@@ -131,17 +131,17 @@ def _take(file: BinaryIO, num_bytes: int, name: str) -> bytes:
 
 
 def _check_entries(file: str, header: dict[str, Any], *, start: int, data_bytes: int) -> dict[str, TensorPlace]:
-    """Every entry by itself, then together: in order of their offsets they cover the data without hole or overlap."""
+    """Check each entry, and that all entries by offset cover the data without hole or overlap."""
     spans = {name: _check_entry(file, name, entry) for name, entry in header.items()}
     position = 0
     places: dict[str, TensorPlace] = {}
     for name, (begin, info) in sorted(spans.items(), key=lambda item: (item[1][0], item[1][1].num_bytes)):
         if begin != position:
-            raise _bad(file, f"tensor '{name[:80]}' begins at {begin}, the one before ends at {position}")
+            raise _bad(file, f"tensor '{name[:80]}' begins at {begin}, the previous one ends at {position}")
         position = begin + info.num_bytes
         places[name] = TensorPlace(offset=start + begin, info=info)
     if position != data_bytes:
-        raise _bad(file, f"its tensors cover {position} bytes, the file holds {data_bytes} behind the header")
+        raise _bad(file, f"its tensors cover {position} bytes, the file holds {data_bytes} after the header")
     return places
 
 
@@ -149,7 +149,7 @@ def _check_entry(file: str, name: str, entry: object) -> tuple[int, TensorInfo]:
     fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
     scheme, shape, offsets = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if shape is None or len(shape) > MAX_DIMS or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(file, f"tensor '{name[:80]}' has a shape or offsets that cannot be used")
+        raise _bad(file, f"tensor '{name[:80]}' has an unusable shape or offsets")
     if not isinstance(scheme, str) or scheme not in _SCHEMES:
         raise _bad(file, f"tensor '{name[:80]}' has type {str(scheme)[:20]!r}; {', '.join(_SCHEMES)} are read")
     num_bytes = _SCHEMES[scheme]
@@ -161,7 +161,7 @@ def _check_entry(file: str, name: str, entry: object) -> tuple[int, TensorInfo]:
 
 
 def _naturals(value: object) -> tuple[int, ...] | None:
-    """A list of integers from 0 to 2^62, or None. ``True`` is no integer here."""
+    """Return a list of integers from 0 to 2^62, or None. ``True`` does not count as an integer."""
     if not isinstance(value, list):
         return None
     items = cast("list[object]", value)
@@ -173,7 +173,7 @@ def _naturals(value: object) -> tuple[int, ...] | None:
 
 def _bad(file: str, fact: str) -> ModelInvalid:
     return ModelInvalid(
-        f"'{file}' is no safetensors file that can be used",
+        f"'{file}' is not a usable safetensors file",
         fact=fact,
         next_step="fetch the model again: edgepipe models pull",
     )

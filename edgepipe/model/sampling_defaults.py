@@ -1,4 +1,4 @@
-"""How a model's makers want its tokens drawn: what requests use that do not say."""
+"""A model's recommended sampling parameters, the defaults of requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _BOUNDS = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""The defaults that are read, and the values that the API takes for them."""
+"""Supported defaults, with the bounds of the API."""
 
 
 def hf_sampling(folder: Path) -> dict[str, float]:
-    """Return what ``generation_config.json`` says, without values that cannot be used. Nothing where it wants the
-    likeliest token each time: small models loop so. Raises ModelInvalid if it is no JSON."""
+    """Return the usable defaults of ``generation_config.json``. Raises ModelInvalid if it is not JSON.
+
+    A recommendation of greedy decoding is ignored, because small models then loop.
+    """
     path = folder / GENERATION_FILE
     values = read_json_object(path) if path.is_file() else {}
     if values.get("do_sample") is False or values.get("temperature") == 0:
@@ -32,12 +34,12 @@ def hf_sampling(folder: Path) -> dict[str, float]:
         try:
             found |= checked_sampling({name: values.get(name)})
         except ModelInvalid:
-            continue  # -1 for all, or a text: a model is not refused for that
+            continue  # such as -1 for all, or a text: ignore it
     return found
 
 
 def checked_sampling(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the defaults among the values. Raises ModelInvalid for one out of bounds."""
-    fields = Fields(values, what="the model's defaults of sampling")
+    """Return the supported defaults among the values. Raises ModelInvalid for a value out of bounds."""
+    fields = Fields(values, what="the model's sampling defaults")
     numbers = {name: fields.optional_number(name, low=low, high=high) for name, (low, high) in _BOUNDS.items()}
     return {name: number for name, number in numbers.items() if number is not None}

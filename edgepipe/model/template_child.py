@@ -1,9 +1,9 @@
 """The child process that renders chat templates: ``python -m edgepipe.model.template_child``.
 
-Frames of JSON on stdin and stdout (``edgepipe.model.frames``): it answers each ``{"template", "variables"}`` with
-``{"text"}`` or ``{"error", "detail"}``.
+It exchanges frames of JSON on stdin and stdout (``edgepipe.model.frames``): it answers each ``{"template",
+"variables"}`` with ``{"text"}`` or ``{"error", "detail"}``.
 
-The sandbox stops a template from reaching Python, not from working for ever, so the kernel bounds it too:
+The sandbox keeps a template away from Python, but does not limit its work, so the kernel does:
 
 - CPU: one interval timer of process time per rendering, whose signal kills even inside a single long operation.
 - Memory: the address space may grow by ``MEMORY_BYTES`` over what the interpreter with jinja2 has already mapped. Where
@@ -33,15 +33,15 @@ from edgepipe.model.frames import answer_frames
 CPU_S = 1.0
 MEMORY_BYTES = 256 << 20
 MAX_TEXT_CHARS = 4 << 20  # ten times the longest context
-MAX_DETAIL_CHARS = 500  # of why there is no text: a template may raise a text as long as its memory
+MAX_DETAIL_CHARS = 500  # of an error: a template may raise a text as long as its memory
 _WATCH_S = 0.02
-_TOO_LARGE = "it wanted more memory than it may have"
+_TOO_LARGE = "it exceeded its memory limit"
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the model wrote, for training; rendering ignores it."""
+    """``{% generation %}`` marks the model's own text, for training. Rendering ignores it."""
 
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+    tags = {"generation"}  # noqa: RUF012 - declared so in the base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -49,14 +49,14 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Refuses what is unsafe at once; the base class lets it pass as an empty value until it is used."""
+    """Rejects unsafe access at once; the base class returns an empty value that fails only when used."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"access to attribute '{attribute}' of '{type(obj).__name__}' is unsafe")
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for, without a loader."""
+    """Return the environment that chat templates expect, without a loader."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     untyped = cast("Any", environment)  # jinja2 leaves the values' types open
     untyped.filters["tojson"] = _tojson
@@ -71,7 +71,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which a prompt must not contain."""
+    """Format JSON without escaping HTML, unlike jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -84,18 +84,21 @@ def _strftime_now(layout: str) -> str:
 
 
 def render(compiled: Template, variables: dict[str, Any]) -> dict[str, str]:
-    """The answer to one request; every failure but the kernel's kill becomes an answer."""
+    """Render one request. Every failure except the kernel's kill becomes an answer."""
     try:
         text = compiled.render(**variables)
     except MemoryError:
         return {"error": "memory", "detail": _TOO_LARGE}
     except SecurityError as exc:
         return {"error": "security", "detail": _detail(exc)}
-    except Exception as exc:  # templates call methods of strings and lists, which raise whatever they like
+    except Exception as exc:  # templates call methods of strings and lists, which may raise any exception
         name, detail = type(exc).__name__, _detail(exc)
         return {"error": "template", "detail": f"{name}: {detail}" if detail else name}
     if len(text) > MAX_TEXT_CHARS:
-        return {"error": "memory", "detail": f"its text has {len(text)} characters, at most {MAX_TEXT_CHARS} may be"}
+        return {
+            "error": "memory",
+            "detail": f"its text has {len(text)} characters, at most {MAX_TEXT_CHARS} are allowed",
+        }
     return {"text": text}
 
 
@@ -120,7 +123,7 @@ def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_REAL, _WATCH_S, _WATCH_S)
     try:
         return render(compile_template(request["template"]), request["variables"])
-    except MemoryError:  # constants are folded while compiling
+    except MemoryError:  # compiling folds constants
         return {"error": "memory", "detail": _TOO_LARGE}
     except (TemplateError, RecursionError, ValueError) as exc:
         return {"error": "syntax", "detail": _detail(exc) or type(exc).__name__}
@@ -138,8 +141,8 @@ def main() -> None:
         signal.signal(signal.SIGALRM, _make_watch())
 
     def answer(frame: bytes) -> bytes:
-        told = _answer(json.loads(frame), compile_template)
-        return json.dumps(told, ensure_ascii=False).encode(errors="replace")
+        reply = _answer(json.loads(frame), compile_template)
+        return json.dumps(reply, ensure_ascii=False).encode(errors="replace")
 
     answer_frames(answer)
 

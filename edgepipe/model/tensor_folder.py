@@ -1,11 +1,11 @@
-"""A folder with one file per tensor, filled from peers or the hub: any part of a model, hash-checked, resumable.
+"""A folder with one file per tensor, for any part of a model, filled from peers or the hub: hash-checked, resumable.
 
 ::
 
     edgepipe.json  tokenizer.json ...   metadata files
-    manifest.json                       what the whole model consists of
+    manifest.json                       manifest of the whole model
     tensors/NAME.bin                    complete and checked
-    tensors/NAME.bin.part               what came so far
+    tensors/NAME.bin.part               incomplete
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READ_BYTES = 1 << 20
 
 
 class TensorFolder:
-    """The tensors of a folder; those that are not there yet are known by name and refuse to be read."""
+    """Tensors of a folder. Missing tensors are listed, but reading them raises."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder / TENSOR_FOLDER
@@ -38,35 +38,35 @@ class TensorFolder:
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors of the model, here or not."""
+        """All tensors of the model, present or not."""
         return self._infos
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """A whole tensor's bytes. Raises ModelInvalid if it is not here or shorter than promised."""
+        """Read a tensor's bytes. Raises ModelInvalid if it is missing or too short."""
         return self.read_range(name, 0, self._infos[name].num_bytes)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Part of a tensor's bytes. Raises ModelInvalid as ``read``."""
+        """Read a part of a tensor's bytes. Raises ModelInvalid like ``read``."""
         path = tensor_path(self._folder, name)
         if not path.exists():
             raise ModelInvalid(
                 f"tensor '{name}' is not on this node",
-                fact="only the layers that the node was told to serve are fetched",
+                fact="a node fetches only the layers that it serves",
             )
         return read_at(path, offset, num_bytes, what=f"tensor '{name}'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingTensor:
-    """A tensor that still has to come, and how much of it is here."""
+    """A tensor to fetch, and its bytes already present."""
 
     name: str
     num_bytes: int
-    have_bytes: int  # begin fetching here
+    have_bytes: int  # offset at which to continue
 
 
 class ShardWriter:
-    """Fills a tensor folder. One process writes a folder at a time; files appear only complete and checked."""
+    """Fills a tensor folder. Only one process may write a folder at a time; files appear complete and checked."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder / TENSOR_FOLDER
@@ -75,11 +75,11 @@ class ShardWriter:
 
     @property
     def manifest(self) -> Manifest:
-        """What the whole model consists of."""
+        """Manifest of the whole model."""
         return self._manifest
 
     def missing(self, names: Iterable[str]) -> list[MissingTensor]:
-        """Those of the tensors that are not complete here, in order. Raises ModelInvalid for unknown names."""
+        """Return the tensors that are not complete, in order. Raises ModelInvalid for unknown names."""
         entries = [self._entry(name) for name in names]
         return [
             MissingTensor(name=entry.info.name, num_bytes=entry.info.num_bytes, have_bytes=self._have(entry))
@@ -88,7 +88,7 @@ class ShardWriter:
         ]
 
     def open(self, name: str) -> TensorSink:
-        """Begin or go on writing a tensor at the sink's ``position``. Raises ModelInvalid for an unknown name."""
+        """Start or resume writing a tensor at the sink's ``position``. Raises ModelInvalid for an unknown name."""
         return TensorSink(tensor_path(self._folder, self._entry(name).info.name), self._entry(name))
 
     def _have(self, entry: TensorEntry) -> int:
@@ -105,49 +105,52 @@ class ShardWriter:
 
 
 class TensorSink:
-    """Takes one tensor's bytes in order. A context manager: leaving it keeps an incomplete part for later."""
+    """Writes one tensor's bytes in order. A context manager: leaving it keeps an incomplete part for later."""
 
     def __init__(self, path: Path, entry: TensorEntry) -> None:
         self._path = path
         self._entry = entry
         self._file: BinaryIO = _part_path(path).open("ab+", buffering=0)
         self._digest = hashlib.sha256()
-        self.position = 0  # bytes that are here; the next write goes there
+        self.position = 0  # bytes present; offset of the next write
         self._take_up()
 
     def seek(self, offset: int) -> None:
-        """Forget what is here behind ``offset``. Raises ModelInvalid if there is a gap before it."""
+        """Truncate the part to ``offset``. Raises ModelInvalid if the part is shorter."""
         if offset > self.position:
             raise ModelInvalid(
-                f"tensor '{self._entry.info.name}' cannot go on at byte {offset}",
-                fact=f"{self.position} bytes are here",
+                f"tensor '{self._entry.info.name}' cannot continue at byte {offset}",
+                fact=f"{self.position} bytes are present",
             )
         if offset < self.position:
             os.ftruncate(self._file.fileno(), offset)
             self._take_up()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Raises ModelInvalid if more comes than the manifest promised; all is deleted."""
+        """Append bytes. For more bytes than the manifest promised, delete the part and raise ModelInvalid."""
         if self.position + len(chunk) > self._entry.info.num_bytes:
             self._discard()
-            raise self._refused(f"more than the promised {self._entry.info.num_bytes} bytes came")
+            raise self._refused(f"more than the promised {self._entry.info.num_bytes} bytes arrived")
         self._file.write(chunk)
         self._digest.update(chunk)
         self.position += len(chunk)
 
     def finish(self) -> bool:
-        """Check and put in place; False if bytes are missing. Raises ModelInvalid and deletes if the hash differs."""
+        """Check the tensor and move it into place. Return False if bytes are missing.
+
+        If the hash differs, deletes the part and raises ModelInvalid.
+        """
         if self.position < self._entry.info.num_bytes:
             return False
         if self._digest.hexdigest() != self._entry.sha256:
             self._discard()
-            raise self._refused("its SHA-256 is not the one that the manifest promises")
+            raise self._refused("its SHA-256 differs from the manifest's")
         os.fsync(self._file.fileno())
         _part_path(self._path).replace(self._path)
         return True
 
     def close(self) -> None:
-        """Let go of the file. May be called twice."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def __enter__(self) -> TensorSink:
@@ -157,7 +160,7 @@ class TensorSink:
         self.close()
 
     def _take_up(self) -> None:
-        """Hash what an earlier transfer left."""
+        """Hash the part that an earlier transfer left."""
         self._digest, self.position = hashlib.sha256(), 0
         self._file.seek(0)
         while data := self._file.read(_READ_BYTES):
@@ -173,14 +176,14 @@ class TensorSink:
 
     def _refused(self, fact: str) -> ModelInvalid:
         return ModelInvalid(
-            f"tensor '{self._entry.info.name}' came damaged",
+            f"tensor '{self._entry.info.name}' arrived damaged",
             fact=fact,
-            next_step="it is fetched again, from elsewhere",
+            next_step="the node fetches it again from another source",
         )
 
 
 def tensor_path(folder: Path, name: str) -> Path:
-    """Where a tensor stands; names were checked when the manifest was read."""
+    """Return a tensor's path; names were checked when the manifest was read."""
     return folder / f"{name}.bin"
 
 
@@ -189,9 +192,9 @@ def _part_path(path: Path) -> Path:
 
 
 def complete_names(folder: Path, names: Sequence[str]) -> list[str]:
-    """Those of the tensors that are complete in a model's folder."""
+    """Return the tensors that are complete in a model's folder."""
     try:
-        here = {entry.name for entry in os.scandir(folder / TENSOR_FOLDER)}
+        present = {entry.name for entry in os.scandir(folder / TENSOR_FOLDER)}
     except FileNotFoundError:
         return []
-    return [name for name in names if tensor_path(folder, name).name in here]
+    return [name for name in names if tensor_path(folder, name).name in present]

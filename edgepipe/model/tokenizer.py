@@ -1,4 +1,4 @@
-"""Text to token ids and back. The ``tokenizers`` package is imported when a tokenizer is loaded, not before."""
+"""Convert text to token ids and back. The ``tokenizers`` package is imported only when a tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use (262,144 tokens) take about 34 MB
 _SHORT_CHARS = 4096  # encoded within 1 ms
-_CHECK_S = 60  # wall time for a check that the kernel ends after 10 s of CPU time
+_CHECK_S = 60  # wall time of a check that the kernel limits to 10 s of CPU time
 
 CHAT_ENDS = (
     "<|im_end|>",
@@ -32,11 +32,11 @@ CHAT_ENDS = (
     "<end_of_turn>",
     "</s>",
 )
-"""Special tokens that end an answer, whatever the model's config lists."""
+"""Special tokens that end an answer, in addition to the model's config."""
 
 
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
-"""Tokens around tool calls: part of an answer's text, even where the model counts them as special."""
+"""Tokens around tool calls: part of an answer's text, even if the model marks them as special."""
 
 
 class Tokenizer:
@@ -53,38 +53,38 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path, *, vocab_size: int | None = None) -> Tokenizer:
-        """Load ``tokenizer.json``. Raises ModelInvalid if it is missing, too large or damaged."""
+        """Load a ``tokenizer.json``. Raises ModelInvalid if it is missing, too large or damaged."""
         return cls(_load(path), vocab_size=vocab_size)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
-        """Rebuild from GGUF metadata. Raises ModelInvalid."""
+        """Rebuild a tokenizer from GGUF metadata. Raises ModelInvalid."""
         from edgepipe.model.gguf_tokenizer import rebuild_tokenizer
 
         return cls(rebuild_tokenizer(metadata))
 
     @property
     def vocab_size(self) -> int:
-        """Ids go from 0 to one below this."""
+        """Number of ids; the largest id is one less."""
         return self._vocab_size
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Special tokens by their text."""
+        """Ids of special tokens, by text."""
         return self._special
 
     @property
     def hidden_ids(self) -> frozenset[int]:
-        """Special tokens that have no text in an answer."""
+        """Special tokens without text in an answer."""
         return frozenset(token for name, token in self._special.items() if name not in TOOL_MARKS)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text; ``add_special`` puts the model's begin token in front.
+        """Encode a text. ``add_special`` puts the model's begin token in front.
 
-        Special tokens that stand in the text are honoured. A chat template's result wants ``add_special=False``: it
-        brings its own. Raises ModelInvalid if the tokenizer gives an id that the model does not have.
+        Special tokens in the text are recognised. Use ``add_special=False`` for a chat template's result, which
+        includes them. Raises ModelInvalid if the tokenizer returns an id outside the model's vocabulary.
 
-        Safe in a thread beside others: long texts are encoded without the interpreter's lock.
+        Thread-safe: long texts are encoded without the interpreter's lock.
         """
         with _panics_translated():
             ids = self._ids(text, add_special)
@@ -96,15 +96,15 @@ class Tokenizer:
         return ids
 
     def _ids(self, text: str, add_special: bool) -> list[int]:
-        """The library's plain call holds the interpreter's lock all the while, its call for batches does not."""
+        """Encode a text. The library's plain call holds the interpreter's lock; its batch call releases it."""
         if len(text) <= _SHORT_CHARS:
             return self._library.encode(text, add_special_tokens=add_special).ids
         return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, finish: bool = True) -> str:
-        """The text of token ids; bytes that are no UTF-8 become replacement characters.
+        """Decode token ids. Bytes that are not UTF-8 become replacement characters.
 
-        ``finish`` False leaves out a character that is incomplete at the end, for a text that goes on.
+        ``finish`` False leaves out an incomplete character at the end, for a text that continues.
         """
         detokenizer = self.detokenizer(skip_special=skip_special)
         return "".join([*(detokenizer.add(token) for token in ids), detokenizer.finish() if finish else ""])
@@ -112,22 +112,25 @@ class Tokenizer:
     def detokenizer(
         self, *, skip_special: bool = True, keep: Collection[str] = (), before: Sequence[int] = ()
     ) -> Detokenizer:
-        """A fresh incremental decoder for one choice of a request; ``keep``: special tokens that have text all the
-        same, such as those that begin a tool call; ``before``: tokens whose text the choice continues."""
+        """Return a new incremental decoder for one choice of a request.
+
+        keep    special tokens that have text nevertheless, such as those that begin a tool call
+        before  tokens whose text the choice continues
+        """
         skipped = (token for text, token in self._special.items() if text not in keep) if skip_special else ()
         return Detokenizer(self._token_bytes, frozenset(skipped), before=before)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for by itself."""
+        """Return the bytes of a single token."""
         return self._token_bytes(token)
 
     def end_ids(self, configured: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end an answer: the config's and those of the chat ends that are special tokens here."""
+        """Return the ids that end an answer: the config's, and the chat ends among the special tokens."""
         ends = [self._special[name] for name in CHAT_ENDS if name in self._special]
         return tuple(dict.fromkeys([*configured, *ends]))
 
     def largest_id(self) -> int:
-        """The largest id in the vocabulary, added tokens included."""
+        """Return the largest id in the vocabulary, including added tokens."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def save(self, path: Path) -> None:
@@ -137,7 +140,7 @@ class Tokenizer:
 
 @contextmanager
 def _panics_translated() -> Generator[None]:
-    """The library gives up on patterns that backtrack too long with an exception that ``except Exception`` misses."""
+    """Translate the library's panic on excessive backtracking, which ``except Exception`` does not catch."""
     try:
         yield
     except BaseException as exc:
@@ -147,26 +150,26 @@ def _panics_translated() -> Generator[None]:
 
 
 def check_tokenizer(path: Path, *, vocab_size: int) -> str:
-    """Try a foreign ``tokenizer.json`` in a child with limits; return the digest of its canonical form.
+    """Test a foreign ``tokenizer.json`` in a child with limits. Return the digest of its canonical form.
 
     Raises ModelInvalid: damaged, too large, too slow.
     """
     _check_size(path)
     command = (sys.executable, "-P", "-m", "edgepipe.model.tokenizer_child", str(path), str(vocab_size))
-    with tempfile.TemporaryFile() as told:  # the child bounds what it writes to files
+    with tempfile.TemporaryFile() as output:  # the child limits its file size
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, timeout=_CHECK_S, check=False
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=_CHECK_S, check=False
             )
         except subprocess.TimeoutExpired as exc:
             raise _unusable(path, f"it was not read within {_CHECK_S} s") from exc
-        told.seek(0)
-        lines = told.read(TOLD_BYTES).decode("utf-8", "replace").strip().splitlines()
+        output.seek(0)
+        lines = output.read(TOLD_BYTES).decode("utf-8", "replace").strip().splitlines()
     if done.returncode < 0:
-        raise _unusable(path, "reading it took more than 10 s of CPU time, or more memory than it may have")
+        raise _unusable(path, "reading it exceeded 10 s of CPU time or its memory limit")
     if done.returncode:
-        raise _unusable(path, lines[-1][:200] if lines else "its child process said nothing")
-    return lines[-1]  # behind whatever the library had to say
+        raise _unusable(path, lines[-1][:200] if lines else "its child process printed nothing")
+    return lines[-1]  # after any output of the library
 
 
 def _load(path: Path) -> _Library:
@@ -193,7 +196,7 @@ def _check_size(path: Path) -> None:
 
 def _unusable(path: Path, fact: str) -> ModelInvalid:
     return ModelInvalid(
-        f"'{path.name}' is no tokenizer that can be used",
+        f"'{path.name}' is not a usable tokenizer",
         fact=fact,
         next_step="fetch the model again, or choose another",
     )

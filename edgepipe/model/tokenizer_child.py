@@ -1,8 +1,8 @@
-"""Tries a foreign ``tokenizer.json`` in a process of its own: ``python -m edgepipe.model.tokenizer_child FILE V``.
+"""Tests a foreign ``tokenizer.json`` in its own process: ``python -m edgepipe.model.tokenizer_child FILE V``.
 
-Loading can recurse or allocate without end, and a pre-tokenizer's pattern can backtrack for ever. Exit code 0: the file
-loads, its ids are below V, and texts that provoke backtracking go through it and back; the output is the digest of its
-canonical form. Else the last line of the errors says why.
+Loading can recurse or allocate without limit, and a pre-tokenizer's pattern can backtrack for ever. Exit code 0: the
+file loads, its ids are below V, and texts that provoke backtracking can be encoded and decoded; the output is the
+digest of its canonical form. Any other exit code: the last line of the errors gives the reason.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from edgepipe.model.canonical import tokenizer_digest
 
 CPU_S = 10
 MEMORY_BYTES = 3 << 30  # address space; a tokenizer of 262,144 tokens takes about 0.4 GB while it loads
-TOLD_BYTES = 64 << 10  # of any file that it writes, standard error included
-_RUN = 4096  # characters per kind: an exponential pattern needs 30, a quadratic one passes
+TOLD_BYTES = 64 << 10  # limit of every file that it writes, including standard error
+_RUN = 4096  # characters per text: an exponential pattern fails with 30, a quadratic one passes
 _PROVOKING = ("a", " ", "1", "\n", "!", "é", "a!", "a 1", "' ", "\t \n", "字", "(a", "ab" * 8 + "\u0301")
 
 
 def check(path: Path, vocab_size: int) -> str:
-    """Empty if the tokenizer is good, else what is wrong with it."""
+    """Return an empty string for a good tokenizer, else the fault."""
     from edgepipe.model.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_file(path, vocab_size=vocab_size)
@@ -30,7 +30,7 @@ def check(path: Path, vocab_size: int) -> str:
     if largest >= vocab_size:
         return f"it has the token id {largest}, the model has {vocab_size}"
     for unit in _PROVOKING:
-        for end in ("", "!", "\0"):  # a pattern that almost matches backtracks when the text ends otherwise
+        for end in ("", "!", "\0"):  # a pattern that almost matches backtracks at another ending
             tokenizer.decode(tokenizer.encode(unit * (_RUN // len(unit)) + end))
     return ""
 
@@ -42,7 +42,7 @@ def main() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     except (OSError, ValueError):
-        pass  # macOS refuses; the CPU limit and the size of the file bound it there
+        pass  # macOS refuses; there the CPU limit and the file's size limit it
     try:
         path = Path(sys.argv[1])
         digest = tokenizer_digest(path)

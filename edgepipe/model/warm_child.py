@@ -1,4 +1,4 @@
-"""A child process that is kept warm: for work that would hold up the loop, or that may have to be killed."""
+"""A child process that is kept warm, for work that would block the loop or may have to be killed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, cast
 
 from edgepipe.model.frames import HEAD
 
-_READ_BYTES = 1 << 20  # of an answer, before the child has to wait for its reader
-_READY_BYTES = 64  # of the frame that says that the child is ready
+_READ_BYTES = 1 << 20  # buffered part of an answer, before the child waits for its reader
+_READY_BYTES = 64  # limit of the frame that reports ready
 
 
 class ChildEnded(Exception):
-    """It ended by itself, did not start, or was killed for an answer that is too long.
+    """The child ended by itself, did not start, or was killed because its answer was too long.
 
-    ``code``: its exit code, negative for a signal.
+    ``code``: exit code, negative for a signal.
     """
 
     def __init__(self, code: int | None, *, started: bool) -> None:
@@ -27,13 +27,13 @@ class ChildEnded(Exception):
 
 
 class _TooLong(Exception):
-    """The answer is longer than its reader takes; not one byte of it was read."""
+    """The answer exceeds the reader's limit. None of it was read."""
 
 
 class WarmChild:
-    """Runs ``python -m module``, which says one frame when it is ready and then answers every frame with one.
+    """Runs ``python -m module``, which sends one frame when it is ready, then one answer for every frame.
 
-    Started by the first question and again after it ended; one question at a time.
+    The first request starts it, and the next request after its end restarts it. It handles one request at a time.
     """
 
     def __init__(self, module: str, *, start_s: float) -> None:
@@ -43,16 +43,16 @@ class WarmChild:
         self._child: Process | None = None
 
     async def start(self) -> None:
-        """Start it now, so that the first question need not wait for it. Raises ChildEnded."""
+        """Start the child now, so that the first request does not wait for it. Raises ChildEnded."""
         async with self._turn:
             await self._ready()
 
     async def ask(self, *parts: bytes, within_s: float, most_bytes: int) -> bytes:
-        """The answer to a frame made of the parts. Raises TimeoutError and ChildEnded.
+        """Send a frame made of the parts and return the answer. Raises TimeoutError and ChildEnded.
 
-        most_bytes  bound of the answer: what works on foreign data in the child may have taken the child over
+        most_bytes  limit of the answer, because hostile data may control the child
 
-        Whatever interrupts it ends the child: a late answer must not meet the next question.
+        Any interruption ends the child, so that a late answer cannot match the next request.
         """
         async with self._turn:
             child = await self._ready()
@@ -68,7 +68,7 @@ class WarmChild:
                 raise
 
     async def end(self) -> None:
-        """Kill it. It may be asked again afterwards."""
+        """Kill the child. A later request starts a new one."""
         async with self._turn:
             await self._end()
 
@@ -91,10 +91,10 @@ class WarmChild:
         return self._child
 
     async def _end(self, *, ended: bool = False) -> int | None:
-        """Kill and reap; the exit code if the child had ended by itself.
+        """Kill and reap the child. Return the exit code if it had ended by itself.
 
-        ``ended``: its pipe broke, so it is about to be reaped; a kill now would look for it first and take its exit
-        code away from the loop's watcher.
+        ``ended``: its pipe broke, so the loop's watcher is about to reap it; a kill now would take the exit code away
+        from the watcher.
         """
         child, self._child = self._child, None
         if child is None:

@@ -1,4 +1,4 @@
-"""``WeightSource`` over safetensors folders, GGUF files and folders of single tensors: one way in, ``open_weights``."""
+"""``WeightSource`` for safetensors folders, GGUF files and folders of single tensors; see ``open_weights``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder
 from edgepipe.model.tensors import RawTensor, TensorInfo
 
-EMULATED_KEY = "edgepipe_emulated"  # in config.json: this model has a shape and no weights
+EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
 GGUF_FILE = "model.gguf"  # name of a GGUF file within the store
 
 
 class TensorFiles(Protocol):
-    """Tensors of whatever format, by Hugging Face's name, in logical row order."""
+    """Tensors of any format, by Hugging Face's name, in logical row order."""
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -63,24 +63,24 @@ class Weights:
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """What is known of every tensor in the files, by name."""
+        """Descriptions of all tensors in the files, by name."""
         return self._infos
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """The tensors that a slice needs, in reading order; none for an emulated model. Raises ModelInvalid."""
+        """Return the tensors that a slice needs, in reading order; empty for an emulated model. Raises ModelInvalid."""
         if not self._infos:
             return ()
         return [self._info(name) for name in slice_tensors(self._config, part)]
 
     def read(self, name: str) -> RawTensor:
-        """Read one tensor. Raises ModelInvalid if it is not here or its file is shorter than promised."""
+        """Read one tensor. Raises ModelInvalid if it is missing or its file is too short."""
         info = self._info(name)
         data = self._files.read(name)
         self._bytes_read += info.num_bytes
         return RawTensor(info=info, data=data)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Bytes ``[offset, offset + num_bytes)`` of a tensor as ``read`` would give it. Raises ModelInvalid."""
+        """Read bytes ``[offset, offset + num_bytes)`` of the result of ``read``. Raises ModelInvalid."""
         info = self._info(name)
         if not 0 <= offset <= offset + num_bytes <= info.num_bytes:
             raise ModelInvalid(
@@ -91,16 +91,16 @@ class Weights:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:
-            raise ModelInvalid(f"tensor '{name}' is not here", fact=f"{len(self._infos)} tensors are")
+            raise ModelInvalid(f"tensor '{name}' is missing", fact=f"the model has {len(self._infos)} tensors")
         return self._infos[name]
 
 
 class NoTensors:
-    """The tensors of an emulated model: none."""
+    """Empty set of tensors, for an emulated model."""
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Empty."""
+        """An empty mapping."""
         return {}
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
@@ -115,12 +115,12 @@ class NoTensors:
 def open_weights(path: Path) -> Weights:
     """Open a model of the store, a GGUF file, or a folder with ``config.json`` and safetensors.
 
-    Config and tensors are checked to agree. Raises ModelInvalid, ArchitectureUnsupported.
+    Checks that config and tensors agree. Raises ModelInvalid, ArchitectureUnsupported.
     """
     if path.is_file() and path.suffix == ".gguf":
         return open_gguf_weights(path)
     if not path.is_dir():
-        raise ModelInvalid(f"'{path.name}' is no model", fact="a .gguf file or a folder with config.json is needed")
+        raise ModelInvalid(f"'{path.name}' is not a model", fact="a .gguf file or a folder with config.json is needed")
     return _open_stored(path) if (path / CARD_FILE).is_file() else open_hf_weights(path)
 
 
@@ -144,12 +144,12 @@ def open_gguf_weights(path: Path) -> Weights:
 
 
 def is_emulated(path: Path) -> bool:
-    """Whether a model folder's config says that there are no weights, only a shape for the emulated backend."""
+    """Return whether a model folder holds only a shape for the emulated backend, without weights."""
     return read_json_object(path / "config.json").get(EMULATED_KEY) is True
 
 
 def _open_stored(path: Path) -> Weights:
-    """The card's config, which knows more end tokens, with the tensors in whatever form they are kept."""
+    """Open a stored model with the card's config, which has more end tokens, and tensors in any stored form."""
     card = read_card(path)
     if card.emulated:
         return Weights(card.config, NoTensors())

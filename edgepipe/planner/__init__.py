@@ -1,1 +1,1 @@
-"""PURE: which nodes compute which layers."""
+"""PURE: decides which nodes compute which layers."""

@@ -1,4 +1,4 @@
-"""Machines and links with the model that they are to run: as measured, as imagined, and as they might be. PURE."""
+"""Machines, links and the model to run on them: measured, modelled, or with changes. PURE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES_PER_VALUE = 2  # bf16, of weights and of KV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a plan is made of."""
+    """Input of a plan."""
 
     model: str  # for people
     config: ModelConfig
@@ -27,15 +27,15 @@ class Cluster:
     links: Links
 
     def with_machine(self, machine: Machine) -> Cluster:
-        """One more; its links are as assumed, or as the fastest measured one."""
+        """Return the cluster with one more machine. Its links are as assumed, else like the fastest measured one."""
         between = (shape for (a, b), shape in self.links.measured.items() if a != b)
         assumed = self.links.assumed or min(between, key=lambda link: link.one_way_s, default=LinkShape())
         return replace(self, machines=(*self.machines, machine), links=replace(self.links, assumed=assumed))
 
     def with_links(self, shape: LinkShape, nodes: Iterable[NodeId] = ()) -> Cluster:
-        """All links replaced, or those from and to ``nodes``."""
+        """Return the cluster with all links replaced, or those from and to ``nodes``."""
         touched = frozenset(nodes)
-        ids = [one.node_id for one in self.machines]
+        ids = [machine.node_id for machine in self.machines]
         links = self.links
         for a in ids:
             for b in ids:
@@ -44,20 +44,20 @@ class Cluster:
         return replace(self, links=links)
 
     def with_speeds_of(self, known: Iterable[Machine]) -> Cluster:
-        """The same machines, as fast as others have shown themselves to be."""
-        speeds = {one.node_id: one.speed for one in known}
-        machines = (replace(one, speed=speeds.get(one.node_id, one.speed)) for one in self.machines)
+        """Return the cluster with the speeds of the ``known`` machines."""
+        speeds = {machine.node_id: machine.speed for machine in known}
+        machines = (replace(machine, speed=speeds.get(machine.node_id, machine.speed)) for machine in self.machines)
         return replace(self, machines=tuple(machines))
 
     def with_memory(self, node: NodeId, more_bytes: int) -> Cluster:
-        """One machine with so much more."""
+        """Return the cluster with more memory in one machine."""
         return replace(
             self,
             machines=tuple(
-                replace(one, room=replace(one.room, free_bytes=one.room.free_bytes + more_bytes))
-                if one.node_id == node
-                else one
-                for one in self.machines
+                replace(machine, room=replace(machine.room, free_bytes=machine.room.free_bytes + more_bytes))
+                if machine.node_id == node
+                else machine
+                for machine in self.machines
             ),
         )
 
@@ -70,7 +70,7 @@ def known_cluster(
     model: str = "",
     adjustments: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """Devices of the table, called a, b, c, ..., with one kind of link. Raises ConfigInvalid."""
+    """Build a cluster of devices from the table, named a, b, c, ..., with one kind of link. Raises ConfigInvalid."""
     speeds: dict[str, Machine] = {}
     machines: list[Machine] = []
     for name, key in zip(names(len(devices)), devices, strict=True):
@@ -82,7 +82,7 @@ def known_cluster(
 
 
 def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machine:
-    """A device by its data sheet."""
+    """Build a machine from a device's data sheet."""
     return Machine(
         room=NodeRoom(
             node_id=NodeId(name),
@@ -98,6 +98,6 @@ def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machin
 
 
 def names(count: int) -> list[str]:
-    """a, b, ..., z, aa, ab, ..."""
+    """Return the names a, b, ..., z, aa, ab, ..."""
     letters = string.ascii_lowercase
     return [letters[i] if i < 26 else letters[i // 26 - 1] + letters[i % 26] for i in range(count)]

@@ -1,7 +1,6 @@
-"""Which disks keep which parts of a model, and which of them get another copy, so that no lost machine takes the last
-one along. PURE.
+"""Plan copies of a model's parts on disks, so that the loss of a machine never loses a part. PURE.
 
-A model's parts in the order of a token's way: 0 the embedding, then its layers, last the norm with the head.
+A model's parts, in the order that a token passes them: 0 the embedding, then the layers, last the norm with the head.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from edgepipe.model.facts import Slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """What a model's parts take on a disk."""
+    """Sizes of a model's parts on disk."""
 
     sizes: tuple[int, ...]  # bytes, by part
     tied: bool = False  # the head is the embedding
@@ -26,48 +25,48 @@ class ModelParts:
         return frozenset(range(len(self.sizes)))
 
     def of(self, slices: Iterable[Slice]) -> frozenset[int]:
-        """The parts that slices need."""
+        """Return the parts that slices need."""
         found: set[int] = set()
-        for one in slices:
-            found.update(layer + 1 for layer in one.layers)
-            if one.embedding or (one.head and self.tied):
+        for part in slices:
+            found.update(layer + 1 for layer in part.layers)
+            if part.embedding or (part.head and self.tied):
                 found.add(0)
-            if one.head:
+            if part.head:
                 found.add(len(self.sizes) - 1)
         return frozenset(found)
 
     def num_bytes(self, parts: Iterable[int]) -> int:
-        """What these parts take."""
+        """Return the size of these parts."""
         return sum(self.sizes[part] for part in parts)
 
     def fetch_bytes(self, held: frozenset[int], slices: Iterable[Slice]) -> int:
-        """What a node that holds ``held`` would have to fetch before it can load the slices."""
+        """Return the bytes that a node with the parts ``held`` must fetch before it can load the slices."""
         return self.num_bytes(self.of(slices) - held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """One node's disk as far as a model is concerned."""
+    """One node's disk, for one model."""
 
     node_id: NodeId
     holds: frozenset[int]
-    free_bytes: int  # that copies may take
-    computes: bool = True  # a copy beside a device is of use sooner
+    free_bytes: int  # available for copies
+    computes: bool = True  # the node has a device, so a copy on it is useful sooner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """Who fetches what."""
+    """Parts for each node to fetch."""
 
     fetch: Mapping[NodeId, tuple[int, ...]]  # parts in ascending order
-    lacking_bytes: int = 0  # of copies for which no disk has room
-    lost: tuple[int, ...] = ()  # parts that nobody has
+    lacking_bytes: int = 0  # size of copies for which no disk has room
+    lost: tuple[int, ...] = ()  # parts on no disk
 
 
 def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> CopyPlan:
-    """Let every part be on ``copies`` disks, or on all if there are fewer; parts that are there already are kept.
+    """Plan for every part to be on ``copies`` disks, or on all if there are fewer. Existing parts stay.
 
-    Runs of neighbouring parts go to one disk where they fit: it can then take a lost stage whole.
+    Runs of neighbouring parts go to one disk where they fit, so that its node can take over a whole stage.
     """
     holds = {disk.node_id: set(disk.holds) for disk in disks}
     free = {disk.node_id: disk.free_bytes for disk in disks}
@@ -97,22 +96,22 @@ def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> Cop
 
 
 def _first_run(parts: ModelParts, holds: Iterable[set[int]], skipped: set[int], wanted: int) -> list[int]:
-    """Neighbouring parts that are on the same, too few disks; empty if there are none."""
+    """Return the first run of neighbouring parts that are on the same, too few disks, or an empty list."""
     holders = list(holds)
     run: list[int] = []
-    where: list[bool] = []
+    run_disks: list[bool] = []
     for part in sorted(parts.all - skipped):
-        here = [part in held for held in holders]
-        if run and (here != where or part != run[-1] + 1):
+        on_disks = [part in held for held in holders]
+        if run and (on_disks != run_disks or part != run[-1] + 1):
             break
-        if sum(here) < wanted:
+        if sum(on_disks) < wanted:
             run.append(part)
-            where = here
+            run_disks = on_disks
     return run
 
 
 def _fitting(parts: ModelParts, run: Sequence[int], held: set[int], free_bytes: int) -> tuple[int, int, int]:
-    """How many of the run's first parts fit; ties go to the disk with least of the model, then to the roomiest."""
+    """Return a sort key: the number of the run's first parts that fit, then least of the model, then most room."""
     if run[0] in held:
         return 0, 0, 0
     count, left = 0, free_bytes

@@ -1,4 +1,4 @@
-"""What a ring is to do, and what a step of it then asks of its devices. PURE."""
+"""Demand on a ring, and the resulting work of a step. PURE."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from edgepipe.backend.cost import StepWork
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.profiles import Speed, StepParts
 
-_LEAST_KV_TOKENS = 512  # fewer cannot hold one ordinary question
+_LEAST_KV_TOKENS = 512  # enough for one ordinary question
 
 
 class Objective(Enum):
-    """What is to be best."""
+    """Figure to optimise."""
 
-    LATENCY = "latency"  # one chat's tokens per second
-    THROUGHPUT = "throughput"  # of all chats together
+    LATENCY = "latency"  # tokens per second of one chat
+    THROUGHPUT = "throughput"  # tokens per second of all chats together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """How the model will be used."""
+    """Expected use of the model."""
 
     config: ModelConfig
     objective: Objective = Objective.LATENCY
     concurrency: int = 16  # sequences side by side, for throughput
     context_tokens: int = 4096  # kept per sequence
-    must_keep_tokens: int = 0  # of KV, or it does not fit; 0: enough for an ordinary question
-    read_tokens: int = 1024  # of them a token attends to, on average
-    prompt_share: float = 0.0  # prompt tokens computed beside each output token
-    row_bytes: int = 0  # one token's activations on a link; 0: bf16
+    must_keep_tokens: int = 0  # required KV; 0: enough for an ordinary question
+    read_tokens: int = 1024  # context tokens that a token attends to, on average
+    prompt_share: float = 0.0  # prompt tokens computed per output token
+    row_bytes: int = 0  # one token's activations on a link; 0: as bf16
 
     @property
     def least_kv_tokens(self) -> int:
-        """With less room no placement counts."""
+        """Minimum KV of a feasible placement, in tokens."""
         return self.must_keep_tokens or min(_LEAST_KV_TOKENS, self.context_tokens)
 
     @property
     def hop_bytes(self) -> int:
-        """Of one token on a link."""
+        """Bytes of one token's activations on a link."""
         return self.row_bytes or 2 * self.config.hidden_size
 
     def kv_levels(self) -> list[int]:
-        """Tokens of KV to ask for, the most first: all conversations' worth, then half of it, down to the least."""
+        """Return the KV sizes to try, in tokens: enough for all conversations, then halves, down to the minimum."""
         wanted = self.context_tokens * (self.concurrency if self.objective is Objective.THROUGHPUT else 1)
         levels: list[int] = []
         while wanted > self.least_kv_tokens:
@@ -52,12 +52,12 @@ class Demand:
         return [*levels, self.least_kv_tokens]
 
     def sequences(self, kv_tokens: int) -> int:
-        """How many conversations so much KV keeps, at most those that are asked for."""
+        """Return how many conversations fit into the KV, at most ``concurrency``."""
         return max(1, min(self.concurrency, kv_tokens // self.context_tokens))
 
 
 def decode_work(rows: int, *, read_tokens: int, prompt_share: float = 0.0) -> StepWork:
-    """A micro-batch of so many sequences, each with its share of somebody's prompt."""
+    """Return the work of a micro-batch of ``rows`` decodes, each with a share of a prompt."""
     prompt = round(rows * prompt_share)
     pairs = float(rows * read_tokens) + prompt * read_tokens / 2
     return StepWork(
@@ -70,12 +70,12 @@ def decode_work(rows: int, *, read_tokens: int, prompt_share: float = 0.0) -> St
 
 
 def prompt_work(tokens: int, *, start: int = 0, logits: bool = False) -> StepWork:
-    """A chunk of one prompt."""
+    """Return the work of a chunk of one prompt."""
     return StepWork.of_rows([start], [tokens], logit_rows=1 if logits else 0)
 
 
 def batch_parts(speed: Speed, demand: Demand, rows: float) -> StepParts:
-    """A decode step's times with a broken number of rows: some micro-batches have one more than others."""
+    """Interpolate a decode step's times for a fractional number of rows, since micro-batches differ by one row."""
     low = max(1, int(rows))
     share = max(0.0, rows - low)
     below = speed.parts(decode_work(low, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))

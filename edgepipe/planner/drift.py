@@ -1,4 +1,4 @@
-"""What a running ring shows against what its plan said, and the cluster as it shows it to be. PURE."""
+"""Compare a running ring with its plan, and correct the cluster by its measurements. PURE."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import MEASURED, Speed, StepParts
 
 DRIFT = 0.15
-"""A time that differs from the plan by more than this part of it has left the plan."""
-_LEAST_S = 0.001  # what hosts add to a hop varies by as much
+"""Share by which a time must differ from the plan to count as a departure."""
+_LEAST_S = 0.001  # the hosts' part of a hop varies by as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A ring that decodes S sequences in M micro-batches; times as measured, 0 where nothing is known."""
+    """Measured times of a ring that decodes S sequences in M micro-batches; 0: not known."""
 
     micro_batches: int
     sequences: int
@@ -29,7 +29,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """A device or link that takes another time than planned."""
+    """A device or link whose time differs from the plan."""
 
     place: str  # "stage 1", "link 0-1", counted from 0
     planned_s: float
@@ -37,17 +37,17 @@ class Departure:
 
     @property
     def ratio(self) -> float:
-        """Seen over planned."""
+        """Measured over planned time."""
         return self.seen_s / self.planned_s if self.planned_s else 1.0
 
     @property
     def size(self) -> float:
-        """How far it is off, whichever way."""
+        """Relative deviation, in either direction."""
         return max(self.ratio, 1 / self.ratio) - 1 if self.ratio else 0.0
 
 
 def departures(planned: Forecast, seen: Seen) -> list[Departure]:
-    """All that have left the plan, the farthest first. ``planned`` is of the same S and M."""
+    """Return all departures from the plan, the largest first. ``planned`` must have the same S and M."""
     found = [
         Departure(place=f"stage {index}", planned_s=a, seen_s=b)
         for index, (a, b) in enumerate(zip(planned.step_s, seen.step_s, strict=True))
@@ -58,19 +58,19 @@ def departures(planned: Forecast, seen: Seen) -> list[Departure]:
         for a, b in ((hop.upload_s, seen.upload_s[index]), (hop.latency_s, seen.one_way_s[index])):
             if b and abs(a - b) > _LEAST_S:
                 found.append(Departure(place=place, planned_s=a, seen_s=b))
-    left = [one for one in found if one.size > DRIFT]
-    return sorted(left, key=lambda one: -one.size)
+    left = [departure for departure in found if departure.size > DRIFT]
+    return sorted(left, key=lambda departure: -departure.size)
 
 
 def corrected(cluster: Cluster, placed: Sequence[Placed], planned: Forecast, seen: Seen) -> Cluster:
-    """The cluster with the speeds and links that the ring shows, where those have left the plan."""
-    left = {(one.place, one.planned_s): one for one in departures(planned, seen)}
-    machines = {one.node_id: one for one in cluster.machines}
-    for index, one in enumerate(placed):
+    """Return the cluster with measured speeds and links where they depart from the plan."""
+    left = {(departure.place, departure.planned_s): departure for departure in departures(planned, seen)}
+    machines = {machine.node_id: machine for machine in cluster.machines}
+    for index, stage in enumerate(placed):
         off = left.get((f"stage {index}", planned.step_s[index]))
         if off is not None:
-            machine = machines[one.node_id]
-            machines[one.node_id] = replace(machine, speed=ScaledSpeed(machine.speed, off.ratio))
+            machine = machines[stage.node_id]
+            machines[stage.node_id] = replace(machine, speed=ScaledSpeed(machine.speed, off.ratio))
     links = cluster.links
     for index, hop in enumerate(planned.hops):
         shape, place = hop.link.shape, f"link {index}-{index + 1}"
@@ -84,16 +84,16 @@ def corrected(cluster: Cluster, placed: Sequence[Placed], planned: Forecast, see
 
 
 class ScaledSpeed:
-    """A device that takes so many times as long as was thought."""
+    """Speed of a device that takes ``ratio`` times as long as assumed."""
 
     source = MEASURED
 
-    def __init__(self, thought: Speed, ratio: float) -> None:
-        self._thought = thought
+    def __init__(self, assumed: Speed, ratio: float) -> None:
+        self._thought = assumed
         self._ratio = ratio
 
     def parts(self, work: StepWork) -> StepParts:
-        """See ``Speed.parts``."""
+        """Return the scaled times. See ``Speed.parts``."""
         parts = self._thought.parts(work)
         return StepParts(
             base_s=parts.base_s * self._ratio, layer_s=parts.layer_s * self._ratio, head_s=parts.head_s * self._ratio

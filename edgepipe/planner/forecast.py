@@ -1,7 +1,7 @@
-"""What a placement would do: times of its stages and links, micro-batches, tokens per second. PURE.
+"""Forecast of a placement: times of its stages and links, micro-batches, tokens per second. PURE.
 
-The model of ``edgepipe.scheduler.sizing``: devices and links are servers, latency is none. The same figures hold for a
-plan that was searched, one that a person wrote, and one that runs.
+Uses the model of ``edgepipe.scheduler.sizing``: devices and links are servers, latency is not. The same figures apply
+to searched, hand-written and running placements.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import LinkShape
 
 _NOTHING = LinkShape()
-_CHUNK_TOKENS = 512  # of a prompt, as a ring sends it on
-_EQUAL = 0.01  # forecasts that differ by less are called equal
+_CHUNK_TOKENS = 512  # prompt tokens of one chunk
+_EQUAL = 0.01  # forecasts that differ by less count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """From one slice to the next one's node."""
+    """The hop from one slice to the next slice's node."""
 
     link: Link
-    upload_s: float  # of a micro-batch; 0 where both slices are on one node
-    host_s: float  # that the receiver adds
+    upload_s: float  # of a micro-batch; 0 if both slices are on one node
+    host_s: float  # added by the receiving host
 
     @property
     def latency_s(self) -> float:
-        """Beside the upload."""
+        """Time besides the upload."""
         return self.link.shape.one_way_s + self.host_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A ring with S sequences in M micro-batches."""
+    """Predicted performance of a ring with S sequences in M micro-batches."""
 
     micro_batches: int
     sequences: int
     step_s: tuple[float, ...]  # by slice, of one micro-batch
     hops: tuple[Hop, ...]  # between the slices
-    closing_s: float  # from the last slice's logits to the first one's next step
+    closing_s: float  # from the last slice's logits to the first slice's next step
     server_s: float  # T, the slowest device or link
     turn_s: float
     tokens_per_s: float
@@ -59,21 +59,21 @@ class Ring:
     def __init__(
         self, demand: Demand, placed: Sequence[Placed], machines: Mapping[NodeId, Machine], links: Links
     ) -> None:
-        """Raises LinkNotMeasured."""
+        """Raises LinkNotMeasured for a link without figures."""
         self._demand = demand
         self._placed = tuple(placed)
-        self._machines = [machines[one.node_id] for one in placed]
-        ids = [one.node_id for one in placed]
+        self._machines = [machines[stage.node_id] for stage in placed]
+        ids = [stage.node_id for stage in placed]
         self._links = [None if a == b else links.hop(a, b) for a, b in pairwise(ids)]
-        self._hosts_s = [links.host_s(one) for one in ids]
+        self._hosts_s = [links.host_s(node) for node in ids]
         self._home_s = links.home_s(ids[-1], ids[0], ids)
 
     def of(self, micro_batches: int, sequences: int) -> Forecast:
-        """With S sequences in M micro-batches."""
+        """Return the forecast for S sequences in M micro-batches."""
         rows = sequences / micro_batches
         steps = [
-            _slice_s(batch_parts(machine.speed, self._demand, rows), one)
-            for machine, one in zip(self._machines, self._placed, strict=True)
+            _slice_s(batch_parts(machine.speed, self._demand, rows), stage)
+            for machine, stage in zip(self._machines, self._placed, strict=True)
         ]
         tokens = rows * (1 + self._demand.prompt_share)
         hops = [
@@ -81,8 +81,8 @@ class Ring:
             for link, host_s in zip(self._links, self._hosts_s[1:], strict=True)
         ]
         busy: dict[NodeId, float] = {}
-        for one, seconds in zip(self._placed, steps, strict=True):
-            busy[one.node_id] = busy.get(one.node_id, 0.0) + seconds
+        for stage, seconds in zip(self._placed, steps, strict=True):
+            busy[stage.node_id] = busy.get(stage.node_id, 0.0) + seconds
         uploads = [hop.upload_s for hop in hops]
         server_s = max([*busy.values(), *uploads])
         closing_s = self._home_s + turn_host_s(self._hosts_s[0], rows)
@@ -101,20 +101,20 @@ class Ring:
         )
 
     def best(self, sequences: int) -> Forecast:
-        """With the best M: of equals the smallest."""
+        """Return the forecast with the best M, the smallest among equals."""
         most = min(sequences, most_micro_batches(len(self._placed)))
         forecasts = [self.of(micro_batches, sequences) for micro_batches in range(1, most + 1)]
-        enough = max(one.tokens_per_s for one in forecasts) * (1 - _EQUAL)
-        return next(one for one in forecasts if one.tokens_per_s >= enough)
+        enough = max(forecast.tokens_per_s for forecast in forecasts) * (1 - _EQUAL)
+        return next(forecast for forecast in forecasts if forecast.tokens_per_s >= enough)
 
     def first_token_s(self, prompt_tokens: int) -> float:
-        """From a prompt's arrival in an idle ring to its first token; chunks follow each other through the stages."""
+        """Return the seconds from a prompt's arrival in an idle ring to its first token; its chunks are pipelined."""
         chunks = max(1, ceil(prompt_tokens / _CHUNK_TOKENS))
         size = ceil(prompt_tokens / chunks)
         way_s, slowest_s = self._home_s + turn_host_s(self._hosts_s[0], 1), 0.0
-        for index, (machine, one) in enumerate(zip(self._machines, self._placed, strict=True)):
-            work = prompt_work(size, start=(chunks - 1) * size // 2, logits=one.part.head)
-            seconds = _slice_s(machine.speed.parts(work), one)
+        for index, (machine, stage) in enumerate(zip(self._machines, self._placed, strict=True)):
+            work = prompt_work(size, start=(chunks - 1) * size // 2, logits=stage.part.head)
+            seconds = _slice_s(machine.speed.parts(work), stage)
             way_s, slowest_s = way_s + seconds, max(slowest_s, seconds)
             if index < len(self._links) and (link := self._links[index]) is not None:
                 hop = _hop(link, size * self._demand.hop_bytes, self._hosts_s[index + 1])
@@ -122,15 +122,15 @@ class Ring:
         return way_s + (chunks - 1) * slowest_s
 
     def _bottleneck(self, busy: Mapping[NodeId, float], uploads: Sequence[float], server_s: float) -> str:
-        for index, one in enumerate(self._placed):
-            if busy[one.node_id] == server_s:
+        for index, stage in enumerate(self._placed):
+            if busy[stage.node_id] == server_s:
                 return f"stage {index}"
         index = uploads.index(server_s)
         return f"link {index}-{index + 1}"
 
 
-def _slice_s(parts: StepParts, one: Placed) -> float:
-    return parts.base_s + len(one.part.layers) * parts.layer_s + (parts.head_s if one.part.head else 0.0)
+def _slice_s(parts: StepParts, stage: Placed) -> float:
+    return parts.base_s + len(stage.part.layers) * parts.layer_s + (parts.head_s if stage.part.head else 0.0)
 
 
 def _hop(link: Link | None, num_bytes: float, host_s: float) -> Hop:

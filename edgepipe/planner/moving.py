@@ -1,4 +1,4 @@
-"""What it costs to move a running model's stages, and whether a better placement is worth that. PURE."""
+"""Cost of moving a running model's stages, and whether a better placement justifies it. PURE."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.planner.placement import Need, NodeRoom, Placed, stage_bytes
 
 LEAST_GAIN = 0.05
-"""Below it a better placement is not worth mentioning: forecasts are no surer."""
+"""Smallest gain worth reporting: forecasts are not more accurate."""
 _MOVING_GAIN = 0.10
-_HORIZON_S = 600.0  # within which a move must have paid
-_DISK_BYTES_PER_S = 1e9  # of an SSD at home, read once
-_OPENING_S = 0.5  # a new epoch: streams are opened, plans go out anew
-_DISTURBED = 0.2  # of the ring's rate, while stages load beside it
+_HORIZON_S = 600.0  # a move must pay off within this time
+_DISK_BYTES_PER_S = 1e9  # a home SSD, read once
+_OPENING_S = 0.5  # a new epoch: open streams, send plans again
+_DISTURBED = 0.2  # share of the ring's rate lost while stages load beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCost:
-    """Time that a move takes."""
+    """Time of a move."""
 
-    load_s: float  # shards are read while steps go on
-    pause_s: float  # nothing is answered
+    load_s: float  # shards are loaded while steps continue
+    pause_s: float  # no step runs
 
     @property
     def lost_s(self) -> float:
-        """Of answering at full rate, in all."""
+        """Total loss, in seconds at full rate."""
         return self.pause_s + _DISTURBED * self.load_s
 
 
@@ -41,14 +41,14 @@ def move_cost(
     fetch_bytes_per_s: float,
     replay_s: float,
 ) -> MoveCost:
-    """What it takes to go from one placement to another.
+    """Return the cost of moving from one placement to another.
 
-    fetch_bytes        of these slices that a node would have to fetch from another one first
-    fetch_bytes_per_s  of the slowest link to such a node
-    replay_s           to compute again what running sequences have in their KV caches
+    fetch_bytes        returns the bytes of slices that a node must first fetch from another node
+    fetch_bytes_per_s  rate of the slowest link to such a node
+    replay_s           seconds to recompute the KV of running sequences
 
-    A stage whose layers stay keeps its process; every other one reads its whole shard. While one does that had other
-    layers before, steps stop. Nodes load side by side.
+    A stage whose layers stay keeps its process; every other stage loads its whole shard. Steps stop while a node
+    replaces its former layers. Nodes load in parallel.
     """
     had = _parts(before)
     need = Need(config=config, kv_tokens=0)
@@ -65,13 +65,15 @@ def move_cost(
 
 
 def worth_moving(gain: float, cost: MoveCost) -> bool:
-    """Whether it pays within ten minutes, and clearly: forecasts that differ by little may be wrong about which is
-    better, and stages would go to and fro."""
+    """Return whether a move pays off clearly and within ten minutes.
+
+    Forecasts that differ little may rank placements wrongly, and stages would move back and forth.
+    """
     return gain >= _MOVING_GAIN and gain * _HORIZON_S > cost.lost_s
 
 
 def _parts(placed: Sequence[Placed]) -> dict[NodeId, list[Slice]]:
     found: dict[NodeId, list[Slice]] = {}
-    for one in placed:
-        found.setdefault(one.node_id, []).append(one.part)
+    for stage in placed:
+        found.setdefault(stage.node_id, []).append(stage.part)
     return found

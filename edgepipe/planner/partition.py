@@ -1,13 +1,13 @@
-"""Which devices, in which order, with how many layers each: exact for up to ten devices. PURE.
+"""Choose the devices, their order and their number of layers: exact for up to ten devices. PURE.
 
-For a fixed number of micro-batches M of b sequences each, a token comes round every ``cycle = max(M * T, turn)``: T is
-the slowest server (a device's step, a link's upload), ``turn`` the sum of all of them and of latency. A device's time
-is linear in its layers, so only counts matter; what is searched is the set of devices, the two ends (the head costs
-about a layer or more), the counts, and the way through the links.
+With M micro-batches of b sequences each, a sequence gets a token every ``cycle = max(M * T, turn)``: T is the slowest
+server (a device's step, a link's upload), ``turn`` the sum of all servers and of latency. A device's time is linear in
+its layers, so only counts matter. The search covers the set of devices, the two ends (the head costs a layer or more),
+the counts, and the path through the links.
 
-For a limit on T the four come apart: counts fill the fastest devices first (exact, because times are linear), the way
-is the shortest path through the allowed links (Held and Karp 1962), both for every set and pair of ends at once. A
-binary search over the finitely many values of T then finds the smallest cycle.
+Under a limit on T the four are independent: counts fill the fastest devices first (exact, because times are linear),
+and the path is the shortest one through the allowed links (Held and Karp 1962), both for every set and pair of ends at
+once. A binary search over the finitely many values of T then finds the smallest cycle.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-EXACT_DEVICES = 10  # up to here every set, pair of ends and order is considered
-PLAIN, EMBEDS, HEAD = 0, 1, 2  # flags of a stage; both: the only one
+EXACT_DEVICES = 10  # up to this number every set, pair of ends and order is considered
+PLAIN, EMBEDS, HEAD = 0, 1, 2  # flags of a stage; both: the only stage
 
 _ROUNDING = 1e-9
-_NEVER = -(10**9)  # layers of a device that cannot be used: no sum reaches the model's
+_NEVER = -(10**9)  # layers of an unusable device: no sum with it reaches the model's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionProblem:
-    """Times and room of N devices for one number of micro-batches."""
+    """Times and capacities of N devices for one number of micro-batches."""
 
     num_layers: int
     micro_batches: int
-    base_s: Floats  # [N] per step, whatever the layers
+    base_s: Floats  # [N] per step, independent of the layers
     layer_s: Floats  # [N] per layer
-    head_s: Floats  # [N] with the head
-    most_layers: Ints  # [N, 4] that fit, by flags; 0: it cannot be used like that
-    upload_s: Floats  # [N, N] how long a step's activations occupy the link; infinite: there is none
+    head_s: Floats  # [N] additional with the head
+    most_layers: Ints  # [N, 4] layers that fit, by flags; 0: the device cannot be used so
+    upload_s: Floats  # [N, N] time that a step's activations occupy the link; infinite: no link
     latency_s: Floats  # [N, N] one way
     closing_s: Floats  # [N, N] from the last device's logits to the first one's next step
 
     @property
     def num_devices(self) -> int:
-        """N"""
+        """Number of devices N."""
         return len(self.base_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Devices in order with their layers, and what that gives."""
+    """Devices in order with their layers, and the resulting times."""
 
     devices: tuple[int, ...]
     layers: tuple[int, ...]
     server_s: float  # T
     turn_s: float
     cycle_s: float
-    bound_s: float  # no share has a smaller cycle; equal to ``cycle_s`` where the search is exact
+    bound_s: float  # lower bound of every partition's cycle; equal to ``cycle_s`` if the search is exact
 
 
 def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence[int]) -> Partition:
-    """What one share gives; it must fit."""
-    times = [problem.base_s[one] + count * problem.layer_s[one] for one, count in zip(devices, layers, strict=True)]
+    """Return the times of one partition, which must fit."""
+    times = [
+        problem.base_s[device] + count * problem.layer_s[device] for device, count in zip(devices, layers, strict=True)
+    ]
     times[-1] += problem.head_s[devices[-1]]
     hops = list(pairwise(devices))
     uploads = [problem.upload_s[hop] for hop in hops]
@@ -83,16 +85,16 @@ def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence
 
 
 def flags_of(position: int, count: int) -> int:
-    """A stage's flags by its place among ``count`` stages."""
+    """Return a stage's flags from its position among ``count`` stages."""
     return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)
 
 
 def brute_force(problem: PartitionProblem) -> Partition | None:
-    """The best share by trying them all; for a handful of devices and layers. None if the model does not fit."""
+    """Return the best partition by trying all, for few devices and layers. None if the model does not fit."""
     best: Partition | None = None
     for count in range(1, min(problem.num_devices, problem.num_layers) + 1):
         for devices in permutations(range(problem.num_devices), count):
-            most = [int(problem.most_layers[one, flags_of(i, count)]) for i, one in enumerate(devices)]
+            most = [int(problem.most_layers[device, flags_of(i, count)]) for i, device in enumerate(devices)]
             for layers in _compositions(problem.num_layers, most):
                 partition = evaluate(problem, devices, layers)
                 if partition.cycle_s < inf and (best is None or partition.cycle_s < best.cycle_s):
@@ -101,7 +103,7 @@ def brute_force(problem: PartitionProblem) -> Partition | None:
 
 
 def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``total`` as a sum of counts from 1 to ``most``."""
+    """Yield all ways to write ``total`` as a sum of counts from 1 to ``most``."""
     if len(most) == 1:
         if 1 <= total <= most[0]:
             yield (total,)
@@ -112,16 +114,16 @@ def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class ExactSearch:
-    """All sets of up to ten devices with all pairs of ends, laid out once for any number of instances."""
+    """All sets of up to ten devices with all pairs of ends, built once for any number of problems."""
 
     def __init__(self, num_devices: int, *, count: int = 0, first: int | None = None, must: Sequence[int] = ()) -> None:
-        """``count`` devices (0: any number), beginning with ``first``, all of ``must`` among them."""
+        """``count``: number of devices (0: any). ``first``: device at the start. ``must``: devices to include."""
         masks = np.arange(1, 1 << num_devices)
         member = (masks[:, None] >> np.arange(num_devices)) & 1
         sizes = member.sum(axis=1)
         wanted = np.ones(len(masks), dtype=bool) if not count else sizes == count
-        for one in must:
-            wanted &= member[:, one] == 1
+        for device in must:
+            wanted &= member[:, device] == 1
         sets, firsts, lasts = np.nonzero(
             wanted[:, None, None]
             & (member[:, :, None] & member[:, None, :] == 1)
@@ -130,7 +132,7 @@ class ExactSearch:
         if first is not None:
             kept = firsts == first
             sets, firsts, lasts = sets[kept], firsts[kept], lasts[kept]
-        by_size = np.argsort(sizes[sets], kind="stable")  # of equals, the fewest devices
+        by_size = np.argsort(sizes[sets], kind="stable")  # among equals, prefer the fewest devices
         sets, self._first, self._last = sets[by_size], firsts[by_size], lasts[by_size]
         self._num_devices = num_devices
         self._mask = masks[sets]
@@ -143,7 +145,7 @@ class ExactSearch:
         self._masks_by_size = [masks[sizes == size] for size in range(1, num_devices + 1)]
 
     def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
-        """The share with the smallest cycle, if one is smaller than ``below_s``; ``near_s``: about where its T is."""
+        """Return the partition with the smallest cycle below ``below_s``, or None. ``near_s``: estimate of its T."""
         if not len(self._mask) or not could_fit(problem, below_s / problem.micro_batches):
             return None
         search = _Limits(self, problem)
@@ -153,7 +155,7 @@ class ExactSearch:
         search.forget_above(below_s)
 
         def filled(limit_s: float) -> bool:
-            """Whether the ring's turn is no longer what holds it up."""
+            """Return whether the slowest server, not the turn, limits the ring."""
             if search.shortest_turn_s(limit_s) > problem.micro_batches * limit_s:
                 return False
             search.forget_above(problem.micro_batches * limit_s * (1 + _ROUNDING))
@@ -165,7 +167,7 @@ class ExactSearch:
         return min(found, key=lambda partition: partition.cycle_s, default=None)
 
     def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
-        """Among the shares whose cycle is longer by at most ``slack``: one whose slowest server is the fastest."""
+        """Return the partition with the fastest slowest server, among those whose cycle is at most ``slack`` longer."""
         most_s = partition.cycle_s * (1 + slack)
         search = _Limits(self, problem)
         limit_s = first_limit(
@@ -179,10 +181,10 @@ class ExactSearch:
         )
 
     def stage_sums_s(self, problem: PartitionProblem, limit_s: float, choices: Ints) -> tuple[Floats, Ints]:
-        """Of these choices: the least sum of step times within the limit ``[C]``, and its layers ``[C, N]``."""
+        """Return for each choice the least sum of step times within the limit ``[C]``, and its layers ``[C, N]``."""
         rooms = rooms_within(problem, limit_s)  # [N, 5]
         fastest = np.argsort(problem.layer_s, kind="stable")
-        room = rooms[fastest, self._flags[choices][:, fastest]]  # [C, N], the fastest first
+        room = rooms[fastest, self._flags[choices][:, fastest]]  # [C, N], fastest first
         extra = np.maximum(room - 1, 0)
         before = np.cumsum(extra, axis=1) - extra
         missing = problem.num_layers - self._size[choices]
@@ -195,48 +197,48 @@ class ExactSearch:
         return np.where(fits, sums, inf), layers + (self._flags[choices] < 4)
 
     def paths_s(self, problem: PartitionProblem, limit_s: float) -> Floats:
-        """``[masks, N, N]``: the shortest way through a set from one end to the other over links within the limit."""
+        """Return ``[masks, N, N]``: the shortest path through a set, from end to end over links within the limit."""
         hop = np.where(problem.upload_s <= limit_s, problem.upload_s + problem.latency_s, inf)
         np.fill_diagonal(hop, inf)
         n = self._num_devices
         paths = np.full((1 << n, n, n), inf)
-        for one in range(n):
-            paths[1 << one, one, one] = 0.0
+        for device in range(n):
+            paths[1 << device, device, device] = 0.0
         for masks in self._masks_by_size[:-1]:
             longer = (paths[masks][:, :, :, None] + hop[None, None]).min(axis=2)  # [m, first, next]
-            for one in range(n):
-                free = (masks >> one) & 1 == 0
-                paths[masks[free] | 1 << one, :, one] = longer[free, :, one]
+            for device in range(n):
+                free = (masks >> device) & 1 == 0
+                paths[masks[free] | 1 << device, :, device] = longer[free, :, device]
         return paths
 
     def sizes(self) -> Ints:
-        """Number of devices of every choice."""
+        """Return the number of devices of every choice."""
         return self._size
 
     def any_way(self, choice: int) -> tuple[int, ...]:
-        """The devices of a choice in some order between its ends."""
+        """Return the devices of a choice, in any order between its ends."""
         first, last = int(self._first[choice]), int(self._last[choice])
-        between = [int(one) for one in np.flatnonzero(self._flags[choice] == PLAIN)]
+        between = [int(device) for device in np.flatnonzero(self._flags[choice] == PLAIN)]
         return (first, *between, last) if first != last else (first,)
 
     def path(self, paths: Floats, problem: PartitionProblem, choice: int, *, limit_s: float) -> tuple[int, ...]:
-        """The devices of a choice in the order of its shortest way over links within the limit."""
+        """Return the devices of a choice in the order of its shortest path over links within the limit."""
         hop = np.where(problem.upload_s <= limit_s, problem.upload_s + problem.latency_s, inf)
         first, last, mask = int(self._first[choice]), int(self._last[choice]), int(self._mask[choice])
         order = [last]
         while mask != 1 << first:
-            here = order[-1]
-            mask ^= 1 << here
-            order.append(int(np.argmin(paths[mask, first] + hop[:, here])))
+            device = order[-1]
+            mask ^= 1 << device
+            order.append(int(np.argmin(paths[mask, first] + hop[:, device])))
         return tuple(reversed(order))
 
     def choices(self) -> tuple[Ints, Ints, Ints]:
-        """Mask, first and last device of every choice."""
+        """Return the mask, first and last device of every choice."""
         return self._mask, self._first, self._last
 
 
 class _Limits:
-    """One instance under different limits on T."""
+    """One problem under different limits on T."""
 
     def __init__(self, search: ExactSearch, problem: PartitionProblem) -> None:
         self._search = search
@@ -248,7 +250,7 @@ class _Limits:
         self._alike = _alike(problem)
 
     def shortest_turn_s(self, limit_s: float) -> float:
-        """Of all choices; infinite if none fits."""
+        """Return the shortest turn of all choices; infinite if none fits."""
         _, first, last = self._search.choices()
         sums, _ = self._search.stage_sums_s(self._instance, limit_s, self._alive)
         closing_s = self._instance.closing_s[first[self._alive], last[self._alive]]
@@ -256,11 +258,11 @@ class _Limits:
         return float(self._turns.min())
 
     def forget_above(self, cycle_s: float) -> None:
-        """Drop choices whose turn within the last limit takes longer: within a lower one it is no shorter."""
+        """Drop choices with a longer turn under the last limit: under a lower limit it is not shorter."""
         self._alive = self._alive[self._turns <= cycle_s]
 
     def partition(self, limit_s: float) -> Partition | None:
-        """The share with the shortest turn."""
+        """Return the partition with the shortest turn."""
         if self.shortest_turn_s(limit_s) == inf:
             return None
         choice = self._alive[int(np.argmin(self._turns))]
@@ -270,10 +272,10 @@ class _Limits:
         else:
             paths, most_s = self._ways_at(limit_s), limit_s * (1 + _ROUNDING)
             order = self._search.path(paths, self._instance, int(choice), limit_s=most_s)
-        return evaluate(self._instance, order, [int(layers[0, one]) for one in order])
+        return evaluate(self._instance, order, [int(layers[0, device]) for device in order])
 
     def _paths_s(self, limit_s: float) -> Floats:
-        """Of every choice: the shortest way through its links."""
+        """Return the shortest path of every choice."""
         if self._alike is not None:
             upload_s, latency_s = self._alike
             hops = self._search.sizes()[self._alive] - 1
@@ -283,7 +285,7 @@ class _Limits:
         return self._ways_at(limit_s)[mask, first, last]
 
     def _ways_at(self, limit_s: float) -> Floats:
-        """They change only where the limit passes a link's upload."""
+        """Return the paths at a limit. They change only where the limit passes a link's upload."""
         allowed = int(np.searchsorted(self._uploads, limit_s * (1 + _ROUNDING), side="right"))
         if allowed not in self._ways:
             longest = self._uploads[allowed - 1] if allowed else -1.0
@@ -292,7 +294,7 @@ class _Limits:
 
 
 def _alike(problem: PartitionProblem) -> tuple[float, float] | None:
-    """Upload and latency where all links are alike: then the order is all one."""
+    """Return upload and latency if all links are equal, so that the order does not matter; else None."""
     others = ~np.eye(problem.num_devices, dtype=bool)
     uploads, latencies = problem.upload_s[others], problem.latency_s[others]
     if not len(uploads):
@@ -303,16 +305,16 @@ def _alike(problem: PartitionProblem) -> tuple[float, float] | None:
 
 
 def first_limit(limits: Floats, holds: Callable[[float], bool]) -> float | None:
-    """The smallest limit that holds, if the last one does; every limit above one that holds does too."""
+    """Return the smallest limit for which ``holds``, or None if the last one fails. ``holds`` must be monotonic."""
     if not len(limits) or not holds(float(limits[-1])):
         return None
     return float(limits[first_true(limits, holds, near=len(limits) - 1)])
 
 
 def first_true(limits: Floats, holds: Callable[[float], bool], *, near: int) -> int:
-    """Index of the first limit that holds; every one above one that holds does, and the last one is taken to.
+    """Return the index of the first limit for which ``holds``. ``holds`` must be monotonic and true for the last.
 
-    Looks ``near`` an index first and then ever farther away: searches that follow one another find theirs close by.
+    Starts at ``near`` and moves away in growing steps: successive searches have close results.
     """
     low, high = 0, len(limits) - 1
     step, at = 1, min(max(near, 0), high)
@@ -326,24 +328,24 @@ def first_true(limits: Floats, holds: Callable[[float], bool], *, near: int) -> 
             low = at + 1
             at = min(high, low + step - 1) if step else (low + high) // 2
         if step and (at <= low or at >= high or 4 * step > high - low):
-            step, at = 0, (low + high) // 2  # both sides are known: halve what is between
+            step, at = 0, (low + high) // 2  # both bounds are known: bisect
         step *= 2
     return low
 
 
 def near_index(limits: Floats, near_s: float) -> int:
-    """Where to begin: at a known T, else at the top: what beats the best so far is seldom far below it."""
+    """Return the index to start at: a known T, else the top, since a better limit is seldom far below it."""
     return int(np.searchsorted(limits, near_s)) if near_s else len(limits) - 2
 
 
 def could_fit(problem: PartitionProblem, limit_s: float) -> bool:
-    """Whether all devices together hold the model with none above the limit; cheap, and never wrong with a no."""
+    """Return False if the devices cannot hold the model within the limit. Cheap; True may be wrong."""
     rooms = rooms_within(problem, limit_s)[:, :4].max(axis=1)
     return int(np.maximum(rooms, 0).sum()) >= problem.num_layers
 
 
 def rooms_within(problem: PartitionProblem, limit_s: float) -> Ints:
-    """``[N, 5]``: layers that a device may take by its flags, the last column for devices not in the set."""
+    """Return ``[N, 5]``: layers that a device may take, by flags; the last column is for devices not in the set."""
     layer_s = np.maximum(problem.layer_s, 1e-15)
     plain = np.minimum((limit_s - problem.base_s) / layer_s + _ROUNDING, 10**6)
     headed = np.minimum((limit_s - problem.base_s - problem.head_s) / layer_s + _ROUNDING, 10**6)
@@ -354,7 +356,7 @@ def rooms_within(problem: PartitionProblem, limit_s: float) -> Ints:
 
 
 def server_times(problem: PartitionProblem, most_s: float) -> Floats:
-    """All values that the slowest server can take, up to ``most_s``, ascending."""
+    """Return all possible times of the slowest server up to ``most_s``, ascending."""
     counts = np.arange(1, problem.num_layers + 1)
     plain = problem.base_s[:, None] + counts * problem.layer_s[:, None]
     values = [plain.ravel(), (plain + problem.head_s[:, None]).ravel(), problem.upload_s.ravel()]

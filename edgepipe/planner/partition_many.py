@@ -1,8 +1,8 @@
-"""The same search as ``partition`` for more than ten devices: exact where all links are alike. PURE.
+"""The search of ``partition`` for more than ten devices: exact if all links are equal. PURE.
 
-Sets are no longer enumerated. A dynamic program over devices and layers, with two flags for the ends, finds the best
-counts when every device pays the cheapest way in: the true price where links are alike, a bound elsewhere. The chosen
-devices are then put in order, exactly up to ten of them, by 2-opt beyond; what that may cost stands in ``bound_s``.
+It does not enumerate sets. A dynamic program over devices and layers, with two flags for the ends, finds the best
+counts if every device pays its cheapest incoming link: the true price if links are equal, else a bound. The chosen
+devices are then ordered, exactly for up to ten, by 2-opt for more. ``bound_s`` tells how much better it could be.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ _BOTH = EMBEDS | HEAD
 
 
 class _Option(NamedTuple):
-    """One way to use a device."""
+    """One role for a device."""
 
     flags: int
     room: int
     price_s: float  # without its layers
-    froms: tuple[int, ...]  # flags of what was placed before
+    froms: tuple[int, ...]  # flags of the devices placed before
 
 
 class ManySearch:
-    """More than ten devices. Has the same ``best`` as ``ExactSearch``."""
+    """Search over more than ten devices, with the interface of ``ExactSearch``."""
 
     def __init__(self, num_devices: int, *, count: int = 0, first: int | None = None, must: Sequence[int] = ()) -> None:
-        """``count`` devices (0: any number), beginning with ``first``, all of ``must`` among them."""
+        """``count``: number of devices (0: any). ``first``: device at the start. ``must``: devices to include."""
         self._count = count
         self._first = first
         self._must = frozenset(must)
         self._num_devices = num_devices
 
     def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
-        """The share with the smallest cycle that was found, if one is smaller than ``below_s``; ``near_s``: about where
-        its T is."""
+        """Return the best partition found with a cycle below ``below_s``, or None. ``near_s``: estimate of its T."""
         m = problem.micro_batches
         if not could_fit(problem, below_s / m) or self._bound_s(problem, below_s / m) >= below_s:
             return None
@@ -78,7 +77,7 @@ class ManySearch:
         return min(found, key=lambda partition: partition.cycle_s, default=None)
 
     def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
-        """See ``ExactSearch.balanced``."""
+        """Return a more balanced partition. See ``ExactSearch.balanced``."""
         most_s = partition.cycle_s * (1 + slack)
         limits = server_times(problem, partition.server_s)
         limit_s = first_limit(limits, lambda limit: self._bound_s(problem, limit) <= most_s)
@@ -87,7 +86,7 @@ class ManySearch:
         return partition if found is None or worse else found
 
     def _bound_s(self, problem: PartitionProblem, limit_s: float) -> float:
-        """The shortest turn with no server above the limit, if every way in were the cheapest."""
+        """Return a lower bound of the turn within the limit: each device pays its cheapest incoming link."""
         table = _Table(self, problem, limit_s)
         return table.best_s
 
@@ -95,10 +94,10 @@ class ManySearch:
         layers = table.layers()
         if layers is None:
             return None
-        first = next(one for one, (flags, _) in layers.items() if flags & EMBEDS)
-        last = next(one for one, (flags, _) in layers.items() if flags & HEAD)
+        first = next(device for device, (flags, _) in layers.items() if flags & EMBEDS)
+        last = next(device for device, (flags, _) in layers.items() if flags & HEAD)
         order = shortest_way(problem, list(layers), first=first, last=last, limit_s=table.limit_s)
-        partition = evaluate(problem, order, [layers[one][1] for one in order])
+        partition = evaluate(problem, order, [layers[device][1] for device in order])
         return Partition(
             devices=partition.devices,
             layers=partition.layers,
@@ -109,7 +108,7 @@ class ManySearch:
         )
 
     def options(self, problem: PartitionProblem, device: int, rooms: Ints, path_in_s: float) -> list[_Option]:
-        """The ways to use a device."""
+        """Return the possible roles of a device."""
         middle = _Option(PLAIN, int(rooms[PLAIN]), problem.base_s[device] + path_in_s, (0, EMBEDS, HEAD, _BOTH))
         first = _Option(EMBEDS, int(rooms[EMBEDS]), float(problem.base_s[device]), (0, HEAD))
         head_s = problem.base_s[device] + problem.head_s[device]
@@ -119,21 +118,21 @@ class ManySearch:
         return [middle, first, last]
 
     def may_be_alone(self, device: int) -> bool:
-        """Whether one device may hold the whole model."""
+        """Return whether the device may hold the whole model."""
         return self._count in (0, 1) and self._first in (None, device) and self._must <= {device}
 
     @property
     def counts(self) -> int:
-        """Size of the axis that counts devices: 1 where any number will do."""
+        """Size of the axis that counts devices: 1 if any number is allowed."""
         return self._count + 1 if self._count else 1
 
     def needs(self, device: int) -> bool:
-        """Whether a device must be used."""
+        """Return whether the device must be used."""
         return device in self._must or device == self._first
 
 
 class _Table:
-    """``cost[flags, devices, layers]``, the least sum of prices, device after device."""
+    """Table ``cost[flags, devices, layers]``: the least sum of prices, built device by device."""
 
     def __init__(self, search: ManySearch, problem: PartitionProblem, limit_s: float) -> None:
         self._search = search
@@ -150,7 +149,10 @@ class _Table:
         for device in range(problem.num_devices):
             options = search.options(problem, device, rooms[device], float(hop[:, device].min()))
             closing_s = float(together[:, device].min())  # charged with the last device
-            options = [one._replace(price_s=one.price_s + closing_s) if one.flags == HEAD else one for one in options]
+            options = [
+                option._replace(price_s=option.price_s + closing_s) if option.flags == HEAD else option
+                for option in options
+            ]
             self._options.append(options)
             cost = self._with(cost, device, options)
             self._costs.append(cost)
@@ -158,13 +160,13 @@ class _Table:
         self.best_s = min(float(cost[_BOTH, -1, -1]), self._alone[0])
 
     def _best_alone(self, rooms: Ints) -> tuple[float, int]:
-        """The least cost with one device, and which."""
+        """Return the least cost with a single device, and that device."""
         problem = self._instance
         costs = problem.base_s + problem.head_s + problem.num_layers * problem.layer_s + np.diag(problem.closing_s)
         able = [
-            (float(costs[one]), one)
-            for one in range(problem.num_devices)
-            if rooms[one, _BOTH] >= problem.num_layers and self._search.may_be_alone(one)
+            (float(costs[device]), device)
+            for device in range(problem.num_devices)
+            if rooms[device, _BOTH] >= problem.num_layers and self._search.may_be_alone(device)
         ]
         return min(able, default=(inf, -1))
 
@@ -182,7 +184,7 @@ class _Table:
         return after
 
     def _one_more(self, cost: Floats) -> Floats:
-        """Costs by the number of devices with one more."""
+        """Return the costs shifted by one more device."""
         if self._search.counts == 1:
             return cost
         more = np.full_like(cost, inf)
@@ -190,7 +192,7 @@ class _Table:
         return more
 
     def layers(self) -> dict[int, tuple[int, int]] | None:
-        """Of every device in use its flags and layers; None if the model does not fit."""
+        """Return flags and layers of every device in use; None if the model does not fit."""
         flags, used, left = _BOTH, self._search.counts - 1, self._instance.num_layers
         if self.best_s == inf:
             return None
@@ -209,7 +211,7 @@ class _Table:
         return found
 
     def _step(self, before: Floats, device: int, state: tuple[int, int, int], wanted: float) -> tuple[int, int, int]:
-        """The option, the flags before it and the layers that gave a state its cost."""
+        """Return the role, the flags before it and the layers that led to a state's cost."""
         flags, used, left = state
         layer_s = float(self._instance.layer_s[device])
         used_before = used - 1 if self._search.counts > 1 else used
@@ -223,12 +225,12 @@ class _Table:
                 index = int(np.argmin(costs))
                 if costs[index] < best[0]:
                     best = (float(costs[index]), option.flags, came_from, int(counts[index]))
-        assert best[0] <= wanted * (1 + 1e-9), "a cost without an origin"
+        assert best[0] <= wanted * (1 + 1e-9), "every cost has an origin"
         return best[1:]
 
 
 def _slide(cost: Floats, room: int, layer_s: float) -> Floats:
-    """``out[..., l] = min over 1 <= n <= room of cost[..., l - n] + n * layer_s``."""
+    """Return ``out[..., l] = min over 1 <= n <= room of cost[..., l - n] + n * layer_s``."""
     num = cost.shape[-1]
     room = min(room, num - 1)
     lines = layer_s * np.arange(num, dtype=np.float64)
@@ -241,16 +243,16 @@ def _slide(cost: Floats, room: int, layer_s: float) -> Floats:
 def shortest_way(
     problem: PartitionProblem, devices: list[int], *, first: int, last: int, limit_s: float = inf
 ) -> tuple[int, ...]:
-    """Devices in order between two ends: exactly up to ten, by 2-opt from the nearest neighbours beyond."""
+    """Order devices between two ends: exactly for up to ten, else by 2-opt from the nearest neighbours."""
     if len(devices) <= 2:
         return (first, last)[: len(devices)]
     hop = np.where(problem.upload_s <= limit_s, problem.upload_s, inf) + problem.latency_s
-    between = [one for one in devices if one not in (first, last)]
+    between = [device for device in devices if device not in (first, last)]
     if len(devices) <= EXACT_DEVICES:
         return _exact_path(problem, devices, first, last, limit_s)
     order, left = [first], set(between)
     while left:
-        order.append(min(left, key=lambda one: (hop[order[-1], one], one)))
+        order.append(min(left, key=lambda device: (hop[order[-1], device], device)))
         left.remove(order[-1])
     order.append(last)
     return tuple(_two_opt(hop, order))
@@ -275,15 +277,15 @@ def _exact_path(
     _, _, lasts = search.choices()
     choice = int(np.flatnonzero(lasts == devices.index(last))[0])
     masks, firsts, _ = search.choices()
-    for most_s in (limit_s, inf):  # every device has a way in within the limit; all together may have none
+    for most_s in (limit_s, inf):  # every device has a link within the limit; a path through all may not exist
         paths = search.paths_s(small, most_s)
         if paths[masks[choice], firsts[choice], lasts[choice]] < inf:
             break
-    return tuple(devices[one] for one in search.path(paths, small, choice, limit_s=most_s))
+    return tuple(devices[device] for device in search.path(paths, small, choice, limit_s=most_s))
 
 
 def _two_opt(hop: Floats, order: list[int]) -> list[int]:
-    """Turn stretches round while that shortens the way; the ends stay. Links may differ by direction."""
+    """Reverse stretches while that shortens the path; the ends stay. Links may differ by direction."""
 
     def length_s(path: Sequence[int]) -> float:
         return float(sum(hop[a, b] for a, b in pairwise(path)))

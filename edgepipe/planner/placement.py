@@ -1,4 +1,4 @@
-"""What slices take on nodes, and placements that a person writes. PURE."""
+"""Memory of slices on nodes, and hand-written placements. PURE."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _PLAN_PART = re.compile(r"(?P<node>[^:,\s]+):(?P<first>\d{1,6})-(?P<last>\d{1,6}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRoom:
-    """What one node offers."""
+    """Capacity of one node."""
 
     node_id: NodeId
     name: str
-    free_bytes: int  # for weights and KV, headroom already taken off
+    free_bytes: int  # for weights and KV, without headroom
     bytes_per_weight: int  # of the compute dtype: 4 for float32, 2 for bf16
     bytes_per_kv: int  # of one key or value
-    shares_host_memory: bool = False  # with everything else that the machine runs
+    shares_host_memory: bool = False  # with all other programs of the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What is to be placed."""
+    """Model and KV to place."""
 
     config: ModelConfig
-    kv_tokens: int  # that every stage must be able to keep, at the least
+    kv_tokens: int  # minimum for every stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One stage of the placement."""
+    """One stage of a placement."""
 
     node_id: NodeId
     part: Slice
 
 
 def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Placed, ...]:
-    """Layers as ``"a:0-14,b:15-29"`` says (inclusive, by node name or id).
+    """Place layers by a plan such as ``"a:0-14,b:15-29"`` (inclusive, by node name or id).
 
     Raises PlanInvalid for a gap, an overlap, an unknown node or a bad spelling, NoFeasiblePlacement for lack of room.
     """
@@ -51,14 +51,14 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
     slices = make_slices([layers for _, layers in parts], need.config.num_layers)
     placed = tuple(Placed(node_id=node.node_id, part=part) for (node, _), part in zip(parts, slices, strict=True))
     for node in {node.node_id: node for node, _ in parts}.values():
-        wanted = sum(stage_bytes(need, node, one.part) for one in placed if one.node_id == node.node_id)
+        wanted = sum(stage_bytes(need, node, stage.part) for stage in placed if stage.node_id == node.node_id)
         if wanted > node.free_bytes:
             raise _lacks(node, wanted)
     return placed
 
 
 def stage_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
-    """Memory that a slice takes on a node: its weights, embedding and head counted, and the KV it must keep."""
+    """Return the memory of a slice on a node: weights, embedding and head included, and the required KV."""
     kv = need.config.kv_bytes_per_token(num_layers=len(part.layers), bytes_per_value=node.bytes_per_kv)
     return need.config.slice_parameters(part) * node.bytes_per_weight + kv * need.kv_tokens
 
@@ -76,13 +76,13 @@ def _read_part(text: str, nodes: Sequence[NodeRoom]) -> tuple[NodeRoom, LayerRan
     match = _PLAN_PART.fullmatch(text)
     if match is None:
         raise PlanInvalid(
-            f"'{text}' is no part of a plan",
+            f"'{text}' is not a part of a plan",
             fact="a part is NODE:FIRST-LAST",
             next_step='write it like "a:0-14,b:15-29"',
         )
     found = [node for node in nodes if match["node"] in (node.name, node.node_id)]
     if len(found) != 1:
-        problem = "is the name of several nodes" if found else "is no node that can compute"
+        problem = "is the name of several nodes" if found else "is not a node that can compute"
         raise PlanInvalid(
             f"'{match['node']}' {problem}",
             fact=f"nodes: {', '.join(sorted(f'{node.name} ({node.node_id})' for node in nodes)) or 'none'}",

@@ -1,4 +1,4 @@
-"""Where every layer goes: from machines, links and wishes to a placement, with reasons. PURE."""
+"""Find a placement from machines, links and the user's constraints, with reasons. PURE."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import format_bytes, format_duration_s
 
-_SLACK = 0.003  # of the objective, given up where that spreads the work more evenly
-_MUCH_LONGER = 4.0  # times
-_CONTEXT_STEP = 256  # tokens; the largest context that fits is told in these
-_WORTH = 0.01  # gain below which another device is not worth its trouble
+_SLACK = 0.003  # share of the objective to give up for a more even spread of work
+_MUCH_LONGER = 4.0  # factor of the cycle, limit for a first search
+_CONTEXT_STEP = 256  # tokens; granularity of the largest context that fits
+_WORTH = 0.01  # smallest gain that justifies another device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What somebody has decided already."""
+    """The user's constraints."""
 
-    num_nodes: int = 0  # exactly so many; 0: as the objective says
+    num_nodes: int = 0  # exact number; 0: the planner decides
     exclude: tuple[str, ...] = ()  # names or ids
-    layers: str = ""  # "a:0-14,b:15-29": everything by hand
-    first: str = ""  # the node that embeds, beside which the engine runs
+    layers: str = ""  # "a:0-14,b:15-29": complete placement by hand
+    first: str = ""  # node of the first stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class PlannedStage:
     machine: Machine
     part: Slice
     weight_bytes: int
-    kv_bytes: int  # of the plan's KV tokens
+    kv_bytes: int  # for the plan's KV tokens
     step_s: float  # of one micro-batch
-    alone_s: float  # of one chat's token
+    alone_s: float  # of a single chat's token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A machine that the plan does not use."""
+    """A machine that the plan does not use, with the reason."""
 
     machine: Machine
     reason: str
@@ -61,31 +61,31 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where layers go, and what to expect."""
+    """A placement with its forecast."""
 
     demand: Demand
     stages: tuple[PlannedStage, ...]
-    engine: NodeId  # where the engine runs best
-    kv_tokens: int  # that every stage can keep
-    one: Forecast  # a single chat
-    many: Forecast  # as many as are asked for and fit
-    first_token_s: float  # of a prompt of ``demand.read_tokens`` in an idle ring
+    engine: NodeId  # best node for the engine
+    kv_tokens: int  # capacity of every stage
+    one: Forecast  # for a single chat
+    many: Forecast  # for as many chats as are requested and fit
+    first_token_s: float  # for a prompt of ``demand.read_tokens`` in an idle ring
     left_out: tuple[LeftOut, ...] = ()
-    gap: float = 0.0  # how much shorter a token's cycle could be at the most; 0: nothing better exists
+    gap: float = 0.0  # upper bound of the share by which the cycle could be shorter; 0: the plan is optimal
 
     @property
     def placed(self) -> tuple[Placed, ...]:
-        """The placement alone."""
-        return tuple(Placed(node_id=one.machine.node_id, part=one.part) for one in self.stages)
+        """The placement without figures."""
+        return tuple(Placed(node_id=stage.machine.node_id, part=stage.part) for stage in self.stages)
 
     @property
     def tokens_per_s(self) -> float:
-        """What the objective counts."""
+        """Tokens per second by the objective."""
         return (self.one if self.demand.objective is Objective.LATENCY else self.many).tokens_per_s
 
     @property
     def measured(self) -> bool:
-        """Whether every device and link of it was measured."""
+        """Whether all its devices and links were measured."""
         hops = all(hop.link.measured for hop in self.one.hops)
         return hops and all(stage.machine.speed.source == "measured" for stage in self.stages)
 
@@ -93,15 +93,15 @@ class Plan:
 def plan(
     demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes | None = None, *, explain: bool = True
 ) -> Plan:
-    """The best placement that the wishes allow; without ``explain`` no reasons for machines that are left out.
+    """Find the best placement within the constraints. ``explain``: give reasons for unused machines.
 
-    Raises PlanInvalid where wishes contradict each other or the cluster, NoFeasiblePlacement with the arithmetic,
-    LinkNotMeasured where a link's figures are missing and nothing may be assumed.
+    Raises PlanInvalid if constraints contradict each other or the cluster, NoFeasiblePlacement with the arithmetic,
+    and LinkNotMeasured for a link without measured or assumed figures.
     """
     wishes = wishes or Wishes()
     able, excluded = choose_machines(machines, wishes)
     if wishes.layers:
-        placed = place_by_plan(_need(demand, demand.least_kv_tokens), [one.room for one in able], wishes.layers)
+        placed = place_by_plan(_need(demand, demand.least_kv_tokens), [machine.room for machine in able], wishes.layers)
         return describe(demand, placed, able, links)
     search = _Search(demand, able, links, wishes)
     found = search.best()
@@ -119,7 +119,7 @@ def plan(
 
 
 def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes) -> int:
-    """Tokens that could be kept, down to a whole block of them; 0 if the model does not fit at all."""
+    """Return the largest context that fits, in steps of ``_CONTEXT_STEP``; 0 if the model does not fit."""
     fits, too_many = 0, demand.must_keep_tokens // _CONTEXT_STEP + 1
     while too_many - fits > 1:
         tried = (fits + too_many) // 2
@@ -132,11 +132,11 @@ def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, wis
 
 
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
-    """A placement with its figures. Raises LinkNotMeasured."""
+    """Return a placement with its figures. Raises LinkNotMeasured."""
     by_id = {machine.node_id: machine for machine in machines}
     kv_tokens = _kv_room(demand.config, placed, by_id)
     ring = Ring(demand, placed, by_id, links)
-    one, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
+    single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
     wanted = min(kv_tokens, demand.context_tokens * demand.concurrency)
     stages = tuple(
         PlannedStage(
@@ -145,7 +145,7 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
             weight_bytes=_weight_bytes(demand.config, by_id[each.node_id].room, each.part),
             kv_bytes=_kv_token_bytes(demand.config, by_id[each.node_id].room, each.part) * wanted,
             step_s=many.step_s[index],
-            alone_s=one.step_s[index],
+            alone_s=single.step_s[index],
         )
         for index, each in enumerate(placed)
     )
@@ -154,19 +154,19 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
         stages=stages,
         engine=_engine_place(placed, links),
         kv_tokens=kv_tokens,
-        one=one,
+        one=single,
         many=many,
         first_token_s=ring.first_token_s(demand.read_tokens),
     )
 
 
 def _check_reached(found: Plan, links: Links) -> None:
-    """Raises NoFeasiblePlacement if the model fits only over nodes of which two neighbours do not reach each other."""
+    """Raises NoFeasiblePlacement if two neighbours of the best placement do not reach each other."""
     machines = [stage.machine for stage in found.stages]
-    for one, other in pairwise(machines):
-        if not links.carries_hop(one.node_id, other.node_id):
+    for sender, receiver in pairwise(machines):
+        if not links.carries_hop(sender.node_id, receiver.node_id):
             raise NoFeasiblePlacement(
-                f"the model fits only over {one.name} and {other.name} side by side, which do not reach each other",
+                f"the model fits only with {sender.name} next to {receiver.name}, which do not reach each other",
                 fact=f"it needs {len(machines)} machines: {', '.join(machine.name for machine in machines)}",
                 next_step="see 'edgepipe doctor' on either of them, or start another node",
             )
@@ -180,20 +180,22 @@ def choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[M
     unwanted = [_named(machines, name).node_id for name in wishes.exclude]
     if wishes.first and _named(machines, wishes.first).node_id in unwanted:
         raise PlanInvalid(f"{wishes.first} cannot be first and be left out", next_step="change --first or --exclude")
-    ordered = sorted(machines, key=lambda one: (-one.room.free_bytes, one.name, one.node_id))
-    able = [one for one in ordered if one.node_id not in unwanted]
+    ordered = sorted(machines, key=lambda machine: (-machine.room.free_bytes, machine.name, machine.node_id))
+    able = [machine for machine in ordered if machine.node_id not in unwanted]
     if unwanted and not able:
         raise PlanInvalid("--exclude leaves out every node that can compute", next_step="leave out fewer")
-    return able, [LeftOut(machine=one, reason="as you wish") for one in ordered if one.node_id in unwanted]
+    return able, [
+        LeftOut(machine=machine, reason="excluded by --exclude") for machine in ordered if machine.node_id in unwanted
+    ]
 
 
 def _named(machines: Sequence[Machine], name: str) -> Machine:
-    found = [one for one in machines if name in (one.name, one.node_id)]
+    found = [machine for machine in machines if name in (machine.name, machine.node_id)]
     if len(found) != 1:
-        problem = "is the name of several nodes" if found else "is no node that can compute"
+        problem = "is the name of several nodes" if found else "is not a node that can compute"
         raise PlanInvalid(
             f"'{name}' {problem}",
-            fact=f"nodes: {', '.join(sorted(f'{one.name} ({one.node_id})' for one in machines)) or 'none'}",
+            fact=f"nodes: {', '.join(sorted(f'{machine.name} ({machine.node_id})' for machine in machines)) or 'none'}",
             next_step="name the node by its id" if found else "see 'edgepipe status'",
         )
     return found[0]
@@ -209,23 +211,23 @@ class _Search:
         self._wishes = wishes
         self._check_count()
         self._first = machines.index(_named(machines, wishes.first)) if wishes.first else None
-        ids = [one.node_id for one in machines]
+        ids = [machine.node_id for machine in machines]
         self._shapes = [[None if a == b else links.hop(a, b).shape for b in ids] for a in ids]
-        self._hosts_s = [links.host_s(one) for one in ids]
+        self._hosts_s = [links.host_s(node) for node in ids]
         one_way = [[0.0 if shape is None else shape.one_way_s for shape in row] for row in self._shapes]
         self._latency_s = np.array(one_way, dtype=np.float64).reshape(len(ids), len(ids))
         home_s = [[links.home_s(first, last, ids) for last in ids] for first in ids]
         self._home_s = np.array(home_s, dtype=np.float64).reshape(len(ids), len(ids))
-        self._micro_batches = 1  # of the share that was found last
+        self._micro_batches = 1  # M of the partition found last
         self._parts: dict[tuple[int, float], StepParts] = {}
 
     def best(self) -> tuple[Partition, int] | None:
-        """The best share, and the KV tokens for which room was kept.
+        """Return the best partition and the KV tokens that it reserves.
 
-        Less KV may allow a faster ring, but fewer conversations share it: the first level that fits and the one below
-        are compared.
+        Less KV may allow a faster ring, but with fewer conversations. So the first level that fits is compared with the
+        next lower one.
         """
-        found: list[tuple[Partition, int, int]] = []  # with its M
+        found: list[tuple[Partition, int, int]] = []  # partition, KV tokens, M
         per_s = 0.0
         for kv_tokens in self._demand.kv_levels():
             sequences = self._sequences(kv_tokens)
@@ -245,19 +247,19 @@ class _Search:
         return search.balanced(self._problem_with(kv_tokens), partition, slack=_SLACK), kv_tokens
 
     def placed(self, partition: Partition) -> tuple[Placed, ...]:
-        """The share as slices."""
+        """Return the partition as slices."""
         ends = np.cumsum(partition.layers)
         ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, partition.layers, strict=True)]
         slices = make_slices(ranges, self._layers)
         return tuple(
-            Placed(node_id=self._machines[one].node_id, part=part)
-            for one, part in zip(partition.devices, slices, strict=True)
+            Placed(node_id=self._machines[device].node_id, part=part)
+            for device, part in zip(partition.devices, slices, strict=True)
         )
 
     def left_out(self, partition: Partition, kv_tokens: int) -> list[LeftOut]:
-        """Machines that are not used, each with the reason."""
+        """Return the unused machines, each with the reason."""
         problem = self._problem_with(kv_tokens)
-        reasons: dict[tuple[int, int], str] = {}  # machines of one kind share theirs
+        reasons: dict[tuple[int, int], str] = {}  # equal machines share a reason
         out: list[LeftOut] = []
         for index, machine in enumerate(self._machines):
             if index in partition.devices:
@@ -276,7 +278,7 @@ class _Search:
                 next_step=f"ask for at most {self._layers} nodes with --nodes",
             )
         if wanted > len(self._machines) or not self._machines:
-            names = ", ".join(one.name for one in self._machines) or "none"
+            names = ", ".join(machine.name for machine in self._machines) or "none"
             raise NoFeasiblePlacement(
                 f"{wanted} nodes are wanted, {len(self._machines)} can compute" if wanted else "no node can compute",
                 fact=f"nodes with a backend: {names}",
@@ -287,7 +289,7 @@ class _Search:
         return self._demand.sequences(kv_tokens) if self._demand.objective is Objective.THROUGHPUT else 1
 
     def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Partition | None:
-        """Over all M, or up to ``most``."""
+        """Return the best partition over all M, or those up to ``most``."""
         sequences, best = self._sequences(kv_tokens), None
         search = self._new_search(count)
         room = self._most_layers(kv_tokens)
@@ -301,7 +303,7 @@ class _Search:
         return best
 
     def _without_needless(self, partition: Partition, kv_tokens: int) -> Partition:
-        """The same with fewer devices, as long as that costs next to nothing."""
+        """Use fewer devices as long as that costs less than ``_WORTH``."""
         most_s, bound_s = partition.cycle_s * (1 + _WORTH), partition.bound_s
         while not self._wishes.num_nodes and len(partition.devices) > 1:
             fewer = self._best_with(kv_tokens, len(partition.devices) - 1, at_most_s=most_s, most=self._micro_batches)
@@ -315,7 +317,7 @@ class _Search:
         return kind(len(self._machines), count=count, first=self._first, must=must)
 
     def _problem_with(self, kv_tokens: int) -> PartitionProblem:
-        """With the M of the share that was found last."""
+        """Return the problem with the M of the partition found last."""
         return self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
 
     def _reason(self, index: int, partition: Partition, problem: PartitionProblem) -> str:
@@ -323,15 +325,15 @@ class _Search:
         if room.max() < 1:
             return f"{format_bytes(max(0, machine.room.free_bytes))} free cannot hold one layer and its KV"
         if self._wishes.num_nodes:
-            return f"{self._wishes.num_nodes} were asked for"
+            return f"--nodes asks for {self._wishes.num_nodes}"
         search = self._new_search(0, must=(index,))
         with_it = search.best(problem, below_s=_MUCH_LONGER * partition.cycle_s, near_s=partition.server_s)
         with_it = with_it or search.best(problem)
         if with_it is None:
-            return "no way round the ring fits with it"
+            return "no ring with it fits"
         loss = with_it.cycle_s / partition.cycle_s - 1
         if loss < _WORTH:
-            return "it would gain next to nothing"
+            return "it would gain less than 1 %"
         position = with_it.devices.index(index)
         own = [hop for hop in pairwise(with_it.devices) if index in hop]
         link_s = float(sum(problem.upload_s[hop] + problem.latency_s[hop] for hop in own))
@@ -340,7 +342,7 @@ class _Search:
         return f"it would slow each token by {loss * 100:.0f} % ({why})"
 
     def _most_layers(self, kv_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """``[N, 4]``: layers that fit beside what the flags cost."""
+        """Return ``[N, 4]``: layers that fit, by flags."""
         config = self._demand.config
         room = np.zeros((len(self._machines), 4), dtype=np.int64)
         for index, machine in enumerate(self._machines):
@@ -360,14 +362,14 @@ class _Search:
         parts = [self._parts_of(machine.speed, rows) for machine in self._machines]
         num_bytes = rows * (1 + demand.prompt_share) * demand.hop_bytes
         uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
-        hop_hosts_s = np.array([hop_host_s(one, num_bytes) for one in self._hosts_s])
-        turn_hosts_s = np.array([turn_host_s(one, rows) for one in self._hosts_s])
+        hop_hosts_s = np.array([hop_host_s(host_s, num_bytes) for host_s in self._hosts_s])
+        turn_hosts_s = np.array([turn_host_s(host_s, rows) for host_s in self._hosts_s])
         return PartitionProblem(
             num_layers=self._layers,
             micro_batches=micro_batches,
-            base_s=np.array([one.base_s for one in parts]),
-            layer_s=np.array([one.layer_s for one in parts]),
-            head_s=np.array([one.head_s for one in parts]),
+            base_s=np.array([times.base_s for times in parts]),
+            layer_s=np.array([times.layer_s for times in parts]),
+            head_s=np.array([times.head_s for times in parts]),
             most_layers=room,
             upload_s=np.array(uploads, dtype=np.float64),
             latency_s=self._latency_s + hop_hosts_s[None, :],
@@ -375,7 +377,7 @@ class _Search:
         )
 
     def _parts_of(self, speed: Speed, rows: float) -> StepParts:
-        """Machines of one kind share their speed."""
+        """Return a machine's step times, cached for machines of equal speed."""
         key = (id(speed), rows)
         if key not in self._parts:
             self._parts[key] = batch_parts(speed, self._demand, rows)
@@ -383,9 +385,9 @@ class _Search:
 
 
 def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:
-    """The node from which a token's way home is shortest: the last stage tells it, and it tells the first one.
+    """Return the best node for the engine: the shortest path from the last stage over the engine to the first.
 
-    Beside the first stage unless another node is on a shorter way.
+    That is the first stage's node unless another one has a shorter path.
     """
     first, last = placed[0].node_id, placed[-1].node_id
 
@@ -393,7 +395,7 @@ def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:
         legs = [(last, node), (node, first)]
         return sum(links.between(a, b).shape.one_way_s for a, b in legs if a != b)
 
-    return min(dict.fromkeys(one.node_id for one in placed), key=lambda node: (way_s(node), node != first))
+    return min(dict.fromkeys(stage.node_id for stage in placed), key=lambda node: (way_s(node), node != first))
 
 
 def _slice(flags: int) -> Slice:
@@ -413,11 +415,11 @@ def _kv_token_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
 
 
 def _kv_room(config: ModelConfig, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:
-    """Tokens that the tightest node can keep beside its weights."""
+    """Return the KV tokens that fit on the tightest node beside its weights."""
     free = {node_id: machine.room.free_bytes for node_id, machine in machines.items()}
     token_bytes: dict[NodeId, int] = {}
-    for one in placed:
-        room = machines[one.node_id].room
-        free[one.node_id] -= _weight_bytes(config, room, one.part)
-        token_bytes[one.node_id] = token_bytes.get(one.node_id, 0) + _kv_token_bytes(config, room, one.part)
+    for stage in placed:
+        room = machines[stage.node_id].room
+        free[stage.node_id] -= _weight_bytes(config, room, stage.part)
+        token_bytes[stage.node_id] = token_bytes.get(stage.node_id, 0) + _kv_token_bytes(config, room, stage.part)
     return max(0, min(free[node_id] // size for node_id, size in token_bytes.items()))

@@ -1,4 +1,4 @@
-"""A plan as facts: what the command line draws, ``--json`` prints and the wizard reads. PURE."""
+"""A plan as data, for the command line's drawing, ``--json`` and the wizard. PURE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgepipe.planner.what_if import Alternative, alternatives, helps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """A plan with what it is compared to."""
+    """A plan with the plans that it is compared to."""
 
     model: str
     plan: Plan
@@ -27,11 +27,11 @@ class Preview:
     helps: tuple[Alternative, ...] = ()
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
-    without: str = ""  # why it does not fit without the changes; ``plan`` is then with them
+    without: str = ""  # why the model does not fit without the changes; ``plan`` then includes them
 
 
 def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool = True) -> Preview:
-    """Plan, and compare. Raises what ``plan`` raises."""
+    """Make a plan and compare it with others. Raises the errors of ``plan``."""
     found = plan(demand, cluster.machines, cluster.links, wishes)
     return Preview(
         model=cluster.model,
@@ -42,13 +42,16 @@ def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool =
 
 
 def preview_as_dict(shown: Preview) -> dict[str, Any]:
-    """Plain values; seconds, bytes and tokens as numbers."""
+    """Convert a preview to plain values; seconds, bytes and tokens as numbers."""
     return {
         "model": shown.model,
         **plan_as_dict(shown.plan),
-        "alternatives": [{"what": one.what, "why_not": one.why_not, **_rates(one.plan)} for one in shown.alternatives],
+        "alternatives": [
+            {"what": option.what, "why_not": option.why_not, **_rates(option.plan)} for option in shown.alternatives
+        ],
         "helps": [
-            {"what": one.what, "gain": round(one.gain_over(shown.plan), 4), **_rates(one.plan)} for one in shown.helps
+            {"what": option.what, "gain": round(option.gain_over(shown.plan), 4), **_rates(option.plan)}
+            for option in shown.helps
         ],
         "what_if": None if shown.changed is None else {"changes": shown.changes, **plan_as_dict(shown.changed)},
         "fits_only_with": {"changes": shown.changes, "without": shown.without} if shown.without else None,
@@ -56,7 +59,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
 
 
 def plan_as_dict(found: Plan) -> dict[str, Any]:
-    """One plan as plain values."""
+    """Convert a plan to plain values."""
     demand, many = found.demand, found.many
     return {
         "objective": demand.objective.value,
@@ -66,7 +69,7 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "engine": str(found.engine),
         "stages": [_stage_as_dict(found, index) for index in range(len(found.stages))],
         "links": [_hop_as_dict(found, index, hop) for index, hop in enumerate(found.one.hops)],
-        "left_out": [{"node": one.machine.name, "reason": one.reason} for one in found.left_out],
+        "left_out": [{"node": unused.machine.name, "reason": unused.reason} for unused in found.left_out],
         "kv_tokens": found.kv_tokens,
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
@@ -80,12 +83,12 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
 
 
 def plan_text(found: Plan) -> str:
-    """As ``--plan`` takes it."""
+    """Return the placement in the syntax of ``--plan``."""
     return ",".join(f"{stage.machine.name}:{stage.part.layers}" for stage in found.stages)
 
 
 def shortage_as_dict(short: Shortage) -> dict[str, Any]:
-    """The arithmetic of a model that fits nowhere."""
+    """Convert the arithmetic of a model that does not fit to plain values."""
     return {
         "needed_bytes": short.needed_bytes,
         "weight_bytes": short.weight_bytes,
@@ -94,12 +97,14 @@ def shortage_as_dict(short: Shortage) -> dict[str, Any]:
         "free_bytes": short.free_bytes,
         "missing_bytes": short.missing_bytes,
         "machines": [{"node": name, "free_bytes": size} for name, size in short.rooms],
-        "helps": [{"what": one.what, "gain_bytes": one.gain_bytes, "enough": one.enough} for one in short.helps],
+        "helps": [
+            {"what": option.what, "gain_bytes": option.gain_bytes, "enough": option.enough} for option in short.helps
+        ],
     }
 
 
 def busy_fraction(found: Plan, index: int) -> float:
-    """Of a slice's device, with as many chats as are asked for."""
+    """Return the busy fraction of a slice's device with the requested number of chats."""
     many = found.many
     cycle_s = max(many.micro_batches * many.server_s, many.turn_s)
     return many.micro_batches * many.step_s[index] / cycle_s if cycle_s else 0.0
@@ -111,18 +116,18 @@ class ModelFit:
 
     model: str
     weight_bytes: int
-    plan: Plan | None  # None: it does not fit
+    plan: Plan | None  # None: the model does not fit
 
 
 def which_fit(
     machines_for: Sequence[tuple[str, Sequence[Machine]]], links: Links, *, read_tokens: int = 1024
 ) -> list[ModelFit]:
-    """Of every model with its machines (their speeds are a model's own): whether it fits and how fast it would be.
+    """Return for each model whether it fits and how fast it would be. The machines' speeds depend on the model.
 
-    The largest first; what fits nowhere comes last.
+    The largest models come first; those that do not fit come last.
     """
     fits = [_fit(model, machines, links, read_tokens) for model, machines in machines_for]
-    return sorted(fits, key=lambda one: (one.plan is None, -one.weight_bytes))
+    return sorted(fits, key=lambda fit: (fit.plan is None, -fit.weight_bytes))
 
 
 def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int) -> ModelFit:
@@ -131,7 +136,7 @@ def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int
     whole = config.num_layers * config.layer_parameters() + config.vocab_size * config.hidden_size * (
         1 if config.tied_embeddings else 2
     )
-    weight_bytes = int(whole * max((one.room.bytes_per_weight for one in machines), default=2))
+    weight_bytes = int(whole * max((machine.room.bytes_per_weight for machine in machines), default=2))
     try:
         return ModelFit(model=model, weight_bytes=weight_bytes, plan=plan(demand, machines, links))
     except NoFeasiblePlacement:

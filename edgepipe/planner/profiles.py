@@ -1,4 +1,4 @@
-"""What the planner knows of devices and links: measured where somebody measured, from tables elsewhere. PURE."""
+"""Speeds of devices and links: measured where possible, else from tables. PURE."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from edgepipe.units import LinkShape
 
 MEASURED, ESTIMATED = "measured", "estimated"
 
-# Overheads of a device that nobody has measured: per step, and per layer.
+# Overheads of an unmeasured device: per step, and per layer.
 _GUESSED_OVERHEADS_S = {"cpu": (300e-6, 60e-6), "gpu": (250e-6, 20e-6)}
-_CUDA_OVERHEADS_S = (200e-6, 50e-6)  # as an H100 has with graphs: small kernels do not fill it
+_CUDA_OVERHEADS_S = (200e-6, 50e-6)  # of an H100 with graphs: small kernels do not fill it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """A step's time on a device, taken apart: linear in layers."""
+    """A step's time on a device, as a linear function of the layers."""
 
-    base_s: float  # whatever the layers
+    base_s: float  # independent of the layers
     layer_s: float  # per layer
-    head_s: float  # more with the head
+    head_s: float  # additional with the head
 
 
 class Speed(Protocol):
-    """How fast a device is with one model."""
+    """A device's speed with one model."""
 
     @property
     def source(self) -> str:
-        """measured | estimated"""
+        """``measured`` or ``estimated``."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Measured while other programs took much of the machine."""
+        """Whether other programs used much of the machine during the measurement."""
         ...
 
     @property
     def measured_s(self) -> float:
-        """When; wall clock, since 1970. 0 where nothing was measured, or nobody knows."""
+        """Time of the measurement, wall clock, since 1970; 0: not measured or not known."""
         ...
 
     def parts(self, work: StepWork) -> StepParts:
-        """The times of a step."""
+        """Return the times of a step."""
         ...
 
 
 class TableSpeed:
-    """A device by its data sheet; see ``edgepipe.backend.cost``."""
+    """Speed from a device's data sheet; see ``edgepipe.backend.cost``."""
 
     source = ESTIMATED
     busy, measured_s = False, 0.0
@@ -70,7 +70,7 @@ class TableSpeed:
         )
 
     def parts(self, work: StepWork) -> StepParts:
-        """See ``Speed.parts``."""
+        """Return the estimated times. See ``Speed.parts``."""
         one_s = self._one.step_s(work)
         layer_s = self._two.step_s(work) - one_s
         return StepParts(base_s=one_s - layer_s, layer_s=layer_s, head_s=self._headed.step_s(work) - one_s)
@@ -86,20 +86,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """What one layer of a shape, its head and a step took on a node's real backend."""
+    """Measured times of one layer, the head and a step on a node's real backend."""
 
-    base_s: float  # per step, whatever the layers
-    decode: tuple[Point, ...]  # one layer, against rows of one token each, at ``decode_context``
-    prefill: tuple[Point, ...]  # one layer, against the tokens of one row from position 0
-    head: tuple[Point, ...]  # norm and head, against rows
-    kv_token_s: float  # one layer, per token of context beyond ``decode_context``, of all rows
+    base_s: float  # per step, independent of the layers
+    decode: tuple[Point, ...]  # one layer, by rows of one token each, at ``decode_context``
+    prefill: tuple[Point, ...]  # one layer, by tokens of one row from position 0
+    head: tuple[Point, ...]  # norm and head, by rows
+    kv_token_s: float  # one layer, per token of context beyond ``decode_context``, summed over rows
     decode_context: int  # tokens that each row attended to while ``decode`` was measured
-    busy: bool = False  # other programs took much of the machine meanwhile: it may be faster than this
+    busy: bool = False  # other programs used much of the machine: the device may be faster than this
     measured_s: float = 0.0  # wall clock, since 1970; 0: not known
 
 
 class MeasuredSpeed:
-    """A device by its own measurements."""
+    """Speed from a device's own measurements."""
 
     source = MEASURED
 
@@ -108,7 +108,7 @@ class MeasuredSpeed:
         self.busy, self.measured_s = profile.busy, profile.measured_s
 
     def parts(self, work: StepWork) -> StepParts:
-        """See ``Speed.parts``. Prompt tokens beside decodes are taken to cost what they cost alone in one row."""
+        """See ``Speed.parts``. Assumes that prompt tokens beside decodes cost as much as alone in one row."""
         profile = self._profile
         beyond = max(0.0, work.kv_tokens - work.rows * profile.decode_context)
         if work.tokens == work.rows:
@@ -126,20 +126,20 @@ def _slope(points: Sequence[Point]) -> float:
 
 
 def _at(points: Sequence[Point], size: float) -> float:
-    """Linear between the points; beyond the last with the slope of the last two, below the first the first."""
-    sizes, seconds = [one.size for one in points], [one.seconds for one in points]
+    """Interpolate linearly; extrapolate beyond the last point with the last slope, below the first as constant."""
+    sizes, seconds = [point.size for point in points], [point.seconds for point in points]
     if size <= sizes[-1] or len(points) == 1:
         return float(np.interp(size, sizes, seconds))
     return seconds[-1] + _slope(points[-2:]) * (size - sizes[-1])
 
 
 def estimated_speed(profile: DeviceProfile, config: ModelConfig, *, bytes_per_weight: float) -> Speed:
-    """From a device's memory and matrix rates alone, for a device that has not run a probe layer."""
+    """Estimate the speed of a device without a probe from its memory and matrix rates."""
     return TableSpeed(CostModel(config, _as_table(profile, bytes_per_weight)))
 
 
 def slice_costs(profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice]) -> dict[int, SliceCost]:
-    """What steps take on each slice by the device's memory and matrix rates, by slice index; empty if it told none."""
+    """Return each slice's cost, by slice index, from the device's rates; empty if it reported none."""
     if profile.bandwidth_bytes_per_s <= 0 or profile.flops <= 0:
         return {}
     cost = CostModel(config, _as_table(profile, 4 if profile.compute_dtype == "float32" else 2))
@@ -147,7 +147,7 @@ def slice_costs(profile: DeviceProfile, config: ModelConfig, slices: Iterable[Sl
 
 
 def _as_table(profile: DeviceProfile, bytes_per_weight: float) -> DeviceModel:
-    """The device as data sheets describe one, with overheads guessed by its kind."""
+    """Build a data-sheet device from a profile, with overheads assumed by its kind."""
     guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
     step_s, layer_s = _CUDA_OVERHEADS_S if profile.device.startswith("cuda") else guessed
     return DeviceModel(
@@ -167,17 +167,17 @@ class Machine:
     room: NodeRoom
     device: str  # for people: "RTX 4090"
     speed: Speed
-    total_bytes: int = 0  # of the device's memory; 0: not known
-    taken_bytes: int = 0  # of that by other programs, as far as is known
+    total_bytes: int = 0  # the device's memory; 0: not known
+    taken_bytes: int = 0  # memory used by other programs, as far as known
 
     @property
     def node_id(self) -> NodeId:
-        """Of its node."""
+        """Id of its node."""
         return self.room.node_id
 
     @property
     def name(self) -> str:
-        """Of its node."""
+        """Name of its node."""
         return self.room.name
 
 
@@ -189,21 +189,21 @@ class Link:
     measured: bool
 
 
-_NO_WAY = LinkShape(bytes_per_s=1.0, one_way_s=1e6)  # finite, so that searches can reckon with it
+_NO_WAY = LinkShape(bytes_per_s=1.0, one_way_s=1e6)  # finite, so that searches can calculate with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Every directed link: those measured, and what the others are taken to be. A node's link to itself is its host."""
+    """Every directed link, measured or assumed. A node's link to itself stands for its host."""
 
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
-    assumed: LinkShape | None = None  # of links that nobody measured; None: there is no guess
-    assumed_host_s: float = HOST_S  # likewise of hosts
-    broken: frozenset[tuple[NodeId, NodeId]] = frozenset()  # that carry nothing: two nodes that do not hear each other
-    unreached: frozenset[tuple[NodeId, NodeId]] = frozenset()  # over which no stage dials the next
+    assumed: LinkShape | None = None  # for unmeasured links; None: no assumption
+    assumed_host_s: float = HOST_S  # for unmeasured hosts
+    broken: frozenset[tuple[NodeId, NodeId]] = frozenset()  # links between nodes that do not reach each other
+    unreached: frozenset[tuple[NodeId, NodeId]] = frozenset()  # links over which a stage cannot dial the next
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link:
-        """The link from one node to another, without end where it is broken. Raises LinkNotMeasured."""
+        """Return the link from one node to another; extremely slow if it is broken. Raises LinkNotMeasured."""
         if (sender, receiver) in self.broken:
             return Link(shape=_NO_WAY, measured=True)
         shape = self.measured.get((sender, receiver))
@@ -214,23 +214,25 @@ class Links:
         return Link(shape=self.assumed, measured=False)
 
     def hop(self, sender: NodeId, receiver: NodeId) -> Link:
-        """``between``, from a stage to the next one."""
+        """Return the link from a stage to the next one; extremely slow if it cannot carry a hop."""
         if self.carries_hop(sender, receiver):
             return self.between(sender, receiver)
         return Link(shape=_NO_WAY, measured=True)
 
     def carries_hop(self, sender: NodeId, receiver: NodeId) -> bool:
-        """Whether two nodes may be neighbours in this order. A token's id may go home where they may not: the engine
-        has opened the stream that it takes."""
+        """Return whether the receiver's stage may directly follow the sender's.
+
+        A token's id may return even where this is False, since it uses a stream that the engine has opened.
+        """
         return (sender, receiver) not in self.broken and (sender, receiver) not in self.unreached
 
     def host_s(self, node: NodeId) -> float:
-        """What one small message costs a node, network left out; measured by calls to itself."""
+        """Return a node's cost of one small message, without the network, as measured by calls to itself."""
         own = self.measured.get((node, node))
         return own.one_way_s if own is not None else self.assumed_host_s
 
     def home_s(self, sender: NodeId, receiver: NodeId, nodes: Iterable[NodeId]) -> float:
-        """Seconds one way for a token's id: direct, or through one of ``nodes`` if that link is broken.
+        """Return the one-way seconds for a token's id: direct, or through one of ``nodes`` if that link is broken.
 
         Raises LinkNotMeasured.
         """
@@ -240,9 +242,9 @@ class Links:
         if (sender, receiver) not in self.broken:
             return direct_s
         others = [node for node in nodes if node not in (sender, receiver)]
-        legs = [(self.between(sender, one), self.between(one, receiver)) for one in others]
-        return min((there.shape.one_way_s + on.shape.one_way_s for there, on in legs), default=direct_s)
+        legs = [(self.between(sender, node), self.between(node, receiver)) for node in others]
+        return min((first.shape.one_way_s + second.shape.one_way_s for first, second in legs), default=direct_s)
 
     def with_shape(self, sender: NodeId, receiver: NodeId, shape: LinkShape) -> Links:
-        """The same with one link replaced."""
+        """Return the links with one of them replaced."""
         return replace(self, measured={**self.measured, (sender, receiver): shape})

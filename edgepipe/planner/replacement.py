@@ -1,4 +1,4 @@
-"""New homes for the layers of nodes that are gone, while the other stages stay as they are. PURE."""
+"""Replace lost stages by new nodes while the other stages stay. PURE."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def replace_lost(
     fetch_bytes: Callable[[NodeId, Sequence[Slice]], int],
     broken: Collection[tuple[NodeId, NodeId]] = (),
 ) -> tuple[Placed, ...] | None:
-    """The placement with each lost stage whole on a node that has no stage yet; None if there are too few of those.
+    """Place each lost stage whole on a node without a stage. Returns None if there are too few such nodes.
 
-    standing     as it was; a stage is lost if its node is not among ``rooms``
-    rooms        of nodes that are there; those that keep their stage count what it takes as free
-    fetch_bytes  of these slices that a node would have to fetch first
-    broken       links that carry nothing; None, too, if the placement would need one of them
-    returns      in the order of ``standing``
+    standing     the former placement; a stage is lost if its node is not among ``rooms``
+    rooms        the reachable nodes; the memory of a stage that stays counts as free
+    fetch_bytes  returns the bytes of slices that a node must first fetch
+    broken       unusable links; returns None if the placement would need one of them
+    returns      the placement in the order of ``standing``
 
-    The largest stage chooses first; nodes that fetch less are preferred, among equals those with more room.
+    The largest stage is placed first. Nodes that fetch less are preferred, then those with more room.
     """
-    there = {room.node_id: room for room in rooms}
+    rooms_by_id = {room.node_id: room for room in rooms}
     lost: dict[NodeId, list[Slice]] = {}
-    for one in standing:
-        if one.node_id not in there:
-            lost.setdefault(one.node_id, []).append(one.part)
-    taken = {one.node_id for one in standing}
+    for stage in standing:
+        if stage.node_id not in rooms_by_id:
+            lost.setdefault(stage.node_id, []).append(stage.part)
+    taken = {stage.node_id for stage in standing}
     free = [room for room in rooms if room.node_id not in taken]
     homes: dict[NodeId, NodeId] = {}
     for node_id, parts in sorted(lost.items(), key=lambda item: -sum(len(part.layers) for part in item[1])):
@@ -43,8 +43,8 @@ def replace_lost(
         home = min(able, key=lambda room: (fetch_bytes(room.node_id, parts), -room.free_bytes, room.name))
         free.remove(home)
         homes[node_id] = home.node_id
-    placed = tuple(Placed(node_id=homes.get(one.node_id, one.node_id), part=one.part) for one in standing)
-    hops = pairwise(one.node_id for one in sorted(placed, key=lambda one: one.part.index))
+    placed = tuple(Placed(node_id=homes.get(stage.node_id, stage.node_id), part=stage.part) for stage in standing)
+    hops = pairwise(stage.node_id for stage in sorted(placed, key=lambda stage: stage.part.index))
     return None if any(hop in broken for hop in hops) else placed
 
 

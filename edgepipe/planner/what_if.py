@@ -1,4 +1,4 @@
-"""Other clusters and other aims beside a plan: what they would change, and what would help most. PURE."""
+"""Compare a plan with other clusters and objectives, and find the most useful improvements. PURE."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _MOST_HELPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another way, and what it would give."""
+    """Another option and its plan."""
 
     what: str
-    plan: Plan | None  # None: it does not fit
+    plan: Plan | None  # None: the model does not fit
     why_not: str = ""
 
     def gain_over(self, base: Plan) -> float:
-        """Of what the objective counts; 0.1 is a tenth more."""
+        """Return the gain in tokens per second by the objective; 0.1 is 10 % more."""
         return self.plan.tokens_per_s / base.tokens_per_s - 1 if self.plan is not None else -1.0
 
 
 def changed(cluster: Cluster, text: str) -> Cluster:
-    """The cluster with changes such as ``"add rtx4090, link 2.5gbit,0.2ms, memory studio 96GB, remove laptop"``.
+    """Apply changes such as ``"add rtx4090, link 2.5gbit,0.2ms, memory studio 96GB, remove laptop"`` to a cluster.
 
-    Raises ConfigInvalid for what is no change, PlanInvalid for a node that is not there.
+    Raises ConfigInvalid for an unknown change, PlanInvalid for an unknown node.
     """
     for change in _changes(text):
         verb, _, rest = change.partition(" ")
@@ -47,7 +47,7 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             cluster = cluster.with_machine(_new_machine(cluster, rest))
         elif verb == "remove" and rest:
             gone = _machine(cluster, rest)
-            cluster = replace(cluster, machines=tuple(one for one in cluster.machines if one is not gone))
+            cluster = replace(cluster, machines=tuple(machine for machine in cluster.machines if machine is not gone))
         elif verb == "link" and rest:
             cluster = _with_link(cluster, rest)
         elif verb == "memory" and len(rest.split()) == 2:
@@ -56,18 +56,20 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             cluster = cluster.with_memory(machine.node_id, parse_bytes(size) - machine.room.free_bytes)
         else:
             raise ConfigInvalid(
-                f"'{change}' is no change that can be imagined",
-                fact="there are: add DEVICE, remove NODE, link [NODE] RATE[,LATENCY], memory NODE SIZE",
+                f"'{change}' is not a known change",
+                fact="changes: add DEVICE, remove NODE, link [NODE] RATE[,LATENCY], memory NODE SIZE",
                 next_step='write it like "add rtx4090, link 2.5gbit"',
             )
     return cluster
 
 
 def alternatives(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> Iterator[Alternative]:
-    """What would be done without wishes, the best single machine, and the best plan for the other aim, where they are
-    others."""
+    """Yield other plans: without constraints, on the best single machine, and for the other objective.
+
+    Plans with the same placement are left out.
+    """
     if wishes != Wishes():
-        free = _try("without wishes", demand, cluster, Wishes())
+        free = _try("without constraints", demand, cluster, Wishes())
         if free.plan is not None and free.plan.placed != base.placed:
             yield free
     if len(base.stages) > 1:
@@ -79,13 +81,13 @@ def alternatives(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -
 
 
 def helps(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> list[Alternative]:
-    """What would gain the most with the same wishes, the best first: cables, memory, one more machine."""
+    """Return the most useful improvements under the same constraints, best first: cables, memory, a machine."""
     tried = [
-        _try(what, demand, other, wishes)
-        for what, other in [*_better_links(cluster, base), *_more_memory(cluster, base), *_one_more(cluster, base)]
+        _try(label, demand, other, wishes)
+        for label, other in [*_better_links(cluster, base), *_more_memory(cluster, base), *_one_more(cluster, base)]
     ]
-    worth = [one for one in tried if one.gain_over(base) >= _WORTH_TELLING]
-    return sorted(worth, key=lambda one: -one.gain_over(base))[:_MOST_HELPS]
+    worth = [option for option in tried if option.gain_over(base) >= _WORTH_TELLING]
+    return sorted(worth, key=lambda option: -option.gain_over(base))[:_MOST_HELPS]
 
 
 def _better_links(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
@@ -103,7 +105,8 @@ def _better_links(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]
 def _more_memory(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     for stage in base.stages:
         machine = stage.machine
-        if machine.room.shares_host_memory and not machine.device.startswith("Apple"):  # others cannot be given more
+        # Apple's memory cannot be extended.
+        if machine.room.shares_host_memory and not machine.device.startswith("Apple"):
             yield f"8 GB more RAM in {machine.name}", cluster.with_memory(machine.node_id, _MORE_BYTES)
 
 
@@ -114,17 +117,17 @@ def _one_more(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     yield f"one more machine like {fastest.name}", cluster.with_machine(twin)
 
 
-def _try(what: str, demand: Demand, cluster: Cluster, wishes: Wishes) -> Alternative:
+def _try(label: str, demand: Demand, cluster: Cluster, wishes: Wishes) -> Alternative:
     try:
-        return Alternative(what=what, plan=plan(demand, cluster.machines, cluster.links, wishes, explain=False))
+        return Alternative(what=label, plan=plan(demand, cluster.machines, cluster.links, wishes, explain=False))
     except NoFeasiblePlacement as error:
-        return Alternative(what=what, plan=None, why_not=error.what)
+        return Alternative(what=label, plan=None, why_not=error.what)
 
 
 def _changes(text: str) -> list[str]:
-    """Parts between commas; one that begins with a number belongs to the part before it (a link's latency)."""
+    """Split at commas. A part that begins with a digit (a link's latency) belongs to the previous part."""
     parts: list[str] = []
-    for part in (one.strip() for one in text.split(",")):
+    for part in (piece.strip() for piece in text.split(",")):
         if parts and re.match(r"\d", part):
             parts[-1] += f",{part}"
         else:
@@ -133,7 +136,7 @@ def _changes(text: str) -> list[str]:
 
 
 def _with_link(cluster: Cluster, text: str) -> Cluster:
-    """``2.5gbit``, ``1gbit,0.3ms``, or with the node first whose links change; a latency not given stays small."""
+    """Change links by ``2.5gbit`` or ``1gbit,0.3ms``, after an optional node. The default latency is a cable's."""
     words = text.split()
     nodes = [_machine(cluster, words[0]).node_id] if len(words) == 2 else []
     shape = parse_link(words[-1])
@@ -148,13 +151,13 @@ def _new_machine(cluster: Cluster, text: str) -> Machine:
 
 
 def _free_name(cluster: Cluster) -> NodeId:
-    taken = {one.node_id for one in cluster.machines}
+    taken = {machine.node_id for machine in cluster.machines}
     return NodeId(next(f"new-{name}" for name in names(len(taken) + 1) if f"new-{name}" not in taken))
 
 
 def _machine(cluster: Cluster, name: str) -> Machine:
-    found = [one for one in cluster.machines if name in (one.name, one.node_id)]
+    found = [machine for machine in cluster.machines if name in (machine.name, machine.node_id)]
     if len(found) != 1:
-        known = ", ".join(one.name for one in cluster.machines)
+        known = ", ".join(machine.name for machine in cluster.machines)
         raise PlanInvalid(f"'{name}' is not one node of the cluster", fact=f"nodes: {known}")
     return found[0]

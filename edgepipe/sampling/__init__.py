@@ -1,4 +1,4 @@
-"""Logits, parameters and a seed to token ids: functions of a sequence's tokens that a stage runs beside its device."""
+"""Sampling: logits, parameters and a seed give token ids. A pure function of a sequence's tokens, run on the CPU."""
 
 from edgepipe.sampling.device import logit_edits, sample_picked
 from edgepipe.sampling.draws import draw

@@ -1,7 +1,7 @@
-"""Kinds of bounds, and the walk that holds a value's fields against a table of them.
+"""Kinds of bounds, and a check of a value's fields against a table of bounds.
 
-A table names every field of a value. The same tables serve the checks of gateway and engine and the tests, which fail
-for a field without a bound.
+A table lists every field of a value. Gateway, engine and tests use the same tables; the tests fail for a field without
+a bound.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBounds:
-    """What a model bounds: facts of the served model."""
+    """Bounds that depend on the served model."""
 
-    vocab_size: int  # token ids go from 0 to one below this
+    vocab_size: int  # the largest token id is one less
     context_length: int  # tokens of one sequence, prompt and output
 
 
 class Refusal(NamedTuple):
-    """Why a value is refused."""
+    """Reason for rejecting a value."""
 
     field: str
     fact: str  # the value and its bound
 
 
 class Bound(Protocol):
-    """Of one field."""
+    """Bound of one field."""
 
     def fault(self, value: Any, model: ModelBounds | None) -> str:
-        """What is wrong with the value and what the bound is; empty for a value that is within.
+        """Return the value's fault and the bound; empty for a valid value.
 
-        ``model``: None checks only what holds for every model.
+        ``model``: None checks only bounds common to all models.
         """
         ...
 
@@ -44,7 +44,7 @@ class Within:
 
     lowest: float
     highest: float
-    above: bool = False  # ``lowest`` itself is out of bounds
+    above: bool = False  # exclude ``lowest`` itself
 
     def fault(self, value: Any, model: ModelBounds | None) -> str:
         """See Bound."""
@@ -57,7 +57,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """True or false."""
+    """A boolean."""
 
     def fault(self, value: Any, model: ModelBounds | None) -> str:
         """See Bound."""
@@ -80,7 +80,7 @@ class Text:
 class TokenIds:
     """Ids of the model's vocabulary, in a collection of any order."""
 
-    most: int | None  # None: a context of the model
+    most: int | None  # None: the model's context length
 
     def fault(self, value: Any, model: ModelBounds | None) -> str:
         """See Bound."""
@@ -106,7 +106,7 @@ class ManyTokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """Pairs of a token id and a number, each id once."""
+    """Pairs of a token id and a number, with unique ids."""
 
     most: int
     each: Within
@@ -124,7 +124,7 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Optional:
-    """None, or an attribute of the value within ``bound``."""
+    """None, or a value whose attribute is within ``bound``."""
 
     attribute: str
     bound: Bound
@@ -135,7 +135,7 @@ class Optional:
 
 
 def refusal(value: object, table: Mapping[str, Bound], model: ModelBounds | None) -> Refusal | None:
-    """The first field of a value that is out of bounds."""
+    """Return the first field of a value that is out of bounds, or None."""
     for name, bound in table.items():
         if fact := bound.fault(getattr(value, name), model):
             return Refusal(name, fact)

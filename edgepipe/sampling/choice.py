@@ -1,4 +1,4 @@
-"""One token out of the most likely ones: the same rule wherever those were found, on a device or in a whole row.
+"""Choose one token from the most likely ones, by the same rule for candidates from a device or a whole row.
 
 Shape letter: K candidates.
 """
@@ -18,18 +18,18 @@ class Candidates:
     """The most likely tokens of one row, after penalties, bias and masks."""
 
     ids: npt.NDArray[np.int64]  # [K], at least one
-    logits: npt.NDArray[np.float32]  # [K] descending; equal ones by ascending id
+    logits: npt.NDArray[np.float32]  # [K] descending; equal logits by ascending id
     total: float  # sum of exp((logit - highest) / temperature) over the whole row; not used with top-k
-    complete: bool  # nobody else has a share
+    complete: bool  # all other tokens have zero probability
 
 
 def choose(candidates: Candidates, params: SamplingParams, uniform: float) -> int | None:
-    """The token in whose share of the distribution the draw falls; None if the candidates do not reach that far.
+    """Return the token whose share of the distribution contains the draw; None if more candidates are needed.
 
     uniform  [0, 1)
 
-    The distribution is laid out from the most to the least likely token, so that the draw seldom looks far. Top-k
-    first, then top-p of what is left, then min-p.
+    The distribution is ordered from the most to the least likely token, so a draw seldom needs many candidates. Top-k
+    applies first, then top-p of the rest, then min-p.
     """
     if params.greedy:
         return int(candidates.ids[0])
@@ -58,4 +58,4 @@ def choose(candidates: Candidates, params: SamplingParams, uniform: float) -> in
     place = int(reached[:count].searchsorted(uniform * total, side="right"))
     if place < count:
         return int(candidates.ids[place])
-    return int(candidates.ids[count - 1]) if complete else None  # rounded up beyond the last, or beyond what is known
+    return int(candidates.ids[count - 1]) if complete else None  # rounding, or beyond the candidates

@@ -1,7 +1,7 @@
-"""Sampling where the device keeps the logits: edits go to it, candidates come back. R rows, E edits, K candidates.
+"""Sample where the device keeps the logits: send edits, receive candidates. R rows, E edits, K candidates.
 
-Penalties, bias and masks travel as a few thousand sparse entries and one bit per token; the device returns the log of
-each row's total and its most likely tokens. A whole row is fetched only for a draw that falls beyond those.
+Penalties and bias are sent as a few thousand sparse entries, masks as one bit per token. The device returns the log of
+each row's total and its most likely tokens. A whole row is fetched only for a draw beyond them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgepipe.sampling.sequence import SequenceSampler
 
 
 def logit_edits(rows: Sequence[SampleRow]) -> LogitEdits:
-    """What the device is to do before it picks. A row that cannot be followed is left as it is: sampling tells why."""
+    """Collect the edits for the device. A failed row gets no edits; sampling reports its error."""
     parts = [_row_edits(row) for row in rows]
     masks = [mask for _, _, _, mask in parts]
     return LogitEdits(
@@ -36,7 +36,7 @@ def logit_edits(rows: Sequence[SampleRow]) -> LogitEdits:
 
 
 def sample_picked(picked: PickedCandidates, rows: Sequence[SampleRow]) -> list[Sampled]:
-    """As ``sample``, from what the device picked after ``logit_edits`` of the same rows."""
+    """Sample like ``sample``, from the device's candidates after ``logit_edits`` of the same rows."""
     return [_sample_row(picked, index, row) for index, row in enumerate(rows)]
 
 
@@ -44,7 +44,7 @@ _Edits = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.fl
 
 
 def _row_edits(row: SampleRow) -> _Edits:
-    """Tokens, repetition factors, additions and mask of one row."""
+    """Return tokens, repetition factors, additions and mask of one row."""
     sampler = row.sampler
     try:
         with sampler.lock:
@@ -64,7 +64,7 @@ def _row_edits(row: SampleRow) -> _Edits:
 
 
 def _stack(masks: Sequence[npt.NDArray[np.int32] | None]) -> npt.NDArray[np.int32] | None:
-    """``[R, W]``; rows without a mask allow everything."""
+    """Stack masks to ``[R, W]``; rows without a mask allow every token."""
     words = next((len(mask) for mask in masks if mask is not None), 0)
     if not words:
         return None
@@ -86,7 +86,7 @@ def _sample_row(picked: PickedCandidates, index: int, row: SampleRow) -> Sampled
 
 
 def _choose(picked: PickedCandidates, index: int, sampler: SequenceSampler, uniform: float) -> tuple[int, float]:
-    """The token, and its logit before all changes. Raises StepFailed."""
+    """Return the token and its unchanged logit. Raises StepFailed."""
     ids, logits = picked.ids[index].astype(np.int64), picked.logits[index]
     order = np.lexsort((ids, -logits))
     check_highest(logits, int(order[0]))

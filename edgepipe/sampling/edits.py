@@ -1,7 +1,7 @@
-"""Penalties and bias of one sequence as sparse changes to its logits: a new token touches its own entry alone.
+"""Penalties and bias of one sequence as sparse changes to its logits: a new token changes only its own entry.
 
 The persistent state follows SiPipe, section 5.1, "Column-Wise CPU Sampling via Metadata Reuse", without its dense
-buffers: what a sequence has seen is a few thousand of 152,000 tokens.
+buffers: a sequence contains only a few thousand of 152,000 tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from edgepipe.sampling.params import SamplingParams
 
 
 class TokenEdits:
-    """Which tokens' logits differ from the model's, and how. E entries, each token once.
+    """Changes to the model's logits. E entries, each token once.
 
-    A logit becomes ``penalised(logit) + add``, where the repetition penalty divides positive and multiplies negative
-    ones of tokens that were seen.
+    A logit becomes ``penalised(logit) + add``. The repetition penalty divides positive and multiplies negative logits
+    of tokens that occurred.
     """
 
     def __init__(self, params: SamplingParams, prompt: Iterable[int] = ()) -> None:
@@ -29,7 +29,7 @@ class TokenEdits:
         self._repetition = np.ones(64, np.float32)
         self._counts = np.zeros(64, np.int32)
         for token, bias in params.logit_bias:
-            place = self._entry(token)  # first: it may replace the arrays
+            place = self._entry(token)  # call first: it may replace the arrays
             self._add[place] = bias
         if params.repetition_penalty != 1:
             for token in prompt:
@@ -41,21 +41,21 @@ class TokenEdits:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """``[E]`` tokens."""
+        """Tokens ``[E]``."""
         return self._ids[: len(self._place)]
 
     @property
     def add(self) -> npt.NDArray[np.float32]:
-        """``[E]``: bias less frequency and presence penalties."""
+        """Additions ``[E]``: bias minus frequency and presence penalties."""
         return self._add[: len(self._place)]
 
     @property
     def repetition(self) -> npt.NDArray[np.float32]:
-        """``[E]``: the factor; 1 for tokens that are only biased."""
+        """Repetition factors ``[E]``; 1 for tokens with a bias only."""
         return self._repetition[: len(self._place)]
 
     def took(self, token: int) -> None:
-        """``token`` was sampled."""
+        """Record a sampled token."""
         params = self._params
         if not params.penalises_output:
             return
@@ -65,19 +65,19 @@ class TokenEdits:
         self._repetition[place] = params.repetition_penalty
 
     def apply(self, row: npt.NDArray[np.float32]) -> None:
-        """Change a row ``[V]`` in place. A biased token that the vocabulary does not have is an IndexError."""
+        """Change a row ``[V]`` in place. Raises IndexError for a biased token outside the vocabulary."""
         if not self._place:
             return
         ids = self.ids
         row[ids] = edited(row[ids], repetition=self.repetition, add=self.add)
 
     def entry(self, token: int) -> tuple[float, float]:
-        """A token's repetition factor and addition."""
+        """Return a token's repetition factor and addition."""
         place = self._place.get(token)
         return (1.0, 0.0) if place is None else (float(self._repetition[place]), float(self._add[place]))
 
     def original(self, token: int, changed: float) -> float:
-        """The model's logit of a token whose changed one is known."""
+        """Return the model's logit of a token from its changed logit."""
         place = self._place.get(token)
         if place is None:
             return changed
@@ -104,5 +104,5 @@ class TokenEdits:
 def edited(
     logits: npt.NDArray[np.float32], *, repetition: npt.NDArray[np.float32], add: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """``[E]`` logits as penalties and bias change them."""
+    """Return logits ``[E]`` after penalties and bias."""
     return np.where(logits > 0, logits / repetition, logits * repetition) + add

@@ -1,4 +1,4 @@
-"""Grammars: from a JSON schema or a Lark text to masks of the tokens that may come next (llguidance).
+"""Grammars: convert a JSON schema or Lark text to masks of allowed next tokens (llguidance).
 
 The library is imported when the first grammar is made. It drops the GIL while it compiles and while it computes a
 mask, and its bounds on work are counted, not timed: what it refuses is refused on every machine.
@@ -21,47 +21,47 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Bitmask = npt.NDArray[np.int32]
-"""``[ceil(V / 32)]``: bit ``i`` of word ``w`` says whether token ``32 * w + i`` may come."""
+"""``[ceil(V / 32)]``: bit ``i`` of word ``w`` tells whether token ``32 * w + i`` is allowed."""
 
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
-"""What may stand between JSON's parts. Bounded: a model that likes spaces would otherwise never close its brackets."""
+"""Whitespace allowed between JSON's parts. It is bounded: otherwise a model might emit spaces without end."""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:
-    """Output that is one JSON value of the schema. Not checked yet. Raises RequestInvalid if it is too large."""
+    """Make a grammar for one JSON value of the schema, unchecked. Raises RequestInvalid if it is too large."""
     return lark_grammar(f"start: {json_rule(schema)}\n")
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """The schema as it stands in a Lark grammar's rule. References in it are relative to itself."""
+    """Return the schema in the form of a Lark rule. Its references are relative to itself."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}, ensure_ascii=True)
 
 
 def choice_grammar(texts: Sequence[str]) -> GrammarSpec:
-    """Output that is one of the texts. Not checked yet. Raises RequestInvalid if they are too large."""
+    """Make a grammar for one of the texts, unchecked. Raises RequestInvalid if they are too large."""
     return lark_grammar(f"start: {' | '.join(map(json.dumps, texts))}\n")
 
 
 def regex_grammar(pattern: str) -> GrammarSpec:
-    """Output that matches the pattern as a whole. Not checked yet. Raises RequestInvalid if it is too large."""
+    """Make a grammar for a full match of the pattern, unchecked. Raises RequestInvalid if it is too large."""
     slashed = _REGEX_PART.sub(lambda part: _SLASHED.get(part[0], part[0]), pattern)
     return lark_grammar(f"start: /{slashed}/\n")
 
 
 _REGEX_PART = re.compile(r"\\?.", re.DOTALL)  # a character, or an escaped one
 _SLASHED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
-"""What would end a pattern, or its line, in a Lark grammar."""
+"""Escapes for characters that would end a pattern, or its line, in a Lark grammar."""
 
 
 def lark_grammar(text: str) -> GrammarSpec:
-    """A grammar in llguidance's Lark dialect. Not checked yet. Raises RequestInvalid if it is too large."""
+    """Make a grammar from text in llguidance's Lark dialect, unchecked. Raises RequestInvalid if it is too large."""
     return GrammarSpec("%llguidance {}\n" + text)
 
 
 def check_grammar(spec: GrammarSpec) -> None:
     """Compile the grammar and throw it away: some ms, up to a second for the largest, without end for hostile patterns.
 
-    Raises RequestInvalid with what is wrong.
+    Raises RequestInvalid with the fault.
     """
     from llguidance import LLMatcher
 
@@ -73,20 +73,20 @@ def check_grammar(spec: GrammarSpec) -> None:
 def unusable_schema(fact: str) -> RequestInvalid:
     """Make the error of a schema that the library refuses."""
     return RequestInvalid(
-        "the output cannot be bound to this schema",
+        "this schema cannot constrain the output",
         fact=fact,
         next_step="change the schema; docs/usage.md lists what is supported",
     )
 
 
 def _reason(message: str) -> str:
-    """The library's sentence, without the place in a text that the user never saw."""
+    """Return the library's message without positions in a text that the user never saw."""
     first = message.strip().splitlines()[0]
     return first.rpartition("failed to compile JSON schema: ")[2][:300]
 
 
 class GrammarTokenizer:
-    """A model's vocabulary as grammars see it. Made once per stage; takes about 0.5 s for 150,000 tokens."""
+    """A model's vocabulary for grammars. Built once per stage; takes about 0.5 s for 150,000 tokens."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class GrammarTokenizer:
         special_ids: Sequence[int],
     ) -> None:
         """
-        tokens       [V] the bytes that each id stands for; empty for ids without text
-        encode       how the model's tokenizer cuts a text, so that what is forced comes in tokens that the model knows
-        end_ids      at least one; allowed where the output may end, and nowhere else
-        special_ids  never allowed, but for end ids
+        tokens       [V] bytes of each id; empty for ids without text
+        encode       the model's tokenizer, so that forced text uses the model's usual tokens
+        end_ids      at least one; allowed only where the output may end
+        special_ids  never allowed, except end ids
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -110,10 +110,10 @@ class GrammarTokenizer:
 
 
 class GrammarState:
-    """Where one output stands in its grammar: a function of the tokens taken."""
+    """State of one output in its grammar: a function of the tokens taken."""
 
     def __init__(self, tokenizer: GrammarTokenizer, spec: GrammarSpec, tokens: Sequence[int] = ()) -> None:
-        """Compile, then take what is there already. Raises StepFailed if the grammar or the tokens do not fit."""
+        """Compile, then take the known tokens. Raises StepFailed for an invalid grammar or token."""
         from llguidance import LLMatcher
 
         self._matcher: LLMatcher = LLMatcher(tokenizer.library, spec.text, log_level=0)
@@ -123,14 +123,14 @@ class GrammarState:
             self.take(token)
 
     def take(self, token: int) -> None:
-        """The output goes on with ``token``. Raises StepFailed if the grammar forbids it."""
+        """Append ``token`` to the output. Raises StepFailed if the grammar forbids it."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            return  # complete: what follows the end, where somebody ignores it, is not bound
+            return  # complete: tokens after an ignored end are unconstrained
         self._matcher.consume_token(token)
         self._check()
 
     def mask(self) -> Bitmask:
-        """What may come next: nothing but end tokens once the output is complete. Raises StepFailed."""
+        """Return the allowed next tokens: only end tokens once the output is complete. Raises StepFailed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         self._check()
         return bits[: self._num_words]
@@ -145,7 +145,7 @@ class GrammarState:
 
 
 class _Vocabulary:
-    """What llguidance's wrapper reads."""
+    """Vocabulary in the form that llguidance's wrapper expects."""
 
     bos_token_id = None
 
@@ -163,7 +163,7 @@ class _Vocabulary:
         self.special_token_ids = sorted({*special_ids, *end_ids})
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Texts that a grammar forces. The wrapper tries bytes once, and keeps to text when they are refused."""
+        """Encode text that a grammar forces. The wrapper tries bytes once and uses text after the TypeError."""
         if isinstance(text, bytes):
             raise TypeError("only text can be encoded")
         return self._encode(text)

@@ -1,4 +1,4 @@
-"""Log-probabilities that a client asked for: the model's own, before penalties, bias, masks and temperature."""
+"""Log-probabilities for clients: the model's own, before penalties, bias, masks and temperature."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import overload
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of the token at one position, and of the most likely ones there. Natural logarithms, at most 0."""
+    """Log-probabilities of the token at one position and of the most likely ones. Natural logarithms, at most 0."""
 
-    logprob: float  # of the token that stands there
+    logprob: float  # of the actual token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Of consecutive prompt tokens of one sequence. The first token of a prompt has none."""
+    """Log-probabilities of consecutive prompt tokens of one sequence. A prompt's first token has none."""
 
     position: int  # absolute, of the first token; 1 or more
     tokens: tuple[TokenLogprobs, ...]
 
 
 class LogprobLog(Sequence[TokenLogprobs]):
-    """Log-probabilities of consecutive tokens, kept as plain numbers: 12 bytes a token and 8 for each alternative.
+    """Log-probabilities of consecutive tokens, stored as numbers: 12 bytes per token and 8 per alternative.
 
-    As objects they would take fifteen times as much. Values are float32, as they travel. Only grows.
+    As objects they would take fifteen times as much. Values are float32, as on the wire. Append-only.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LogprobLog(Sequence[TokenLogprobs]):
         self._top_values = array("f")
 
     def append(self, logprobs: TokenLogprobs) -> None:
-        """Add the next token's."""
+        """Append one token's log-probabilities."""
         self._own.append(logprobs.logprob)
         for token, value in logprobs.top:
             self._top_ids.append(token)
@@ -45,7 +45,7 @@ class LogprobLog(Sequence[TokenLogprobs]):
         self._ends.append(len(self._top_ids))
 
     def extend(self, logprobs: Iterable[TokenLogprobs]) -> None:
-        """Add the next tokens'."""
+        """Append several tokens' log-probabilities."""
         for each in logprobs:
             self.append(each)
 
@@ -70,5 +70,5 @@ class LogprobLog(Sequence[TokenLogprobs]):
 
 
 def logprob_bytes(num_top: int) -> int:
-    """What a LogprobLog takes for a token with so many alternatives; arrays are grown by an eighth ahead."""
+    """Return a LogprobLog's bytes for a token with ``num_top`` alternatives; arrays grow by an eighth in advance."""
     return (12 + 8 * num_top) * 9 // 8

@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from edgepipe.sampling.bounds import Biases, Bound, Flag, Optional, Text, Within
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by less would overflow long before it changed a draw."""
 
-MAX_TEMPERATURE = 100.0  # all but even among all tokens; far above it float32 would fail
-MAX_COUNT = (1 << 31) - 1  # of tokens; the context bounds it further
-MAX_GRAMMAR_BYTES = 256 << 10  # a schema of 64 KiB, and what tool definitions add around it
+MAX_TEMPERATURE = 100.0  # almost uniform over all tokens; far above it float32 would fail
+MAX_COUNT = (1 << 31) - 1  # of tokens; the context limits it further
+MAX_GRAMMAR_BYTES = 256 << 10  # a schema of 64 KiB with the overhead of tool definitions
 
 SAMPLING_BOUNDS: Mapping[str, Bound] = {
     "temperature": Within(0.0, MAX_TEMPERATURE),
@@ -26,19 +26,19 @@ SAMPLING_BOUNDS: Mapping[str, Bound] = {
     "repetition_penalty": Within(0.01, 100.0),
     "logit_bias": Biases(300, Within(-100.0, 100.0)),  # OpenAI's
     "logprobs": Flag(),
-    "top_logprobs": Within(0, 20),  # OpenAI's, and what devices keep room for
+    "top_logprobs": Within(0, 20),  # OpenAI's; devices reserve memory for it
     "prompt_logprobs": Flag(),
     "min_tokens": Within(0, MAX_COUNT),
     "grammar": Optional("text", Text(MAX_GRAMMAR_BYTES)),
 }
-"""Of every field of SamplingParams."""
+"""Bounds of every field of SamplingParams."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output may look like, as text that llguidance compiles (``edgepipe.sampling.grammar``).
+    """Constraint on the output, as text that llguidance compiles (``edgepipe.sampling.grammar``).
 
-    Whoever makes one has compiled it before. Raises RequestInvalid if it is too long to travel.
+    The gateway compiles it before it sends one. Raises RequestInvalid if it is too long to send.
     """
 
     text: str
@@ -50,26 +50,26 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Checked where it is built, but for token ids. Raises RequestInvalid, which the gateway hands to the client.
+    """Sampling parameters, checked on construction except for token ids.
 
-    Logits are changed in this order: repetition penalty, frequency and presence penalties, bias, then what may not
-    come (end tokens before ``min_tokens``, the grammar) is banned. Then temperature, top-k, top-p of what top-k left,
-    min-p. Log-probabilities are the model's own, before all of this.
+    Raises RequestInvalid, which the gateway returns to the client. Logits change in this order: repetition penalty,
+    frequency and presence penalties, bias, bans (end tokens before ``min_tokens``, the grammar). Then temperature,
+    top-k, top-p of the rest, min-p. Log-probabilities are the model's own, before all changes.
     """
 
-    temperature: float = 1.0  # 0: the most likely token
-    seed: int = 0  # of 64 bits; with choice and position it decides every draw
-    top_k: int = 0  # only the k most likely; 0: all
-    top_p: float = 1.0  # only the most likely that together have this share
-    min_p: float = 0.0  # only those with at least this share of the most likely one's
-    frequency_penalty: float = 0.0  # taken off a token's logit once for every time that it was sampled
-    presence_penalty: float = 0.0  # taken off once if it was sampled
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens of prompt or output
+    temperature: float = 1.0  # 0: always the most likely token
+    seed: int = 0  # 64 bits; determines every draw, with choice and position
+    top_k: int = 0  # only the k most likely tokens; 0: all
+    top_p: float = 1.0  # only the most likely tokens with this total probability
+    min_p: float = 0.0  # only tokens with at least this share of the highest probability
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time it was sampled
+    presence_penalty: float = 0.0  # subtracted once if the token was sampled
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
-    logprobs: bool = False  # of every sampled token
-    top_logprobs: int = 0  # so many alternatives beside it
-    prompt_logprobs: bool = False  # of every prompt token but the first, with ``top_logprobs`` alternatives
-    min_tokens: int = 0  # before so many output tokens the choice does not end by EOS or stop ids
+    logprobs: bool = False  # return them for every sampled token
+    top_logprobs: int = 0  # number of alternatives per token
+    prompt_logprobs: bool = False  # return them for every prompt token except the first, with ``top_logprobs``
+    min_tokens: int = 0  # ban EOS and stop ids before this many output tokens
     grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
@@ -78,20 +78,20 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether no draw is needed."""
+        """Whether sampling needs no draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def penalises_output(self) -> bool:
-        """Whether logits depend on what was sampled."""
+        """Whether logits depend on sampled tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def penalises_prompt(self) -> bool:
-        """Whether logits depend on which tokens the prompt has."""
+        """Whether logits depend on the prompt's tokens."""
         return self.repetition_penalty != 1
 
     @property
     def needs_output(self) -> bool:
-        """Whether the sampler has to know what was sampled before."""
+        """Whether the sampler needs the earlier output."""
         return self.penalises_output or self.grammar is not None

@@ -1,6 +1,6 @@
-"""Logits to tokens, row by row: the layout that turned out faster (docs/experiments.md). V vocabulary.
+"""Sample row by row, the faster layout (docs/experiments.md). V vocabulary.
 
-All heavy operations are numpy's, which drop the GIL; only what lies within reach of the draw is ever sorted.
+All heavy operations are numpy's, which drop the GIL. Only candidates within reach of the draw are sorted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from edgepipe.sampling.params import SamplingParams
 Logits = npt.NDArray[np.float32]
 
 _DEPTHS = (8.0, 16.0, 32.0, math.inf)
-"""How far below the highest logit, in units of the temperature, candidates are looked for: 8 holds all but a few
-thousandths of what a language model means to say; each further look costs as much again."""
+"""Search depths below the highest logit, in units of temperature. 8 covers all but a few thousandths of a language
+model's probability; each further search costs the same again."""
 
 _DAMAGED = "the weights are probably damaged or all NaN: remove the model and pull it again"
 
 
 def bar(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> None:
-    """Bar, in place, what a mask does not allow, and some tokens beside it."""
+    """Ban, in place, tokens outside a mask and additional tokens."""
     if mask is not None:
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(row)).view(np.bool_)
         np.putmask(row, ~allowed, -np.inf)
@@ -34,8 +34,8 @@ def bar(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> Non
 
 
 def choose_from_row(row: Logits, params: SamplingParams, uniform: float, scratch: Logits) -> int:
-    """One token of a row ``[V]`` whose changes are made; ``scratch`` [V] is overwritten. Raises StepFailed."""
-    best = int(row.argmax())  # finds NaN, too: numpy ranks it above every number
+    """Choose a token of a changed row ``[V]``; overwrites ``scratch`` [V]. Raises StepFailed."""
+    best = int(row.argmax())  # also finds NaN, which numpy ranks above every number
     highest = check_highest(row, best)
     if params.greedy:
         return best
@@ -49,7 +49,7 @@ def choose_from_row(row: Logits, params: SamplingParams, uniform: float, scratch
 
 
 def check_highest(row: Logits, best: int) -> float:
-    """The highest logit. Raises StepFailed if it is no number."""
+    """Return the highest logit. Raises StepFailed if it is not finite."""
     highest = float(row[best])
     if math.isfinite(highest):
         return highest
@@ -65,7 +65,7 @@ def check_highest(row: Logits, best: int) -> float:
 
 
 def exp_total(row: Logits, highest: float, temperature: float, scratch: Logits) -> float:
-    """Sum of ``exp((logit - highest) / temperature)``; ``scratch`` [V] is overwritten."""
+    """Return the sum of ``exp((logit - highest) / temperature)``; overwrites ``scratch`` [V]."""
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(row, np.float32(highest), out=scratch)
         if temperature != 1:
@@ -75,7 +75,7 @@ def exp_total(row: Logits, highest: float, temperature: float, scratch: Logits) 
 
 
 def raw_logprobs(row: Logits, num_top: int, scratch: Logits) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Of a row as the model gave it: the logarithm of its total, and its most likely tokens with their logprobs."""
+    """Return an unchanged row's log of the total, and its most likely tokens with their logprobs."""
     highest = check_highest(row, int(row.argmax()))
     log_total = highest + math.log(exp_total(row, highest, 1.0, scratch))
     if not num_top:
@@ -85,7 +85,7 @@ def raw_logprobs(row: Logits, num_top: int, scratch: Logits) -> tuple[float, tup
 
 
 def token_logprobs(logit: float, log_total: float, top: tuple[tuple[int, float], ...]) -> TokenLogprobs:
-    """Of the token with that logit; rounding never makes a probability above 1."""
+    """Return the log-probabilities of a token with that logit, capped at 0 against rounding."""
     return TokenLogprobs(min(0.0, logit - log_total), top)
 
 
@@ -105,7 +105,7 @@ def _candidates(
 
 
 def _best(row: Logits, highest: float, unit: float, count: int) -> npt.NDArray[np.int64]:
-    """At least the ``count`` most likely tokens, most likely first."""
+    """Return at least the ``count`` most likely tokens, most likely first."""
     ids = np.zeros(0, np.int64)
     for depth in _DEPTHS:
         ids = _within(row, highest, unit * depth)
@@ -115,6 +115,6 @@ def _best(row: Logits, highest: float, unit: float, count: int) -> npt.NDArray[n
 
 
 def _within(row: Logits, highest: float, distance: float) -> npt.NDArray[np.int64]:
-    """Ids, ascending, of what lies at most ``distance`` below the highest, and is not banned."""
+    """Return ids, ascending, of logits at most ``distance`` below the highest, without banned ones."""
     least = highest - distance
     return np.flatnonzero(row > -np.inf if least == -math.inf else row >= np.float32(least))

@@ -1,4 +1,4 @@
-"""A step's logits to its tokens. Shape letters: R rows, V vocabulary."""
+"""Sample a step's tokens from its logits. Shape letters: R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgepipe.sampling.sequence import SequenceSampler
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """Whose token a row of logits decides."""
+    """Sampler and output position for a row of logits."""
 
     sampler: SequenceSampler
     position: int  # 0-based among the output tokens
@@ -23,21 +23,21 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What became of a row."""
+    """Result of a row."""
 
     token: int
-    logprobs: TokenLogprobs | None = None  # if they were asked for
-    error: EdgepipeError | None = None  # why the sequence cannot go on; ``token`` means nothing then
+    logprobs: TokenLogprobs | None = None  # if requested
+    error: EdgepipeError | None = None  # reason why the sequence ends; ``token`` is then invalid
 
 
 def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
-    """One token per row; a row's token depends on that row alone, not on its neighbours.
+    """Sample one token per row. Each row is independent of the others.
 
     logits  [R, V] float32, overwritten; -inf bans a token
 
-    Greedy rows take the highest logit, the smallest id among equals. Others take the token in whose share of the
-    distribution, laid out from the most to the least likely, the row's draw falls. A row with a NaN, an infinite
-    maximum, or a grammar that cannot be followed has its error.
+    Greedy rows take the highest logit, the smallest id among equals. Other rows take the token whose share of the
+    distribution, ordered from the most to the least likely, contains the draw. A row with a NaN, an infinite
+    maximum or a failed grammar returns an error.
     """
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"{len(rows)} rows for logits of shape {list(logits.shape)}")

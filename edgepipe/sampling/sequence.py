@@ -1,4 +1,4 @@
-"""What the sampler keeps of one sequence while an epoch lasts: a function of its tokens, never of the batches."""
+"""The sampler's state of one sequence during an epoch: a function of its tokens, never of the batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from edgepipe.sampling.params import SamplingParams
 _NOBODY = np.zeros(0, np.int64)
 
 OpenGrammars = Callable[[], GrammarTokenizer]
-"""The model's vocabulary as grammars see it; made by the first call, which may take a second. Raises EdgepipeError."""
+"""Returns the model's vocabulary for grammars. The first call may take a second. Raises EdgepipeError."""
 
 
 class SequenceSampler:
-    """Used by one thread at a time, which holds ``lock``; made on any."""
+    """Sampler of one sequence. The using thread holds ``lock``; any thread may create it."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class SequenceSampler:
     ) -> None:
         """
         choice         0-based among the request's choices
-        prompt         its tokens in any order, if ``params.penalises_prompt``; each once is enough
+        prompt         prompt tokens in any order, if ``params.penalises_prompt``; duplicates are not needed
         generated      output tokens so far, if ``params.needs_output``
         end_ids        banned before ``params.min_tokens``
         open_grammars  needed for a grammar
-        fault          why no token can be chosen: ``begin`` raises it
+        fault          reason why the sequence cannot be sampled; ``begin`` raises it
         """
         self.params = params
         self.lock = threading.Lock()
@@ -50,29 +50,29 @@ class SequenceSampler:
         self._open_grammars = open_grammars
         self._fault = fault
         self._generated = list(generated) if params.needs_output else []
-        self._edits: TokenEdits | None = None  # made by the first sampling: long prompts take a while
+        self._edits: TokenEdits | None = None  # created at the first sampling, since long prompts take time
         self._grammar: GrammarState | None = None
-        self._mask: tuple[int, Bitmask | None] | None = None  # computed ahead for that output position
+        self._mask: tuple[int, Bitmask | None] | None = None  # computed in advance for that output position
 
     @property
     def edits(self) -> TokenEdits:
-        """Penalties and bias at the position begun last."""
+        """Penalties and bias at the current position."""
         assert self._edits is not None, "begin comes first"
         return self._edits
 
     def uniform(self, position: int) -> float:
-        """The draw for an output position."""
+        """Return the draw for an output position."""
         return draw(self.params.seed, self._choice, position)
 
     def begin(self, position: int) -> None:
-        """Stand before output position ``position``; a lower one than before truncates. Raises EdgepipeError."""
+        """Move to output position ``position``. A lower position than before truncates. Raises EdgepipeError."""
         if self._fault is not None:
             raise self._fault
         if self.params.needs_output and len(self._generated) != position:
             if len(self._generated) < position:
                 raise StepFailed(
-                    "the sampler does not know the tokens before the one it is to choose",
-                    fact=f"it knows {len(self._generated)} of {position} output tokens",
+                    "the sampler lacks earlier output tokens",
+                    fact=f"it has {len(self._generated)} of {position}",
                 )
             del self._generated[position:]
             self._edits = self._grammar = self._mask = None
@@ -85,7 +85,7 @@ class SequenceSampler:
             self._grammar = GrammarState(self._open_grammars(), self.params.grammar, self._generated)
 
     def allowed(self, position: int) -> tuple[Bitmask | None, npt.NDArray[np.int64]]:
-        """What may come at the position begun: a mask (None: anything) and tokens that are banned beside it.
+        """Return the allowed tokens at the current position: a mask (None: all), and additionally banned tokens.
 
         Raises StepFailed.
         """
@@ -96,10 +96,10 @@ class SequenceSampler:
             return None, self._end_ids
         longer = mask.copy()
         np.bitwise_and.at(longer, self._end_ids >> 5, ~(np.int32(1) << (self._end_ids & 31).astype(np.int32)))
-        return (longer if longer.any() else mask), _NOBODY  # where only the end is left, it comes early
+        return (longer if longer.any() else mask), _NOBODY  # only end tokens left: allow them early
 
     def took(self, token: int) -> None:
-        """``token`` was sampled at the position begun. Raises StepFailed if the grammar forbids it."""
+        """Record the token sampled at the current position. Raises StepFailed if the grammar forbids it."""
         if self.params.needs_output:
             self._generated.append(token)
             self.edits.took(token)
@@ -107,12 +107,12 @@ class SequenceSampler:
                 self._grammar.take(token)
 
     def look_ahead(self) -> None:
-        """Compute the grammar's next mask now, while the sequence's next step is on its way round the pipeline."""
+        """Compute the grammar's next mask now, while the sequence's next step passes through the pipeline."""
         if self._grammar is not None:
             self._grammar_mask(len(self._generated))
 
     def warm(self) -> None:
-        """Do before the first sampling what takes long. Raises EdgepipeError."""
+        """Do slow preparations before the first sampling. Raises EdgepipeError."""
         self.begin(len(self._generated))
         self.look_ahead()
 

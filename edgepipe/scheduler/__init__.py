@@ -1,7 +1,6 @@
-"""PURE: which tokens of which sequences are computed in which step, and where their KV lives.
+"""PURE: decides which step computes which tokens, and which blocks hold their KV.
 
-No clock, no network, no randomness: the engine drives it against real stages, the planner's simulator against
-imagined ones.
+No clock, no network, no randomness. The engine drives it against real stages, the simulator against modelled stages.
 """
 
 from edgepipe.scheduler.blocks import BlockAllocator

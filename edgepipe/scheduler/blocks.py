@@ -1,12 +1,12 @@
-"""Who has which KV block. One numbering for all stages; consecutive ids matter: CPUs and MLX attend over runs as views.
+"""Allocator of KV blocks, with one numbering for all stages. CPUs and MLX attend over consecutive ids as views.
 
-A sequence's table grows at its end. So each sequence has a *claim* on the free blocks right behind its last one: others
-are placed beyond the claims as long as there is room, and split what is left fairly where there is not::
+A sequence's table grows at its end, so each sequence has a *claim* on the free blocks right behind its last block. The
+allocator places other tables beyond the claims. Where space is short, both get a proportional share::
 
     |AAAA|-- A's claim --|BB|-- B's claim --|          free          |
 
-Each fact is one array over all blocks. A call costs a few numpy passes over them, however fragmented the pool is. Calls
-for one block read and write single elements instead, which costs less than a pass.
+All state is in arrays over all blocks. A call costs a few numpy passes over them, however fragmented the pool is. Calls
+for one block access single elements instead, which is cheaper than a pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
 """``[num_blocks]``: one flag per block."""
 
 NEAR_BLOCKS = 128
-"""Room for growth that evictions may cost: 2,048 tokens in blocks of 16, longer than most answers."""
+"""Blocks of growth that justify an eviction: 2,048 tokens in blocks of 16, longer than most answers."""
 
 
 class Extents(NamedTuple):
@@ -40,7 +40,7 @@ class Extents(NamedTuple):
     lengths: Ids
 
     def pick(self, indices: Ids | Mask) -> Extents:
-        """Return only these, in this order."""
+        """Return the extents at these indices, in that order."""
         return Extents(self.starts[indices], self.lengths[indices])
 
 
@@ -68,7 +68,7 @@ def blocks_of(table: Sequence[BlockRun]) -> Ids:
 
 
 def _runs_of(extents: Extents) -> tuple[BlockRun, ...]:
-    """Make a run of each extent. Fills the slots past ``__init__``: half the time for 8,192 runs."""
+    """Convert extents to runs. Setting the slots without ``__init__`` halves the time for 8,192 runs."""
     runs = tuple(map(object.__new__, repeat(BlockRun, len(extents.starts))))
     for slot, values in (("start", extents.starts), ("count", extents.lengths)):
         fill: Callable[[BlockRun, int], None] = BlockRun.__dict__[slot].__set__
@@ -77,10 +77,10 @@ def _runs_of(extents: Extents) -> tuple[BlockRun, ...]:
 
 
 def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> tuple[Extents, Extents, int]:
-    """Split extents into the longest, which a table of ``count`` blocks takes whole, and the others.
+    """Split extents into the longest ones, which a table of ``count`` blocks takes whole, and the others.
 
-    Returns both, and how many blocks are still needed; one of the others holds them. ``losses`` ``[extents]`` decides
-    between extents of one length. No extent holds ``count`` blocks, all together do.
+    Returns both, and how many blocks are still needed: one of the others has that many. ``losses`` ``[extents]``
+    decides between extents of equal length. Requires that no extent has ``count`` blocks, but all together have.
     """
     sizes = np.bincount(extents.lengths)
     totals = np.cumsum((sizes * np.arange(len(sizes)))[::-1])[::-1]  # blocks in extents of this length or longer
@@ -98,21 +98,22 @@ def _split_longest(extents: Extents, count: int, losses: Ids | None = None) -> t
 def _kept_clear(claims: Ids, growth: int, slack: Ids) -> Ids:
     """Divide ``slack`` blocks between the claim in front of a new run and the run's own growth.
 
-    Returns how many blocks stay clear for the claim: all of it where both fit, else its share.
+    Returns how many blocks stay clear for the claim: the whole claim where both fit, else its share.
     """
     wanted = np.maximum(claims + growth, 1)
     return np.where(wanted > slack, slack * claims // wanted, claims)
 
 
 class BlockAllocator:
-    """Hands out runs of blocks, counts references, takes back what nobody refers to."""
+    """Allocates runs of blocks and counts references. A block without references is free."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
         self._references = array("q", bytes(8 * num_blocks))
-        self._claims = array("q", bytes(8 * (num_blocks + 1)))  # by block behind a table's end: what it may still need
+        # By the block behind a table's end: blocks that the table may still need.
+        self._claims = array("q", bytes(8 * (num_blocks + 1)))
         self._free = bytearray(b"\1" * num_blocks)  # 1 where the block has no reference
         self._all_references = np.frombuffer(self._references, np.int64)  # the same memory, for many blocks at once
         self._all_claims = np.frombuffer(self._claims, np.int64)
@@ -121,7 +122,7 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody refers to."""
+        """Number of blocks without references."""
         return self._free_blocks
 
     def is_free(self, block: int) -> bool:
@@ -129,14 +130,14 @@ class BlockAllocator:
         return self._free[block] == 1
 
     def free_behind(self, block: int) -> int:
-        """How many free blocks come right behind this one."""
+        """Count the consecutive free blocks right behind this block."""
         return self._num_free(block + 1, most=self.num_blocks)
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
-        """``count`` blocks for a new table, in one run where a free extent is long enough.
+        """Allocate ``count`` blocks for a new table, in one run where a free extent is long enough.
 
-        ``room`` is how long the table may become; the blocks behind it are kept clear as far as possible.
-        Raises KVCacheFull, before anything is taken, if fewer than ``count`` blocks are free.
+        ``room``: blocks that the table may grow to. The allocator keeps blocks behind the table clear where possible.
+        Raises KVCacheFull, before it takes any block, if fewer than ``count`` blocks are free.
         """
         self._check(count)
         runs = self._gather(count, max(room, count))
@@ -144,9 +145,9 @@ class BlockAllocator:
         return runs
 
     def extend(self, table: Sequence[BlockRun], count: int, *, room: int) -> tuple[BlockRun, ...]:
-        """``count`` more blocks for a table, right behind its last where those are free. Raises KVCacheFull.
+        """Allocate ``count`` more blocks for a table, right behind its last where those are free. Raises KVCacheFull.
 
-        ``room`` is how many more the table may need, these included.
+        ``room``: additional blocks that the table may need, including ``count``.
         """
         self._check(count)
         end = self.end_claim(table)
@@ -161,19 +162,19 @@ class BlockAllocator:
         return runs
 
     def take(self, blocks: Ids) -> None:
-        """Refer to free blocks."""
+        """Add the first reference to free blocks."""
         self._all_references[blocks] = 1
         self._all_free[blocks] = False
         self._free_blocks -= len(blocks)
 
     def retain(self, blocks: Ids) -> None:
-        """Add a reference to blocks that have one already. Raises RuntimeError if a block is free."""
+        """Add a reference to blocks in use. Raises RuntimeError if a block is free."""
         if self._all_free[blocks].any():
             raise RuntimeError(f"a free block cannot be shared: {blocks}")
         self._all_references[blocks] += 1
 
     def retain_one(self, block: int) -> None:
-        """As ``retain``, for one block."""
+        """Add a reference to one block in use. Raises RuntimeError if the block is free."""
         if self._free[block]:
             raise RuntimeError(f"a free block cannot be shared: {block}")
         self._references[block] += 1
@@ -181,7 +182,7 @@ class BlockAllocator:
     def release(self, table: Sequence[BlockRun]) -> tuple[Ids, Ids]:
         """Remove a reference from each block of a table, and the table's claim.
 
-        Returns the blocks and how many references each has left.
+        Returns the blocks and the remaining references of each.
         """
         if table:
             self.end_claim(table)
@@ -189,9 +190,9 @@ class BlockAllocator:
         return blocks, self.drop(blocks)
 
     def drop(self, blocks: Ids, times: Ids | int = 1) -> Ids:
-        """Remove ``times`` references from each block and return how many each has left; no table ends with them.
+        """Remove ``times`` references from each block and return the remaining ones; claims do not change.
 
-        Raises RuntimeError, before anything is dropped, if a block has fewer.
+        Raises RuntimeError, before it drops any reference, if a block has fewer.
         """
         left = self._all_references[blocks] - times
         freed = left <= 0
@@ -204,7 +205,7 @@ class BlockAllocator:
         return left
 
     def drop_one(self, block: int) -> None:
-        """As ``drop``, for one block."""
+        """Remove one reference from one block. Raises RuntimeError if the block is free."""
         if self._free[block]:
             raise RuntimeError(f"a block was given back twice: {block}")
         self._references[block] -= 1
@@ -213,14 +214,14 @@ class BlockAllocator:
             self._free_blocks += 1
 
     def end_claim(self, table: Sequence[BlockRun]) -> int:
-        """Forget a table's claim, and return the block behind the table."""
+        """Remove a table's claim and return the block behind the table."""
         end = table[-1].start + table[-1].count
         self._claims[end] = 0
         return end
 
     def has_roomy_run(self, count: int, *, room: int) -> bool:
-        """Return whether ``allocate`` would find one run with ``NEAR_BLOCKS`` clear behind it, and behind the table
-        in front of it; fewer where a table needs fewer."""
+        """Return whether ``allocate`` finds one run with up to ``NEAR_BLOCKS`` free blocks for the growth of the new
+        table and of the table in front of it."""
         extents = extents_of(self._all_free)
         if extents.lengths.max(initial=0) < count:
             return False
@@ -231,14 +232,13 @@ class BlockAllocator:
         return start - extent >= kept and self._num_free(start + count, most=behind) == behind
 
     def choose_available(self, values: Ids, count: int, *, room: int) -> Extents:
-        """Choose free and idle blocks for a new table of ``count`` blocks: one run if an extent of them is long enough,
-        else the longest extents.
+        """Choose free and idle blocks for a new table: one run if an extent has ``count`` blocks, else the longest.
 
-        ``values`` ``[num_blocks]``: what evicting an idle block loses, above 0; 0 for every other block. The run that
-        loses least wins, among those with room to grow.
+        ``values`` ``[num_blocks]``: loss of evicting an idle block, above 0; 0 for every other block. Among the runs
+        with room to grow, the lowest loss wins.
         """
         extents = extents_of(self._all_free | (values > 0))
-        lost = np.zeros(self.num_blocks + 1, np.int64)  # by all blocks before each
+        lost = np.zeros(self.num_blocks + 1, np.int64)  # loss of all blocks before each
         np.cumsum(values, out=lost[1:])
         whole = Extents(extents.starts[:0], extents.lengths[:0])
         growth = room - count
@@ -249,17 +249,17 @@ class BlockAllocator:
         return Extents(np.append(whole.starts, start), np.append(whole.lengths, count))
 
     def take_extents(self, extents: Extents, *, growth: int) -> tuple[BlockRun, ...]:
-        """Refer to free blocks for a new table, which may need ``growth`` more behind the last of them."""
+        """Take free blocks for a new table and claim ``growth`` more behind the last of them."""
         self.take(ids_of(*extents))
         runs = _runs_of(extents)
         self._claim(runs[-1], growth)
         return runs
 
     def _cheapest_window(self, extents: Extents, losses: Ids, count: int, growth: int) -> int:
-        """Find where the ``count`` blocks begin that lose least. One of the extents is long enough.
+        """Return the start of the ``count`` blocks with the lowest loss. At least one extent is long enough.
 
-        ``losses``: of the ``count`` blocks from each block on. Claims and ``growth`` count up to ``NEAR_BLOCKS``;
-        growth is halved until an extent has room for it.
+        ``losses``: loss of the ``count`` blocks from each block on. Claims and ``growth`` count up to ``NEAR_BLOCKS``.
+        Growth is halved until an extent has room for it.
         """
         growth = min(growth, NEAR_BLOCKS)
         extents = extents.pick(extents.lengths >= count)
@@ -279,7 +279,7 @@ class BlockAllocator:
             raise KVCacheFull(fact=f"{count} blocks are needed, {self._free_blocks} of {self.num_blocks} are free")
 
     def _num_free(self, start: int, *, most: int) -> int:
-        """Count the free blocks from ``start`` on, at most ``most``."""
+        """Count the consecutive free blocks from ``start`` on, at most ``most``."""
         end = self._free.find(0, start, start + most)
         return (min(start + most, self.num_blocks) if end < 0 else end) - start
 
@@ -288,7 +288,7 @@ class BlockAllocator:
 
     def _gather(self, count: int, room: int) -> tuple[BlockRun, ...]:
         """Take one run, or the longest free extents until there are enough blocks."""
-        if count == self._free_blocks == 1:  # nothing to choose: the usual case in a full pool
+        if count == self._free_blocks == 1:  # no choice: the usual case in a full pool
             start = self._free.find(1)
             self._take_run(start, 1)
             return (BlockRun(start, 1),)
@@ -302,7 +302,7 @@ class BlockAllocator:
         return (*runs, BlockRun(start, count))
 
     def _place(self, extents: Extents, count: int, room: int) -> int:
-        """Find where a run of ``count`` blocks begins that may become ``room`` long. One of the extents holds it."""
+        """Return the start for a run of ``count`` blocks that may grow to ``room``. One extent must be long enough."""
         extents = extents.pick(extents.lengths >= count)
         claims = self._all_claims[extents.starts]
         shortages = np.maximum(claims + room - extents.lengths, 0)
@@ -312,7 +312,7 @@ class BlockAllocator:
         return int(extents.starts[best] + clear)
 
     def _take_run(self, start: int, count: int) -> None:
-        """Refer to ``count`` free blocks from ``start``."""
+        """Take ``count`` free blocks from ``start`` on."""
         if count == 1:
             self._references[start], self._free[start] = 1, 0
         else:

@@ -1,4 +1,4 @@
-"""A step while it is being put together."""
+"""Builder of one step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from edgepipe.scheduler.sequence import Sequence
 from edgepipe.scheduler.types import ScheduledStep
 
 _MOST_REGISTRATION_BYTES = 1 << 20
-"""Of the sequences that one step begins: half a second on a link of 20 Mbit/s, a tenth of a step's least deadline."""
+"""Registrations in one step: 0.5 s on a link of 20 Mbit/s, a tenth of the shortest step deadline."""
 
 
 _MOST_TABLE_ENTRIES = 16_384
-"""Runs of new blocks and copies in one step: a quarter of a mebibyte of its plan."""
+"""Runs of new blocks and copies in one step: 256 KiB of its plan."""
 
 
 class Draft:
-    """Columns under construction, and the sequences behind the rows: decodes first, then chunks of prompts.
+    """Columns of a step under construction and the sequences of its rows: decodes first, then prompt chunks.
 
-    With a ``last_slice`` it is for replayed tokens only, and ends there. An ``isolated`` one has one row, of a
-    suspected sequence.
+    A draft with a ``last_slice`` holds replayed tokens only and ends after that slice. An ``isolated`` draft has one
+    row, of a suspected sequence.
     """
 
     def __init__(self, *, last_slice: int | None = None, isolated: bool = False) -> None:
         self._last_slice = last_slice
         self.isolated = isolated
-        self.decodes: list[Sequence] = []  # a token each, and each samples
-        self.chunks: list[tuple[Sequence, int, bool]] = []  # with the tokens then computed, and if it samples
+        self.decodes: list[Sequence] = []  # one token each; every row samples
+        # Sequence, its tokens computed after the step, whether the row samples.
+        self.chunks: list[tuple[Sequence, int, bool]] = []
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
         self._num_tokens: list[int] = []  # of the chunks
@@ -39,24 +40,24 @@ class Draft:
 
     @property
     def replays(self) -> bool:
-        """Whether only replayed tokens may be in it."""
+        """Whether the draft may hold replayed tokens only."""
         return self._last_slice is not None
 
     @property
     def empty(self) -> bool:
-        """Whether it has no rows."""
+        """Whether the draft has no rows."""
         return not self.decodes and not self.chunks
 
     def may_begin(self, sequence: Sequence) -> bool:
-        """Whether what stages are told when it begins may go with this step; a step's first may always."""
+        """Whether the sequence's registration still fits into this step. The first registration always does."""
         if sequence.registered or not self._registers:
             return True
         entries = len(self._block_rows) + len(sequence.new_runs) + len(self.copies) + len(sequence.new_copies)
-        told_bytes = self._registration_bytes + sequence.registration_bytes
-        return told_bytes <= _MOST_REGISTRATION_BYTES and entries <= _MOST_TABLE_ENTRIES
+        registration_bytes = self._registration_bytes + sequence.registration_bytes
+        return registration_bytes <= _MOST_REGISTRATION_BYTES and entries <= _MOST_TABLE_ENTRIES
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Schedule the newest token; no chunk has been added yet. This runs for every token that is ever sampled."""
+        """Schedule the newest token. Call before any ``add_chunk``. It runs for every sampled token: keep it fast."""
         tokens = sequence.tokens
         sequence.scheduled = count = len(tokens)
         sequence.in_flight += 1
@@ -67,7 +68,7 @@ class Draft:
         self.decodes.append(sequence)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Schedule the next ``num_tokens`` known tokens of a sequence; if they are the last ones, the row samples."""
+        """Schedule the next ``num_tokens`` known tokens of a sequence. The row samples if they are the last ones."""
         start, end = sequence.scheduled, sequence.scheduled + num_tokens
         if not sequence.registered:
             sequence.registered = True
@@ -82,7 +83,7 @@ class Draft:
         sequence.in_flight += 1
 
     def finish(self, step: StepId, frees: list[SequenceId]) -> ScheduledStep:
-        """The step as it goes out."""
+        """Return the finished step."""
         num_decodes = len(self.decodes)
         sequences = [sequence.sequence for sequence in self.decodes]
         sequences += [sequence.sequence for sequence, _, _ in self.chunks]
@@ -103,7 +104,7 @@ class Draft:
         )
 
     def _tell(self, sequence: Sequence) -> None:
-        """What is new of its table; it gets the next row."""
+        """Add the table's changes for the next row."""
         for run in sequence.new_runs:
             self._block_rows.append(len(self.decodes) + len(self.chunks))
             self._block_starts.append(run.start)

@@ -1,11 +1,11 @@
-"""The KV pool: tables get blocks from it, and what nobody needs any more is kept for prompts that begin alike.
+"""The KV pool: gives blocks to tables, and caches unused full blocks for prompts with the same beginning.
 
-A block that is full, and whose step has retired, is known by the *key* of all tokens up to its end. The cache refers
-to it like a table does. While no table and no copy does, the block is idle: the pool may evict it to make room.
+A full block whose step has retired is cached under the *key* of all tokens up to its end. The cache holds a reference
+like a table does. A block with only the cache's reference is idle: the pool may evict it.
 
-The cache outlives an epoch (``carry_over``): what running sequences had computed is found by their tokens again. Where
-a stage has lost its memory its part of every block is missing, while later stages still have theirs (``lose``). Such a
-block is *stale*: whoever wants it computes its tokens again, though only up to the last slice that lacks them.
+The cache outlives an epoch (``carry_over``), so running sequences find their computed blocks again. If a stage lost its
+memory, its part of every block is missing, while later stages still hold theirs (``lose``). Such a block is *stale*:
+a sequence that needs it recomputes its tokens, up to the last slice that lacks them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from edgepipe.ids import SequenceId
 from edgepipe.scheduler.blocks import BlockAllocator, Ids, ids_of
 
 Key = bytes
-"""Stands for all tokens from a sequence's first to a block's last. Two texts never share one: it is a hash that nobody
-can make collide, since whoever could would read other people's prompts."""
+"""Hash of all tokens from a sequence's first to a block's last. It is collision-resistant: with a collision, a user
+could read another user's prompt."""
 
 
 def next_key(before: Key, token_ids: Sequence[int]) -> Key:
-    """The key of a full block with these tokens after the block with key ``before`` (empty at the first)."""
+    """Return the key of a full block with these tokens after the block with key ``before`` (empty for the first)."""
     return blake2b(before + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
 NOT_CACHED = -1
-"""Stored instead of the time at which a block became idle."""
+"""Value in ``_idle_since`` for a block outside the cache."""
 
 QUEUED_BLOCKS = 512
-"""Longest idle blocks that one sort provides for later evictions: more than most tables need."""
+"""Number of longest-idle blocks that one sort queues for later evictions: more than most tables need."""
 
 
 def as_runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
-    """Blocks in their order, neighbours joined."""
+    """Join consecutive block ids into runs, in the given order."""
     runs: list[BlockRun] = []
     start = end = 0
     for block in blocks:
@@ -56,15 +56,15 @@ def as_runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
 
 
 class KVPool:
-    """Blocks of a pipeline. ``contiguous``: tables are runs where that is possible, even if the cache loses blocks.
+    """Blocks of a pipeline. ``contiguous``: make each table one run where possible, at the cost of cached blocks.
 
-    A contiguous pool evicts by window. A new table gets one run of free and idle blocks, the run that loses least. An
-    idle block's value is its place in the order of idleness: 1 for the longest idle. A run loses the sum of the values.
-    So old chats go before new ones, and between chats of one age the run with fewer idle blocks wins. The number of
-    idle blocks does not come first: every chat ends with a free block, so the count would favour short chats over old
-    ones, and free blocks that stay free save the next eviction.
+    A contiguous pool evicts by window: a new table gets the run of free and idle blocks with the lowest loss. An idle
+    block's value is its rank in the order of idleness (1: longest idle), and a run's loss is the sum of the values.
+    So old chats go before new ones, and among chats of one age the run with fewer idle blocks wins. The number of idle
+    blocks is not the first criterion: every chat ends with a free block, so the count would favour short chats over
+    old ones. Free blocks that stay free save the next eviction.
 
-    Any other pool evicts the longest idle blocks, wherever they are.
+    Any other pool evicts the longest-idle blocks, wherever they are.
     """
 
     def __init__(self, num_blocks: int, *, contiguous: bool) -> None:
@@ -72,30 +72,29 @@ class KVPool:
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
         self._by_key: dict[Key, int] = {}  # in the order of ``enter``, evicted blocks included
-        self._keys = [
-            b""
-        ] * num_blocks  # the last key of each block: evicted ones keep it until another takes its place
+        self._keys = [b""] * num_blocks  # last key of each block; an evicted block keeps it until the next ``enter``
         self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache and held
         self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
         self._now = 0  # blocks that became idle so far: the clock of ``_idle_since``
         self._num_idle = self._num_cached = 0
-        self._queue: Iterator[tuple[int, int]] = iter(())  # longest idle blocks, and since when at that time
-        self._coming: dict[Key, SequenceId] = {}  # who is computing what is not known yet, or stale
-        self._stale: set[int] = set()  # in the cache, missing on stages up to the one with ``stale_to``
-        self.stale_to: int | None = None  # slice; None while nothing has been lost
+        # Longest-idle blocks, each with its ``_idle_since`` when queued.
+        self._queue: Iterator[tuple[int, int]] = iter(())
+        self._coming: dict[Key, SequenceId] = {}  # sequence that computes a block that is missing or stale
+        self._stale: set[int] = set()  # cached blocks that stages up to slice ``stale_to`` lack
+        self.stale_to: int | None = None  # slice; None if nothing was lost
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that tables can get: free ones and idle ones."""
+        """Number of blocks that tables can get: free and idle ones."""
         return self._blocks.free_blocks + self._num_idle
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks whose contents are known by key."""
+        """Number of blocks in the cache."""
         return self._num_cached
 
     def carry_over(self) -> KVPool:
-        """The same cache in a pool where nobody holds anything, for the next epoch."""
+        """Return a pool for the next epoch with the same cache and without tables."""
         pool = KVPool(self.num_blocks, contiguous=self._contiguous)
         pool._by_key, pool._keys = dict(self._by_key), list(self._keys)
         pool._all_idle_since[:] = self._all_idle_since
@@ -108,7 +107,7 @@ class KVPool:
         return pool
 
     def lose(self, last_slice: int) -> None:
-        """Stages up to the one with this slice have lost what they held of all blocks."""
+        """Mark all cached blocks stale: the stages up to this slice lost their KV."""
         before = self.stale_to if self._stale and self.stale_to is not None else last_slice
         self.stale_to = max(before, last_slice)
         self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
@@ -116,7 +115,7 @@ class KVPool:
     # Tables
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
-        """As ``BlockAllocator.allocate``, idle blocks making room. Raises KVCacheFull."""
+        """Allocate like ``BlockAllocator.allocate`` and evict idle blocks as needed. Raises KVCacheFull."""
         self._check(count)
         room = max(room, count)
         if not self._contiguous:
@@ -126,7 +125,7 @@ class KVPool:
         return self._blocks.allocate(count, room=room)
 
     def extend(self, table: Sequence[BlockRun], count: int = 1, *, room: int) -> tuple[BlockRun, ...]:
-        """As ``BlockAllocator.extend``, idle blocks making room. Raises KVCacheFull."""
+        """Extend like ``BlockAllocator.extend`` and evict idle blocks as needed. Raises KVCacheFull."""
         self._check(count)
         if not self._contiguous:
             self._make_room(count)
@@ -139,13 +138,13 @@ class KVPool:
         return runs
 
     def release(self, table: Sequence[BlockRun]) -> None:
-        """One reference less to each block of a table; those in the cache that nobody else holds become idle."""
+        """Drop a table's references. Cached blocks without another reference become idle."""
         self._settle(*self._blocks.release(table))
 
     # Contents
 
     def find(self, keys: Iterable[Key]) -> list[int]:
-        """The blocks with the first of these keys, up to the first that is not known."""
+        """Return the cached blocks of the leading keys, up to the first key that is not cached."""
         found: list[int] = []
         for key in keys:
             block = self._by_key.get(key)
@@ -155,13 +154,13 @@ class KVPool:
         return found
 
     def num_current(self, blocks: Sequence[int]) -> int:
-        """How many of them, from the first on, no stage lacks."""
+        """Count the leading blocks that are not stale."""
         if not self._stale:
             return len(blocks)
         return next((place for place, block in enumerate(blocks) if block in self._stale), len(blocks))
 
     def can_adopt(self, blocks: Sequence[int], *, more: int) -> bool:
-        """Whether they can become somebody's own as they are: idle, one run, and room for so many more behind it."""
+        """Whether a table can take over the blocks in place: all idle, one run, and ``more`` free blocks behind it."""
         return (
             len(as_runs(blocks)) == 1
             and self.num_idle(blocks) == len(blocks)
@@ -169,24 +168,24 @@ class KVPool:
         )
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of them would be free if they were not wanted."""
+        """Count the idle blocks among them."""
         return sum(1 for block in blocks if self._idle_since[block] > 0)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Refer to blocks in the cache, so that they stay."""
+        """Add a reference to cached blocks, which protects them from eviction."""
         ids = np.array(blocks, np.int64)
         self._blocks.retain(ids)
         self._num_idle -= int(np.count_nonzero(self._all_idle_since[ids] > 0))
         self._all_idle_since[ids] = 0
 
     def release_references(self, blocks: Sequence[int]) -> None:
-        """Undo ``hold``. A block may occur several times: each undoes one."""
+        """Drop references that ``hold`` added: one for each occurrence of a block."""
         times = Counter(blocks)
         ids = np.array([*times], np.int64)
         self._settle(ids, self._blocks.drop(ids, np.array([*times.values()], np.int64)))
 
     def enter(self, key: Key, block: int) -> None:
-        """The block, which somebody holds, is full and computed. If the cache has such a block, it keeps that one."""
+        """Cache a full, computed block that a table holds. A current block already cached under the key stays."""
         self._coming.pop(key, None)
         known = next(iter(self.find((key,))), None)
         if known == block:
@@ -202,26 +201,26 @@ class KVPool:
             self._blocks.retain_one(block)
 
     def expect(self, keys: Iterable[Key], sequence: SequenceId) -> None:
-        """The sequence is about to compute these."""
+        """Record that the sequence will compute the blocks with these keys."""
         for key in keys:
             self._coming.setdefault(key, sequence)
 
     def expect_no_more(self, keys: Iterable[Key], sequence: SequenceId) -> None:
-        """The sequence does not go on; those of these that it was to compute are not waited for."""
+        """Record that the sequence stopped and will not compute these blocks."""
         for key in keys:
             if self._coming.get(key) == sequence:
                 del self._coming[key]
 
     def coming_from(self, key: Key) -> SequenceId | None:
-        """The sequence that is computing the block with this key now, if there is one."""
+        """Return the sequence that is computing the block with this key, or None."""
         return self._coming.get(key)
 
     def _settle(self, blocks: Ids, references: Ids) -> None:
-        """Make those blocks idle to which only the cache refers; ``references``: what each has left."""
+        """Make blocks idle that only the cache refers to. ``references``: remaining references of each block."""
         self._make_idle(blocks[(references == 1) & (self._all_idle_since[blocks] == 0)])
 
     def _make_idle(self, blocks: Ids) -> None:
-        """Add blocks to the idle ones, the last of them the first to go."""
+        """Mark blocks idle. The last of them will be evicted first."""
         count = len(blocks)
         self._all_idle_since[blocks] = np.arange(self._now + count, self._now, -1)
         self._now += count
@@ -232,7 +231,7 @@ class KVPool:
             raise KVCacheFull(fact=f"{count} blocks are needed, {self.free_blocks} of {self.num_blocks} are free")
 
     def _make_room(self, count: int) -> None:
-        """Evict the longest idle blocks until ``count`` are free."""
+        """Evict the longest-idle blocks until ``count`` are free."""
         if (missing := count - self._blocks.free_blocks) > QUEUED_BLOCKS:
             self._evict(self._idle_in_order()[0][:missing])
         while (missing := count - self._blocks.free_blocks) > 0:
@@ -244,14 +243,14 @@ class KVPool:
                 self._queue = zip(blocks[:QUEUED_BLOCKS].tolist(), since[:QUEUED_BLOCKS].tolist(), strict=True)
 
     def _evict_window(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
-        """Take the free and idle blocks that lose least, in one run where that is possible."""
+        """Take the free and idle blocks with the lowest loss, in one run where possible."""
         extents = self._blocks.choose_available(self._values(), count, room=room)
         blocks = ids_of(*extents)
         self._evict(blocks[self._all_idle_since[blocks] > 0])
         return self._blocks.take_extents(extents, growth=room - count)
 
     def _clear_behind(self, table: Sequence[BlockRun], count: int) -> int:
-        """Evict the idle blocks right behind a table. Return how many are free there then, at most ``count``."""
+        """Evict the idle blocks right behind a table. Return how many are then free there, at most ``count``."""
         end = table[-1].start + table[-1].count
         idle: list[int] = []
         stop = min(end + count, self.num_blocks)
@@ -265,14 +264,14 @@ class KVPool:
         return stop - end
 
     def _idle_in_order(self) -> tuple[Ids, Ids]:
-        """List the idle blocks, longest idle first, and since when each is idle."""
+        """Return the idle blocks, longest idle first, and the time since when each is idle."""
         idle = np.flatnonzero(self._all_idle_since > 0)
         bits = self.num_blocks.bit_length()
         order = np.sort(self._all_idle_since[idle] << bits | idle)  # in half the time of argsort
         return order & ((1 << bits) - 1), order >> bits
 
     def _values(self) -> Ids:
-        """Rank the idle blocks, from 1 for the longest idle. Returns ``[num_blocks]``, 0 for blocks that are not."""
+        """Rank the idle blocks: 1 for the longest idle. Returns ``[num_blocks]``, 0 for blocks that are not idle."""
         blocks, _ = self._idle_in_order()
         values = np.zeros(self.num_blocks, np.int64)
         values[blocks] = np.arange(1, len(blocks) + 1)
@@ -293,7 +292,7 @@ class KVPool:
         self._blocks.drop(ids)
 
     def _forget(self, block: int) -> None:
-        """Remove one block from the cache, idle or held."""
+        """Remove one block, idle or held, from the cache."""
         self._stale.discard(block)
         self._num_idle -= self._idle_since[block] > 0
         self._num_cached -= 1
@@ -301,7 +300,7 @@ class KVPool:
         self._blocks.drop_one(block)
 
     def _name(self, block: int, key: Key) -> None:
-        """Make ``key`` lead to the block instead of the key that it had before."""
+        """Replace the block's former key with ``key``."""
         before = self._keys[block]
         if self._by_key.get(before) == block:
             del self._by_key[before]

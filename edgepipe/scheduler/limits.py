@@ -1,4 +1,4 @@
-"""What the scheduler is bound by, and what it counts."""
+"""The scheduler's limits and counters."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the pipeline can hold."""
+    """Capacity of the pipeline."""
 
     num_blocks: int
     block_size: int  # tokens
     context_length: int  # tokens of one sequence, prompt and output
-    micro_batches: int  # M, the most steps in flight
+    micro_batches: int  # M: maximum number of steps in flight
     max_running: int = 256  # sequences: bounds the rows of a step
-    max_waiting: int = 1024  # sequences not admitted yet: some minutes of work for the fastest cluster
-    contiguous_kv: bool = False  # a stage attends over runs as views: a prompt's known blocks are copied, not shared
-    prefix_cache: bool = True  # what was computed for one sequence serves others that begin alike
+    max_waiting: int = 1024  # sequences not yet admitted: a few minutes of work for the fastest cluster
+    contiguous_kv: bool = False  # a stage attends over runs as views: a cached prefix is copied, not shared
+    prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
 
     @property
     def max_tokens(self) -> int:
-        """The longest that one sequence can become."""
+        """Maximum length of one sequence, prompt and output."""
         return min(self.context_length, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Counts at this moment."""
+    """Snapshot of the scheduler's counters."""
 
     micro_batches: int  # M
     in_flight: int  # steps
     running: int  # sequences admitted
-    waiting: int  # sequences to be admitted, the preempted ones among them
+    waiting: int  # sequences to be admitted, including preempted ones
     num_blocks: int
-    free_blocks: int  # that no sequence holds, those in the prefix cache among them
+    free_blocks: int  # held by no sequence, including idle blocks of the prefix cache
     cached_blocks: int  # in the prefix cache, held by sequences or not
     preemptions: int  # since the start
     admitted_tokens: int  # since the start: known tokens of sequences when they were admitted
-    cached_tokens: int  # of those, found in the prefix cache
+    cached_tokens: int  # admitted tokens found in the prefix cache
     computed_tokens: int  # since the start, prefill and decode
-    kept_tokens: int = 0  # of sequences of an epoch before: found as it left them
-    replayed_tokens: int = 0  # of the same: computed again by the stages up to the last one that had lost them
+    kept_tokens: int = 0  # of sequences from the previous epoch: found still computed
+    replayed_tokens: int = 0  # of the same sequences: recomputed by the first stages, up to the last one that lost them

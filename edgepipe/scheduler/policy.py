@@ -1,4 +1,4 @@
-"""How much of what goes into a step: the part of scheduling that people disagree about."""
+"""Scheduling policies: how many decodes and prefill tokens go into a step."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from edgepipe.errors import ConfigInvalid
 
 
 class Load(NamedTuple):
-    """What a policy may look at when a step is to be made."""
+    """State of the scheduler that a policy decides on."""
 
-    micro_batches: int  # M, the most steps in flight
-    sampling_rows_in_flight: tuple[int, ...]  # per step in flight, oldest first: sequences that come back to decode
+    micro_batches: int  # M: maximum number of steps in flight
+    sampling_rows_in_flight: tuple[int, ...]  # per step in flight, oldest first: sequences that will decode again
     running_decodes: int  # RD: sequences whose known tokens are all scheduled, in flight or ready
-    ready_decodes: int  # those of them that wait for a step
+    ready_decodes: int  # of RD: sequences that wait for a step
     waiting_prefill_tokens: int  # WP: known tokens that no step holds yet, of admitted and waiting sequences
     num_blocks: int
     free_blocks: int
     block_size: int  # tokens
-    reserved_tokens: int = 0  # of WP, those of admitted sequences: their blocks are taken already
-    link_cap_tokens: int | None = None  # what the slowest link uploads in a step; None: not known
-    tile_edges: tuple[int, ...] = ()  # tokens of a step above which it takes clearly longer, ascending
-    prefill_cap_tokens: int | None = None  # of a step with prompt tokens, for the time that the slowest stage takes
+    reserved_tokens: int = 0  # of WP: tokens of admitted sequences, whose blocks are allocated
+    link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
+    tile_edges: tuple[int, ...] = ()  # token counts above which a step takes clearly longer, ascending
+    prefill_cap_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
 
 
 class StepBudget(NamedTuple):
-    """The most that the next step may hold."""
+    """Upper bounds for the next step."""
 
     decode_rows: int
     prefill_tokens: int
 
 
 class Policy(Protocol):
-    """Decides budgets; the scheduler decides which sequences fill them."""
+    """Decides step budgets; the scheduler decides which sequences fill them."""
 
     def budget(self, load: Load) -> StepBudget:
-        """The next step's budget. While something waits, it must not be zero once all steps have retired."""
+        """Return the next step's budget. It must not be zero while sequences wait and no step is in flight."""
         ...
 
 
 def even_share(load: Load) -> int:
-    """``ceil(RD / M)`` or ``floor(RD / M)`` decodes.
+    """Return the next step's share of the decodes: ``ceil(RD / M)`` or ``floor(RD / M)``.
 
-    Of RD decodes in M micro-batches, ``RD mod M`` hold one more than the others; those in flight with that size are
-    counted, so that batches that drifted apart (because sequences ended) are even again within a turn or two.
+    Of M micro-batches, ``RD mod M`` hold one decode more than the others. The function counts those already in flight,
+    so micro-batches that became uneven when sequences ended are even again within a turn or two.
     """
     smaller, num_larger = divmod(load.running_decodes, load.micro_batches)
     larger_in_flight = sum(1 for rows in load.sampling_rows_in_flight if rows > smaller)
@@ -52,13 +52,13 @@ def even_share(load: Load) -> int:
 
 
 class ThrottledPolicy:
-    """Token throttling (gLLM, section 3): decodes even over the micro-batches, prefill spread over the next steps.
+    """Token throttling (gLLM, section 3): spreads decodes over the micro-batches and prefill over the next steps.
 
-    The clamps are taken in the order of its code, not of its formula: the floor holds for the spreading only, so that
-    prefill fades to nothing as the KV cache fills, or to the floor for prompts that have their blocks. Where nobody
-    decodes, nobody is held up: then a prompt is spread over the micro-batches only. Two caps hold: what the slowest
-    stage computes in the time allowed and, beside decodes, what the slowest link uploads in a step. Both leave the
-    floor: a slow ring would else prefill by single tokens.
+    The clamps follow the order of gLLM's code, not of its formula: the floor applies to the spreading only. So prefill
+    fades to zero as the KV cache fills, or to the floor for prompts whose blocks are allocated. Without decodes a
+    prompt is spread over the micro-batches only, as it delays no other sequence. Two caps apply: the tokens that the
+    slowest stage computes in the time allowed and, beside decodes, those that the slowest link uploads in a step.
+    Neither goes below the floor: a slow ring would otherwise prefill token by token.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class ThrottledPolicy:
         if max_prefill_tokens < 1 or min_prefill_tokens < 1 or spread_steps < 1 or not 0 <= kv_threshold < 1:
             raise ValueError("a chunk holds at least one token, and some of the KV cache is of use")
         self._max = max_prefill_tokens  # MaxP
-        self._min = min(min_prefill_tokens, max_prefill_tokens)  # MinP: smaller chunks cost as much as these
+        self._min = min(min_prefill_tokens, max_prefill_tokens)  # MinP: a smaller chunk costs as much
         self._spread_steps = spread_steps  # T
-        self._kv_threshold = kv_threshold  # of the blocks: kept for running decodes
+        self._kv_threshold = kv_threshold  # share of the blocks kept for running decodes
         self._trim_to_tiles = trim_to_tiles
 
     def budget(self, load: Load) -> StepBudget:
-        """An even share of the decodes, and what may be computed of prompts beside it."""
+        """Return an even share of the decodes and the prefill tokens that may go beside it."""
         decode_rows = even_share(load)
         prefill_tokens = self._prefill(load, beside=min(decode_rows, load.ready_decodes))
         return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
@@ -90,7 +90,7 @@ class ThrottledPolicy:
         ramp = (free - self._kv_threshold) / (1 - self._kv_threshold)
         fading = int(self._max * max(ramp, 0.0))
         if not load.running_decodes or load.reserved_tokens:
-            fading = max(fading, self._min)  # blocks come free sooner if admitted prompts, which have theirs, go on
+            fading = max(fading, self._min)  # admitted prompts hold blocks: letting them go on frees these sooner
         steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
         tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
         if load.link_cap_tokens is not None and load.running_decodes:
@@ -100,23 +100,23 @@ class ThrottledPolicy:
         return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
 
     def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:
-        """Fewer tokens, up to the last edge that the step reaches, if that leaves a chunk worth its step."""
+        """Trim the tokens to the last tile edge that the step reaches, unless the rest is below the floor."""
         reached = bisect_right(edges, beside + tokens)
         trimmed = edges[reached - 1] - beside if reached else 0
         return trimmed if trimmed >= min(self._min, tokens) else tokens
 
 
 class SarathiPolicy:
-    """One fixed number of tokens per step, decodes first (Sarathi-Serve): all that are ready, however many they are."""
+    """Fixed number of tokens per step (Sarathi-Serve): all ready decodes first, then prefill."""
 
     def __init__(self, *, max_tokens: int = 2048, min_prefill_tokens: int = 32) -> None:
         if max_tokens < 1 or min_prefill_tokens < 1:
             raise ValueError("a step holds at least one token")
         self._max_tokens = max_tokens
-        self._min = min_prefill_tokens  # however slow the stages are
+        self._min = min_prefill_tokens  # prefill floor, however slow the stages are
 
     def budget(self, load: Load) -> StepBudget:
-        """All ready decodes as far as they fit; prefill fills the rest, as far as the slowest stage allows."""
+        """Return all ready decodes that fit; prefill fills the rest, as far as the slowest stage allows."""
         decode_rows = min(load.ready_decodes, self._max_tokens)
         prefill_tokens = self._max_tokens - decode_rows
         if load.prefill_cap_tokens is not None:
@@ -125,14 +125,14 @@ class SarathiPolicy:
 
 
 TRIMMING = "throttled-tiles"
-"""An experiment: as ``throttled``, and prefill ends at a tile edge of the measured step times."""
+"""Experiment: ``throttled``, with prefill trimmed to a tile edge of the measured step times."""
 
 POLICIES = ("throttled", "sarathi", TRIMMING)
 """Names that ``make_policy`` knows, the default first."""
 
 
 def make_policy(name: str, *, max_tokens: int = 2048) -> Policy:
-    """The policy of that name. Raises ConfigInvalid if there is none.
+    """Return the policy of that name. Raises ConfigInvalid for an unknown name.
 
     ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``).
     """

@@ -1,4 +1,4 @@
-"""Sequences that wait for admission: interactive ones first, and none for ever."""
+"""Queue of sequences that wait for admission: interactive ones first, none for ever."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from edgepipe.scheduler.types import Priority
 
 
 class WaitingQueue:
-    """By arrival within a priority. Ended sequences are dropped when they come up.
+    """Priority queue, ordered by arrival within a priority. It drops ended sequences when they reach the head.
 
-    A *parked* sequence waits for a block that another one computes; meanwhile those behind it are first.
+    A *parked* sequence waits for a block that another sequence computes; meanwhile the sequences behind it may pass.
     """
 
     def __init__(self) -> None:
         self._heaps: dict[Priority, list[tuple[int, Sequence]]] = {priority: [] for priority in Priority}
-        self._parked: dict[Key, list[Sequence]] = {}  # by the block that they wait for
+        self._parked: dict[Key, list[Sequence]] = {}  # by the key of the awaited block
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -26,26 +26,26 @@ class WaitingQueue:
 
     @property
     def num_entries(self) -> int:
-        """Waiting sequences and ended ones that are still to be dropped."""
+        """Number of entries: waiting sequences, and ended ones not yet dropped."""
         return sum(map(len, self._heaps.values())) + sum(map(len, self._parked.values()))
 
     @property
     def any_parked(self) -> bool:
-        """Whether some wait for blocks that others compute."""
+        """Whether sequences wait for blocks that others compute."""
         return bool(self._parked)
 
     def push(self, sequence: Sequence) -> None:
-        """Let it wait, by its arrival: who was preempted is before those who came later."""
+        """Add a sequence at the place of its arrival: a preempted sequence goes before later ones."""
         sequence.phase = Phase.WAITING
         heapq.heappush(self._heaps[sequence.priority], (sequence.arrival, sequence))
         self._num_waiting += 1
 
     def first(self) -> Sequence | None:
-        """Who is next among those that are not parked."""
+        """Return the next sequence that is not parked, or None."""
         return self._first_of(Priority.INTERACTIVE) or self._first_of(Priority.BATCH)
 
     def pop(self) -> Sequence:
-        """Take who is next; batch sequences that it passes get older. Raises IndexError if none waits."""
+        """Remove and return the next sequence; age the batch sequence that it passes. Raises IndexError if empty."""
         sequence = self._take()
         self._num_waiting -= 1
         if sequence.priority is Priority.INTERACTIVE:
@@ -53,11 +53,11 @@ class WaitingQueue:
         return sequence
 
     def park(self, key: Key) -> None:
-        """Set who is next aside until ``wake`` finds that the block with this key is not awaited any more."""
+        """Park the next sequence until ``wake`` finds that no sequence computes the block with this key any more."""
         self._parked.setdefault(key, []).append(self._take())
 
     def wake(self, is_coming: Callable[[Key], bool]) -> bool:
-        """Put those back in their places whose blocks are not coming any more: computed, or given up. Whether any."""
+        """Requeue the sequences whose awaited block is computed or given up. Return whether there were any."""
         over = [key for key in self._parked if not is_coming(key)]
         for key in over:
             for sequence in self._parked.pop(key):
@@ -65,7 +65,7 @@ class WaitingQueue:
         return bool(over)
 
     def note_ended(self) -> None:
-        """One that waits has ended. Drops such before those who submit and cancel all day make the queue grow."""
+        """Count a waiting sequence that ended. Drops ended entries once they are the majority, to bound memory."""
         self._num_waiting -= 1
         if self.num_entries > 2 * self._num_waiting + 64:
             for heap in self._heaps.values():
@@ -82,7 +82,7 @@ class WaitingQueue:
         return sequence
 
     def _age(self) -> None:
-        """The first of the batch sequences was passed."""
+        """Count the pass for the first batch sequence."""
         batch = self._first_of(Priority.BATCH)
         if batch is None:
             return

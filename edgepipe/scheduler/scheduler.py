@@ -1,9 +1,9 @@
-"""The scheduler: which tokens are computed in which step. See ARCHITECTURE, "Scheduler".
+"""The scheduler: decides which step computes which tokens. See ARCHITECTURE, "Scheduler".
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
 that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected
-sequence (``SequenceSpec.alone``) has steps of its own until one of them has sampled a token. The driver calls
-``next_step`` until there is none, and again after every ``submit``, ``cancel`` and ``retire``.
+sequence (``SequenceSpec.alone``) gets isolated steps until one of them has sampled a token. The driver calls
+``next_step`` until it returns None, and again after every ``submit``, ``cancel`` and ``retire``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from edgepipe.scheduler.types import (
     TokenSampled,
 )
 
-_MAX_PREEMPTED = 2  # a batch sequence that was preempted so often counts as interactive
-_SPARE_SHARE = 20  # a twentieth of the blocks, as much as the throttled policy keeps for decodes
+_MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
+_SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
 
 
 @dataclass(slots=True)
 class _InFlight:
     step: StepId
     decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int, bool]]  # with the tokens then computed, and if it samples
+    chunks: list[tuple[Sequence, int, bool]]  # sequence, its tokens computed after the step, whether the row samples
     copies: list[BlockCopy]
     num_tokens: int
     num_samples: int
@@ -57,13 +57,13 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
-        self._sequences: dict[SequenceId, Sequence] = {}  # those that have not ended
+        self._sequences: dict[SequenceId, Sequence] = {}  # by id, until they end
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
         self._prompts = Prompts()  # admitted with unscheduled tokens
-        self._ready: deque[Sequence] = deque()  # decodes without a step in flight, by when they became ready
-        self._num_decodes = 0  # suspected sequences are not counted
-        self._head_does_not_fit = False  # who is first in the queue was not admitted, and since then nobody left
+        self._ready: deque[Sequence] = deque()  # decodes without a step in flight, in the order of becoming ready
+        self._num_decodes = 0  # without suspected sequences
+        self._head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
@@ -73,27 +73,29 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._computed_tokens = 0
-        self._replayed_last = False  # the newest shared step holds replayed tokens
-        self._isolated_last = False  # the newest step is one suspected sequence's own
+        self._replayed_last = False  # whether the newest shared step holds replayed tokens
+        self._isolated_last = False  # whether the newest step is isolated
 
     # From epoch to epoch
 
     def hand_over(self) -> KVPool:
-        """What retired steps left in the stages' KV, for the next epoch's scheduler. This one has done its work."""
+        """Return the KV cache that retired steps left, for the next epoch's scheduler. Call this last."""
         return self._tables.carry_over()
 
     def take_over(self, pool: KVPool) -> None:
-        """Before anything is submitted: begin with what the epoch before left. ``KVPool.lose`` has told it what stages
-        have lost meanwhile. Raises ValueError if it has another number of blocks."""
+        """Start with the previous epoch's KV cache, before any ``submit``.
+
+        The caller has marked lost blocks with ``KVPool.lose``. Raises ValueError if the number of blocks differs.
+        """
         self._tables.take_over(pool)
 
-    # What comes in
+    # Input
 
     def submit(self, specs: Seq[SequenceSpec], *, accepted: bool = False) -> list[Event]:
-        """Queue sequences that belong together: all or none.
+        """Queue sequences of one request: all or none.
 
-        What an earlier attempt completed ends at once. Raises PromptTooLong, and QueueFull unless they were accepted
-        in an epoch before.
+        A sequence that an earlier attempt completed ends at once. Raises PromptTooLong, and QueueFull unless
+        ``accepted``: a previous epoch accepted them.
         """
         for spec in specs:
             self._check_length(len(spec.prompt))
@@ -116,7 +118,7 @@ class Scheduler:
         return events
 
     def cancel(self, sequence_id: SequenceId, *, at_position: int = 0) -> list[Event]:
-        """Output is wanted up to output position ``at_position`` and no further. Ended sequences are left alone."""
+        """End a sequence at output position ``at_position``, at once if it is reached. Ignores ended sequences."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return []
@@ -135,26 +137,26 @@ class Scheduler:
         self._limits = replace(self._limits, micro_batches=micro_batches)
 
     def set_link_cap(self, tokens: int | None) -> None:
-        """What the slowest link uploads while a step is computed; None: not known."""
+        """Set the tokens that the slowest link uploads while a step is computed; None: not known."""
         self._link_cap_tokens = tokens
 
     def set_tiles(self, edges: Seq[int]) -> None:
-        """Token counts of a step, ascending, above which it takes clearly longer, as measured."""
+        """Set the measured token counts, ascending, above which a step takes clearly longer."""
         self._tile_edges = tuple(edges)
 
     def set_prefill_cap(self, cap: PrefillCap) -> None:
-        """How many tokens of a step with prompt tokens the slowest stage computes in the time allowed."""
+        """Set the limit on prefill tokens that keeps the slowest stage within the time allowed."""
         self._prefill_cap = cap
 
-    # What goes out
+    # Output
 
     def next_step(self) -> ScheduledStep | None:
-        """The next step to send, or None if M are in flight or nothing is ready."""
+        """Return the next step to send, or None if M steps are in flight or nothing is ready."""
         if len(self._in_flight) >= self._limits.micro_batches:
             return None
         preemptions = self._preemptions
         draft = self._fill()
-        while draft.empty and self._preemptions > preemptions:  # the budget was for those who are gone
+        while draft.empty and self._preemptions > preemptions:  # the budget was for sequences that were preempted
             preemptions = self._preemptions
             draft = self._fill()
         if draft.empty:
@@ -179,7 +181,7 @@ class Scheduler:
         return scheduled
 
     def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
-        """The oldest step in flight is done; ``ids`` has one token per sampling row, in row order."""
+        """Complete the oldest step in flight. ``ids``: one token per sampling row, in row order."""
         record = self._in_flight[0]
         if record.step != step or record.num_samples != len(ids):
             raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
@@ -189,7 +191,7 @@ class Scheduler:
             self._tables.note_copied(record.copies)
             self._head_does_not_fit = False
         events: list[Event] = []
-        for sequence, token_id in zip(record.decodes, ids, strict=False):  # the chunks' come after
+        for sequence, token_id in zip(record.decodes, ids, strict=False):  # ids of the chunks come after
             self._computed(sequence, len(sequence.tokens))
             self._append(sequence, token_id, events)
             if sequence.phase is not Phase.DECODE:
@@ -204,16 +206,16 @@ class Scheduler:
         return events
 
     def next_to_retire(self) -> tuple[StepId, int] | None:
-        """The oldest step in flight and how many ids its ``retire`` takes."""
+        """Return the oldest step in flight and the number of ids that its ``retire`` takes, or None."""
         return (self._in_flight[0].step, self._in_flight[0].num_samples) if self._in_flight else None
 
-    # The same steps again
+    # Repeated steps
 
     def steady_steps(self) -> int:
-        """How many steps come that need no decision: those in flight again and again in their order, each row one token
-        further. None of their sequences ends by length meanwhile, and there are blocks for all. 0 if it is not so now.
+        """Return how many of the next steps need no decision: the steps in flight, in turn, each row one token further.
 
-        Whoever only wants to know when things happen need not go step by step: see ``repeat``.
+        During them no sequence ends by length and the free blocks suffice. 0 if the next step needs a decision. A
+        caller that needs only the steps' times, such as the simulator, replaces them by one ``repeat``.
         """
         records = self._in_flight
         admits = self._waiting.any_parked or (len(self._waiting) and not self._head_does_not_fit)
@@ -232,10 +234,10 @@ class Scheduler:
         return max(0, self._tables.turns_with_blocks(self._running.values(), turns)) * len(records)
 
     def repeat(self, steps: int, token_id: int) -> list[int]:
-        """As if so many times, at most ``steady_steps``, the oldest step were retired with ``token_id`` for each row,
-        and ``next_step`` called. The blocks in use after each of them.
+        """Do the work of ``steps`` pairs of ``retire`` (with ``token_id`` for each row) and ``next_step``.
 
-        What those steps would have told stages is told with the next one.
+        ``steps`` is at most ``steady_steps``. Returns the blocks in use after each. The next real step carries the
+        table changes of all of them.
         """
         turns, more = divmod(steps, len(self._in_flight))
         grown = [0] * steps
@@ -255,7 +257,7 @@ class Scheduler:
         return list(used)[1:]
 
     def _sizes_stay(self) -> bool:
-        """Whether the policy lets each step in flight come back as large as it is."""
+        """Whether the policy lets each step in flight repeat at its size."""
         sizes = [record.num_samples for record in self._in_flight]
         load = self._load()
         for index, size in enumerate(sizes):
@@ -266,7 +268,7 @@ class Scheduler:
         return True
 
     def _resume(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """A decode's next tokens, all but the last one computed."""
+        """Append a decode's next tokens. All but the last are computed."""
         sequence.tokens += token_ids
         sequence.scheduled = len(sequence.tokens)
         while sequence.room < sequence.scheduled:
@@ -274,17 +276,17 @@ class Scheduler:
         self._tables.note_computed(sequence, sequence.scheduled - 1)
 
     def tokens(self, sequence_id: SequenceId) -> Seq[int]:
-        """The known tokens of a sequence that has not ended, prompt and output."""
+        """Return the known tokens, prompt and output, of a sequence that has not ended."""
         return self._sequences[sequence_id].tokens
 
     @property
     def num_running(self) -> int:
-        """Sequences admitted."""
+        """Number of admitted sequences."""
         return len(self._running)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that some sequence holds."""
+        """Number of blocks that sequences hold."""
         return self._tables.num_blocks - self._tables.free_blocks
 
     @property
@@ -293,7 +295,7 @@ class Scheduler:
         return self._limits.micro_batches
 
     def stats(self) -> SchedulerStats:
-        """Counts at this moment."""
+        """Return the current counts."""
         return SchedulerStats(
             micro_batches=self._limits.micro_batches,
             in_flight=len(self._in_flight),
@@ -313,21 +315,21 @@ class Scheduler:
     # Filling a step
 
     def _fill(self) -> Draft:
-        """Suspected sequences and the others take turns while there is work for both: a step each."""
+        """Alternate isolated and shared steps while there is work for both."""
         if self._prompts.any_suspected and not self._isolated_last:
             return self._fill_isolated()
         draft = self._fill_shared()
         return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
 
     def _fill_isolated(self) -> Draft:
-        """A step with one suspected sequence only. Of k of them each has one of the next 2k steps."""
+        """Fill a step with one suspected sequence. Each of k suspected sequences gets one of the next 2k steps."""
         sequence = self._prompts.next_suspected()
         draft = Draft(last_slice=self._tables.stale_to if sequence.replays else None, isolated=True)
         self._add_chunk(draft, sequence, min(sequence.next_tokens, self._isolated_tokens()))
         return draft
 
     def _isolated_tokens(self) -> int:
-        """As many as of any prompt beside decodes; where that is none, as many as if there were no decodes."""
+        """Return the usual prefill budget; if that is 0, the budget without decodes."""
         load = self._load()
         if tokens := self._policy.budget(load).prefill_tokens:
             return tokens
@@ -347,7 +349,7 @@ class Scheduler:
         return draft
 
     def _fill_replay_or_whole(self, budget: StepBudget, last_slice: int) -> Draft:
-        """A step of replayed tokens, or one through all slices; in turn while there is work for both."""
+        """Alternate steps of replayed tokens and steps through all slices while there is work for both."""
         draft = self._fill_whole(budget) if self._replayed_last else Draft()
         if draft.empty:
             draft = Draft(last_slice=last_slice)
@@ -371,7 +373,7 @@ class Scheduler:
         )
 
     def _prefill_cap_tokens(self) -> int | None:
-        """For a chunk of the prompt that is furthest on: its tokens attend to the most others."""
+        """Return the cap for the prompt that is furthest on, whose tokens attend to the most others."""
         if self._prefill_cap is None or not self._unscheduled_prefill:
             return None
         return self._prefill_cap.tokens(
@@ -381,7 +383,7 @@ class Scheduler:
         )
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:
-        deferred: list[Sequence] = []  # their blocks come when steps in flight retire
+        deferred: list[Sequence] = []  # they wait for blocks of steps in flight
         ready = self._ready
         while ready and budget > 0:
             sequence = ready.popleft()
@@ -394,9 +396,9 @@ class Scheduler:
         self._ready.extendleft(reversed([waiting for waiting in deferred if waiting.phase is Phase.DECODE]))
 
     def _grow(self, sequence: Sequence, *, promised: int) -> bool:
-        """Give a decode its next block. False if it must wait for blocks to drain or was preempted itself.
+        """Give a decode its next block. Return False if it must wait for draining blocks or was preempted itself.
 
-        ``promised`` of the blocks that are free or drain belong to sequences that wait already.
+        ``promised``: free or draining blocks that already belong to waiting decodes.
         """
         while self._tables.free_blocks + self._tables.draining_blocks <= promised:
             victim = max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
@@ -409,7 +411,7 @@ class Scheduler:
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
         for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
-            if draft.may_begin(sequence):  # the oldest comes first, and may always
+            if draft.may_begin(sequence):  # the oldest comes first and always fits
                 self._add_chunk(draft, sequence, num_tokens)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
@@ -426,10 +428,10 @@ class Scheduler:
         self._head_does_not_fit = False
 
     def _admit_waiting(self) -> None:
-        """Admit those at the head of the queue that can be computed side by side, until one does not fit.
+        """Admit sequences from the head of the queue that can be computed side by side, until one does not fit.
 
-        Nobody passes one that does not fit. One whose first tokens another sequence is computing waits for those, and
-        others pass it until they are computed.
+        No sequence passes one that does not fit. A sequence whose first tokens another is computing waits for them, and
+        others pass it meanwhile.
         """
         if self._waiting.any_parked and self._waiting.wake(self._is_coming):
             self._head_does_not_fit = False
@@ -445,7 +447,7 @@ class Scheduler:
                 return
 
     def _wait_for(self, sequence: Sequence, key: Key) -> None:
-        """Let others pass until the block is computed. An interactive sequence does not wait for a batch prompt."""
+        """Park a sequence until the block is computed. The computing sequence inherits a higher priority."""
         self._waiting.park(key)
         owner = self._tables.coming_from(key)
         if owner is not None:
@@ -455,10 +457,10 @@ class Scheduler:
         return self._tables.coming_from(key) is not None
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Admit the first in the queue with blocks for all its known tokens, so that its prefill cannot get stuck.
+        """Admit the first sequence in the queue with blocks for all its known tokens, so that its prefill cannot stall.
 
-        One block per running sequence is left to those: admitting a sequence only to preempt it is work done twice.
-        Beside other prompts as many blocks more are left as it takes, up to a share of all: its turn comes later.
+        Keeps one free block per running sequence: admitting a sequence only to preempt it does work twice. Beside other
+        prompts it keeps as many more as the sequence takes, up to a share of all, because its turn comes later.
         """
         full = len(self._running) >= self._limits.max_running
         kept = len(self._running)
@@ -473,7 +475,7 @@ class Scheduler:
         self._prompts.add(sequence)
         return True
 
-    # A sequence's life
+    # Life cycle of a sequence
 
     def _make(self, spec: SequenceSpec) -> Sequence:
         limit = self._limits.max_tokens
@@ -506,31 +508,31 @@ class Scheduler:
         )
 
     def _computed(self, sequence: Sequence, end: int) -> None:
-        """A step that held tokens of it up to ``end`` has retired."""
+        """Record that a step with the sequence's tokens up to ``end`` retired."""
         sequence.in_flight -= 1
         if end >= sequence.next_full:
             self._tables.note_computed(sequence, end)
 
     def _clear(self, sequence: Sequence) -> None:
-        """A step of its own has sampled a token: a suspected sequence is like any other from now on."""
+        """Lift the mark of a suspected sequence: an isolated step has sampled a token."""
         if sequence.alone:
             sequence.alone = False
             self._num_decodes += sequence.phase is Phase.DECODE
 
     def _release_if_idle(self, sequence: Sequence) -> None:
-        """Its blocks are free now if it has left and no step touches them any more."""
+        """Free the blocks of a sequence that has left, once no step uses them."""
         if not sequence.in_flight and sequence.phase in (Phase.WAITING, Phase.ENDED):
             self._tables.release(sequence)
             self._head_does_not_fit = False
 
     def _append(self, sequence: Sequence, token_id: int, events: list[Event]) -> None:
         if sequence.phase is Phase.ENDED:
-            return  # cancelled meanwhile: dropped
+            return  # cancelled meanwhile: drop the token
         tokens = sequence.tokens
         events.append(TokenSampled(sequence.sequence, len(tokens) - sequence.prompt_tokens, token_id))
         tokens.append(token_id)
         if sequence.phase is Phase.WAITING:
-            self._unscheduled_prefill += 1  # preempted meanwhile: logged, computed again with the rest
+            self._unscheduled_prefill += 1  # preempted meanwhile: the token counts and is computed again with the rest
         if token_id in sequence.stop_ids:
             self._end(sequence, EndReason.STOP, events)
         elif len(tokens) >= sequence.limit:
@@ -545,7 +547,7 @@ class Scheduler:
         return sequence.limit_reason if len(tokens) >= sequence.limit else None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, its blocks to others; what the cache loses of its tokens is computed again later."""
+        """Requeue a sequence and free its blocks. It later recomputes the tokens that the cache has lost."""
         self._preemptions += 1
         sequence.preemptions += 1
         if sequence.preemptions >= _MAX_PREEMPTED:

@@ -1,13 +1,13 @@
-"""How many micro-batches: the throughput that measured stages and links allow, and the M that makes the most of it.
+"""Choose the number of micro-batches M that maximises throughput over the measured stages and links.
 
 Stage i takes ``d_i(b)`` for a decode step of b rows, its outgoing link ``u_i(b)`` for that step's activations. Devices
-and links are servers; latency L (all one-way delays, sampling, the token's return) is none, so it lengthens a token's
-turn and never the cycle. With S sequences in M micro-batches, b = S / M::
+and links are servers. Latency L (all one-way delays, sampling, the token's return) is not a server, so it lengthens a
+token's turn and never the cycle. With S sequences in M micro-batches, b = S / M::
 
     T(M) = max(d_i, u_i)    turn(M) = sum(d_i + u_i) + L    X(M) = min(b / T, S / turn)
 
-No rule such as "one per stage" is used: each further micro-batch reads the weights again, each one too few leaves the
-slowest server idle. Curves are measured while the ring runs, so M follows load and network.
+A rule such as "one per stage" does not hold: each further micro-batch reads the weights again, and each missing one
+leaves the slowest server idle. The curves are measured while the ring runs, so M follows load and network.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Floats = npt.NDArray[np.float64]
 
 _BUCKETS_PER_OCTAVE = 8  # 9 % wide: tile edges of kernels stay visible
 _SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
-_KEPT = 4096  # samples after which a size that was not seen again is forgotten: a minute or two of decoding
-_HALF_LIFE = 256  # samples after which a size counts half where sizes contradict each other
-_STEADY = 20  # samples beyond which a size's mean is no surer
-_RARE = 0.25  # of the other's weight: too little to contradict it
-_ENOUGH = 3  # steps until a curve is believed
-_DEVICE_GROWING = 0.5  # weights are read whatever the rows; hopeful enough that another M is tried and measured
-_SPREAD = 1.25  # sizes that differ less say nothing of the slope
-_MIN_SIZE_DIFFERENCE = 128 << 10  # bytes; below it, what a busy host adds to a trip drowns what the wire does
-_BULK_ROWS = 64  # of an upload that is long against what every message costs
-_WINDOW = 128  # steps over a link: the fastest of this and of the last window count
+_KEPT = 4096  # a size without a sample among so many is forgotten: a minute or two of decoding
+_HALF_LIFE = 256  # where sizes contradict each other, a size's weight halves after so many samples
+_STEADY = 20  # more samples than this do not raise a size's weight
+_RARE = 0.25  # share of another size's weight that is too small to contradict it
+_ENOUGH = 3  # steps until a curve counts as known
+_DEVICE_GROWING = 0.5  # weights are read whatever the rows; optimistic, so that another M is tried and measured
+_SPREAD = 1.25  # sizes that differ by a smaller factor give no slope
+_MIN_SIZE_DIFFERENCE = 128 << 10  # bytes; below it, a busy host's delay hides the wire's
+_BULK_ROWS = 64  # rows of an upload that is long compared to the fixed cost of a message
+_WINDOW = 128  # steps over a link; the fastest of this window and of the one before count
 
-EQUAL = 0.01  # what forecasts may differ by and still be called equal
-GAIN = 0.03  # predicted, for M to move: less is noise
-TURNS_BETWEEN = 2  # one that fills with the new M and one to measure
-MOST_TURNS_BETWEEN = 8  # where looks change nothing: under a second in most rings
-SLACK = 2.0  # standard deviations of a step's time, where b cannot grow
+EQUAL = 0.01  # forecasts within this share are equal
+GAIN = 0.03  # predicted gain needed to change M; less is noise
+TURNS_BETWEEN = 2  # one turn fills with the new M, one measures it
+MOST_TURNS_BETWEEN = 8  # while decisions change nothing: under a second in most rings
+SLACK = 2.0  # standard deviations of a step's time to cover where b cannot grow
 
 
 def most_micro_batches(num_stages: int) -> int:
-    """The largest M that is ever tried: beyond it, latency is so long that fewer devices would do better."""
+    """Return the largest M to try. A ring that needs more has so much latency that fewer devices would be faster."""
     return 4 * num_stages + 8
 
 
@@ -51,15 +51,15 @@ class _Point:
     size: float
     seconds: float
     count: int
-    newest: int  # number of the curve's sample that it took last
+    newest: int  # index of its latest sample in the curve's count
 
 
 class Curve:
-    """Seconds against a size (rows, bytes), from live samples: a smoothed mean per bucket of sizes.
+    """Seconds as a function of size (rows, bytes), from live samples: a smoothed mean per bucket of sizes.
 
-    More never takes less: where samples contradict that, newer ones win. Between measured sizes it is linear. Beyond
-    them it goes on with the slope of the whole. A single size says nothing of the slope; then ``growing`` is the share
-    of its time that is taken to grow with the size.
+    The curve never falls: where samples contradict that, newer ones win. It is linear between measured sizes and
+    continues beyond them with the overall slope. With a single size, ``growing`` is the share of its time assumed to
+    grow with the size.
     """
 
     def __init__(self, *, growing: float) -> None:
@@ -70,21 +70,21 @@ class Curve:
 
     @property
     def samples(self) -> int:
-        """Taken so far."""
+        """Number of samples so far."""
         return self._samples
 
     @property
     def known(self) -> bool:
-        """Whether it has been measured often enough to be believed."""
+        """Whether the curve has enough samples."""
         return self._samples >= _ENOUGH
 
     @property
     def jitter(self) -> float:
-        """Coefficient of variation of samples of the same size."""
+        """Coefficient of variation among samples of the same size."""
         return self._variance**0.5
 
     def note(self, size: float, seconds: float) -> None:
-        """One measurement."""
+        """Record one measurement."""
         if size <= 0 or seconds < 0:
             return
         self._samples += 1
@@ -104,7 +104,7 @@ class Curve:
         point.seconds += weight * (seconds - point.seconds)
 
     def at(self, sizes: Floats) -> Floats:
-        """Seconds at each size; zeros while nothing has been measured."""
+        """Return the seconds at each size; zeros before the first sample."""
         xs, ys = self._fit()
         if not len(xs):
             return np.zeros_like(sizes)
@@ -117,15 +117,15 @@ class Curve:
         return np.interp(sizes, xs, ys) - short + beyond
 
     def _forget(self) -> None:
-        """Drop sizes that have not been seen for long; there is a point for every size within a factor of 1.09."""
+        """Drop sizes without recent samples. Points are a factor of 1.09 apart."""
         oldest = self._samples - _KEPT
         for bucket in [bucket for bucket, point in self._points.items() if point.newest < oldest]:
             del self._points[bucket]
 
     def _fit(self) -> tuple[Floats, Floats]:
-        """Sizes and seconds, both ascending: isotonic regression by pooling adjacent violators.
+        """Return sizes and seconds, both ascending: isotonic regression by pooling adjacent violators.
 
-        What is rare or old and contradicts the rest is left out: a step that a busy host held up once says nothing.
+        A rare or old point that contradicts the others is left out, such as one step that a busy host delayed.
         """
         self._forget()
         pooled: list[tuple[float, float, list[float]]] = []  # seconds, weight, sizes
@@ -144,8 +144,11 @@ class Curve:
 
 
 class StageCurve:
-    """One slice's time for a decode step, against rows. Steps that hold prompt tokens are kept apart: they count only
-    until a step without any has been seen (under a steady stream of prompts there may be none for long)."""
+    """One slice's time for a decode step as a function of rows.
+
+    Steps with prompt tokens have a curve of their own. It counts until enough pure decode steps were measured, which
+    can take long under a steady stream of prompts.
+    """
 
     def __init__(self) -> None:
         self._decode = Curve(growing=_DEVICE_GROWING)
@@ -153,7 +156,7 @@ class StageCurve:
 
     @property
     def known(self) -> bool:
-        """Whether it can be believed."""
+        """Whether one of the two curves has enough samples."""
         return self._decode.known or self._mixed.known
 
     @property
@@ -162,11 +165,11 @@ class StageCurve:
         return self._chosen.jitter
 
     def note(self, *, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """One step on the device."""
+        """Record one step on the device."""
         (self._decode if num_tokens == num_rows else self._mixed).note(num_tokens, seconds)
 
     def at(self, rows: Floats) -> Floats:
-        """Seconds of a decode step of so many rows."""
+        """Return the seconds of a decode step for each number of rows."""
         return self._chosen.at(rows)
 
     @property
@@ -175,12 +178,12 @@ class StageCurve:
 
 
 class LinkCurve:
-    """One link's time for a step's bytes. Several witnesses, since none is right everywhere:
+    """One link's time as a function of a step's bytes, from several measurements, since none is right everywhere:
 
-    * how long the sender's stream took them: exact where sending blocks, too short where a socket's buffer hides it;
-    * how far apart the first and the last piece of a large step arrived: the wire's own rate, on the receiver's clock;
-    * how much longer large steps are there and back than small ones, by the fastest of each;
-    * no upload takes longer than there and back.
+    * time until the sender's stream took the bytes: exact where sending blocks, too short where a socket buffers them;
+    * time between the first and last piece of a large step at the receiver: the wire's own rate, on one clock;
+    * round trips of the fastest large steps compared to the fastest small ones;
+    * upper bound: no upload takes longer than its round trip.
     """
 
     def __init__(self) -> None:
@@ -188,17 +191,17 @@ class LinkCurve:
         self._spread_s_per_byte = 0.0
         self._arrivals = 0
         self._now: _Fastest = {}
-        self._before: _Fastest = {}  # the window before
+        self._before: _Fastest = {}  # the previous window
 
     def note_upload(self, *, num_bytes: int, seconds: float) -> None:
-        """The sender's stream took a step."""
+        """Record the time until the sender's stream took a step."""
         self._uploads.note(num_bytes, seconds)
 
     def note_arrival(self, *, num_bytes: int, round_trip_s: float, spread_bytes: int, spread_s: float) -> None:
-        """The receiver got a step.
+        """Record a step's arrival at the receiver.
 
-        round_trip_s  from its leaving to its credit's return, without the stay at the receiver
-        spread_bytes  what came after its first piece, and ``spread_s`` how long that took
+        round_trip_s  from sending to the credit's return, without the time at the receiver
+        spread_bytes  bytes after the first piece; ``spread_s``: seconds between the first piece and the last
         """
         if spread_bytes > 0 and spread_s > 0:
             slope = spread_s / spread_bytes
@@ -213,15 +216,15 @@ class LinkCurve:
         self._now[size] = min(self._now.get(size, (inf, 0)), (round_trip_s, num_bytes))
 
     def at(self, num_bytes: Floats) -> Floats:
-        """Seconds that the link is busy with so many bytes."""
+        """Return the seconds that the link is busy with each number of bytes."""
         return np.maximum(self._uploads.at(num_bytes), num_bytes * self._s_per_byte())
 
     def seconds(self, num_bytes: int) -> float:
-        """``at`` of one size."""
+        """Return ``at`` for one size."""
         return float(self.at(np.array([float(num_bytes)]))[0])
 
     def _s_per_byte(self) -> float:
-        """What arrivals say; 0 while they say nothing."""
+        """Return the rate that the arrivals show; 0 while unknown."""
         slope = self._spread_s_per_byte or min(_slope(self._now), _slope(self._before))
         if slope == inf:
             return 0.0
@@ -233,9 +236,9 @@ _Fastest = dict[int, tuple[float, int]]  # by size class: the shortest round tri
 
 
 def _slope(fastest: _Fastest) -> float:
-    """Seconds per byte between the fastest small and the fastest large step; infinite while sizes are too alike.
+    """Return seconds per byte between the fastest small and fastest large step; infinite if sizes are too similar.
 
-    Both are of one window: what the network was like minutes ago says nothing of now.
+    Both come from one window, because the network changes within minutes.
     """
     if not fastest:
         return inf
@@ -246,9 +249,9 @@ def _slope(fastest: _Fastest) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """What has been measured of a pipeline."""
+    """Measurements of a pipeline."""
 
-    stages: Sequence[Sequence[StageCurve]]  # of the slices of each stage, in the order of a token's way
+    stages: Sequence[Sequence[StageCurve]]  # the slices of each stage, in the order that a token passes them
     links: Sequence[LinkCurve]  # stage i to stage i + 1
     row_bytes: int  # of one row's activations on a link
     latency_s: float  # L: all one-way delays, sampling, the token's return to stage 0
@@ -265,8 +268,10 @@ class Ring:
 
 
 def link_cap_tokens(ring: Ring, *, rows: float) -> int | None:
-    """Tokens that the slowest link uploads while the slowest device computes a decode step of so many rows; None while
-    that is not known."""
+    """Return the tokens that the slowest link uploads while the slowest device computes a decode step of ``rows``.
+
+    Returns None while that is unknown.
+    """
     if not ring.known:
         return None
     decode, bulk = np.array([rows]), np.array([_BULK_ROWS * float(ring.row_bytes)])
@@ -277,7 +282,7 @@ def link_cap_tokens(ring: Ring, *, rows: float) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What one M would give."""
+    """Predicted performance at one M."""
 
     micro_batches: int
     tokens_per_s: float  # X
@@ -294,8 +299,8 @@ class Forecast:
 class Forecasts:
     """``X(M)`` of a ring for 1 to ``limit`` micro-batches of S sequences.
 
-    ``max_rows`` caps b. Where b cannot grow, micro-batches are added to ride out jitter instead; elsewhere that would
-    cost more than it gains, because each reads the weights again.
+    ``max_rows`` caps b. Where b cannot grow, more micro-batches absorb jitter. Elsewhere that would cost more than it
+    gains, because each reads the weights again.
     """
 
     def __init__(self, ring: Ring, *, sequences: int, max_rows: int = 0) -> None:
@@ -316,11 +321,11 @@ class Forecasts:
 
     @property
     def limit(self) -> int:
-        """The largest M that is considered."""
+        """Largest M considered."""
         return self._limit
 
     def of(self, micro_batches: int) -> Forecast:
-        """What an M gives; more than there are sequences is as many as there are."""
+        """Return the forecast for an M, capped at ``limit``."""
         index = min(micro_batches, self._limit) - 1
         slowest = int(self._servers[:, index].argmax())
         num_stages = len(self._ring.stages)
@@ -334,8 +339,10 @@ class Forecasts:
         )
 
     def best(self) -> Forecast:
-        """The M with the most tokens per second; of equals the smallest, whose tokens come soonest and which jitter
-        hurts least."""
+        """Return the forecast with the most tokens per second.
+
+        Among equals it is the smallest M, which has the shortest turn and suffers least from jitter.
+        """
         most = self._tokens_per_s.max()
         index = int(np.flatnonzero(self._tokens_per_s >= most * (1 - EQUAL))[0])
         if self._rows[index] >= self._max_rows:
@@ -346,7 +353,7 @@ class Forecasts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """The M in use and the reason, for people."""
+    """The M in use, and the reason in words."""
 
     micro_batches: int
     why: str
@@ -355,30 +362,30 @@ class Sizing:
 
 
 class Sizer:
-    """Moves M towards the best one: by one at a time, at most once in ``TURNS_BETWEEN`` turns, and only for a
-    predicted gain of ``GAIN``. Where sequences have left, it is as many as remain: there cannot be more. While neither
-    M nor the number of sequences changes, it looks less often.
+    """Moves M towards the best one: by one, at most once in ``TURNS_BETWEEN`` turns, for a predicted gain of ``GAIN``.
 
-    Counts retired steps; knows no clock. An M that somebody asked for stays, told with what the ring makes of it.
+    M never exceeds the number of sequences, so it falls at once when sequences leave. While neither changes, decisions
+    become rarer. The sizer counts retired steps and reads no clock. An M that the user fixed stays; its forecast is
+    reported.
     """
 
     def __init__(self, *, num_stages: int, fixed: int = 0, max_rows: int = 0) -> None:
         self._fixed = fixed
         self._max_rows = max_rows
-        self._retired = 0  # steps since the last look
-        self._sequences: int = 0  # at the last look
+        self._retired = 0  # steps since the last decision
+        self._sequences: int = 0  # at the last decision
         self._turns_between: int = TURNS_BETWEEN
         why = f"{fixed}, as asked for" if fixed else "1 per stage (still measuring)"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
 
     def due(self, *, sequences: int) -> bool:
-        """Count a retired step, while so many sequences share the ring; True when it is time to ``decide``."""
+        """Count a retired step. Return whether it is time to ``decide``. ``sequences``: number in the ring now."""
         self._retired += 1
         turns = self._turns_between if sequences == self._sequences else TURNS_BETWEEN
         return self._retired >= turns * self.sizing.micro_batches
 
     def decide(self, ring: Ring, *, sequences: int) -> Sizing:
-        """Look at the ring and at how many sequences share it."""
+        """Choose M for the measured ring and the number of sequences that share it."""
         self._retired = 0
         if sequences < 1 or not ring.known:
             return self.sizing

@@ -1,9 +1,9 @@
-"""Predict how long steps take on a slice: for the size of prompt chunks, the engine's deadlines and a stage's limit.
+"""Predict the time of steps on a slice, for the size of prompt chunks, the engine's deadlines and a stage's limit.
 
 The model of a step's time is ``a + b * tokens + c * pairs``: fixed work, work per token, and work per pair of a token
-and one that it attends to. None of the three is negative. So a step takes at most ``max(1, tokens / tokens', pairs /
-pairs')`` times what another step took, on any device and from one measurement on. Where the measured sizes lie far
-away, the device's data sheet gives a tighter bound.
+and one that it attends to. None of the three is negative. So one measured step bounds every other step, on any device:
+by ``max(1, tokens / tokens', pairs / pairs')`` times its time. Where the measured sizes are far away, the device's data
+sheet gives a tighter bound.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from edgepipe.backend.cost import SliceCost, StepWork
 
 _SMOOTHING = 0.2  # weight of a size's newest time
-_DOUBT = 4.0  # how much slower than its data sheet a device may be before anything was measured
-_CAUTION = 2.0  # how much slower it may be with other sizes than with those measured
-_FOLLOWING = 0.3  # weight of the newest step in the share by which a device misses its data sheet
-_MOST_CHANGE = 4.0  # of that share by one step: the first of a size also compiles kernels
+_DOUBT = 4.0  # factor by which a device may be slower than its data sheet before any measurement
+_CAUTION = 2.0  # factor by which it may be slower with other sizes than with the measured ones
+_FOLLOWING = 0.3  # weight of the newest step in the ratio of measured to data-sheet time
+_MOST_CHANGE = 4.0  # largest factor by which one step changes that ratio: the first of a size also compiles kernels
 
-_BESIDE_DECODES_S = 1.0  # for a step with prompt tokens, while other sequences wait for their next token
-_ALONE_S = 4.0  # while none waits
-_BESIDE_DECODES, _ALONE = 2.0, 4.0  # at least so many decode steps' time: else slow memory is read for few tokens
+_BESIDE_DECODES_S = 1.0  # limit for a step with prompt tokens while other sequences decode
+_ALONE_S = 4.0  # limit while none decodes
+_BESIDE_DECODES, _ALONE = 2.0, 4.0  # lower bounds of both in decode steps: else slow memory is read for few tokens
 _MOST_TOKENS = 4096  # above every policy's chunk
 _PRECISION = 16  # a cap is found within a sixteenth
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Means over the steps of one size class, all with the same weights: the model holds for means, too."""
+    """Means over the steps of one size class. All have the same weights, so the model also holds for the means."""
 
     tokens: float
     pairs: float
@@ -44,24 +44,24 @@ class _Measured:
         return self.seconds * max(1.0, work.tokens / self.tokens, work.attention_pairs / self.pairs)
 
 
-_SizeClass = tuple[bool, int, int]  # whether it only decodes; powers of two of tokens and pairs
+_SizeClass = tuple[bool, int, int]  # whether the step only decodes; log2 of tokens; log2 of pairs
 
 
 class SliceTimes:
-    """Seconds of steps on one slice: by the device's data sheet at first, then by measurements.
+    """Seconds of steps on one slice: first from the device's data sheet, then from measurements.
 
-    Memory is bounded by the number of size classes: some hundred.
+    The number of size classes bounds the memory: a few hundred.
     """
 
     def __init__(self, cost: SliceCost | None = None) -> None:
-        """``cost``: of the slice by the device's data sheet; None where that is not known."""
+        """``cost``: cost of the slice by the device's data sheet; None if that is not known."""
         self._cost = cost
         self._measured: dict[_SizeClass, _Measured] = {}
         self._sizes: set[tuple[bool, int]] = set()
-        self._ratios: dict[bool, float] = {}  # measured over data sheet, of steps that only decode and of others
+        self._ratios: dict[bool, float] = {}  # measured over data-sheet time, by whether the step only decodes
 
     def note(self, work: StepWork, seconds: float) -> None:
-        """Take a step's seconds on the device."""
+        """Record a step's seconds on the device."""
         size = _size_class(work)
         self._sizes.add(size[:2])
         known = self._measured.get(size)
@@ -73,21 +73,21 @@ class SliceTimes:
             self._follow(decodes=size[0], ratio=seconds / self._cost.step_s(work))
 
     def seen(self, work: StepWork) -> bool:
-        """Tell whether a step with about as many tokens was measured: its kernels are compiled, caches are warm."""
+        """Return whether a step of about this many tokens was measured, so its kernels are compiled and caches warm."""
         return _size_class(work)[:2] in self._sizes
 
     def expected_s(self, work: StepWork) -> float:
-        """Expected seconds of the step; 0 where the device's data sheet is not known."""
+        """Return the expected seconds of the step; 0 if the device's data sheet is not known."""
         if self._cost is None:
             return 0.0
         return self._cost.step_s(work) * self._ratios.get(_only_decodes(work), 1.0)
 
     def bound_s(self, work: StepWork) -> float:
-        """Upper bound on the step's seconds on a device that works; 0 while nothing is known of the device."""
+        """Return an upper bound on the step's seconds on a healthy device; 0 while the device is unknown."""
         known = self._measured.get(_size_class(work))
         if known is not None:
             return known.bound_s(work)
-        bounds = [one.bound_s(work) for one in self._measured.values()]
+        bounds = [measured.bound_s(work) for measured in self._measured.values()]
         if self._cost is not None:
             slower = max(_DOUBT, _CAUTION * max(self._ratios.values(), default=1.0))
             bounds.append(slower * self._cost.step_s(work))
@@ -101,12 +101,12 @@ class SliceTimes:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCap:
-    """Limit the tokens of a step that holds prompt tokens to what the slowest slice computes in the time allowed."""
+    """Limit on the tokens of a step with prompt tokens: the slowest slice computes them in the time allowed."""
 
     slices: Sequence[Callable[[StepWork], float]]  # expected seconds of a step on each slice
 
     def tokens(self, *, position: int, waiting: int, beside_decodes: bool) -> int | None:
-        """Cap for a step whose chunk begins at ``position``; None where all ``waiting`` tokens fit."""
+        """Return the cap for a step whose chunk begins at ``position``; None if all ``waiting`` tokens fit."""
         limit_s = self.limit_s(position=position, beside_decodes=beside_decodes)
         most = cap = min(waiting, _MOST_TOKENS)
         for step_s in self.slices:
@@ -114,7 +114,7 @@ class PrefillCap:
         return cap if cap < most else None
 
     def limit_s(self, *, position: int, beside_decodes: bool) -> float:
-        """Seconds allowed to the slowest slice for a step whose chunk begins at ``position``."""
+        """Return the seconds allowed to the slowest slice for a step whose chunk begins at ``position``."""
         decode_s = max((step_s(_chunk(position, 1)) for step_s in self.slices), default=0.0)
         if beside_decodes:
             return max(_BESIDE_DECODES_S, _BESIDE_DECODES * decode_s)
@@ -122,7 +122,7 @@ class PrefillCap:
 
 
 def _largest_chunk(step_s: Callable[[StepWork], float], position: int, *, most: int, limit_s: float) -> int:
-    """At least one token, however long it takes."""
+    """Return the largest chunk within ``limit_s``; at least one token, however long it takes."""
     low, high = 1, most
     if step_s(_chunk(position, high)) <= limit_s:
         return high

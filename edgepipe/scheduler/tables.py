@@ -1,4 +1,4 @@
-"""The block tables of all sequences: what they take, share, copy and give back."""
+"""Block tables of all sequences: allocate, share, copy and free blocks."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from edgepipe.scheduler.sequence import Sequence
 
 
 class BlockTables:
-    """Keeps a block with whoever may still use it: running sequences, steps in flight, the prefix cache."""
+    """Keeps each block while a running sequence, a step in flight or the prefix cache may use it."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
         self._frees: list[SequenceId] = []
-        self.draining_blocks = 0  # that steps in flight use, of sequences that left or as sources of their copies
+        self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
-        self.cached_tokens = 0  # of those, found in the prefix cache
-        self.kept_tokens = 0  # of sequences of an epoch before: computed then, and still there
-        self.replayed_tokens = 0  # of the same: computed again, up to the last slice that had lost them
+        self.cached_tokens = 0  # admitted tokens found in the prefix cache
+        self.kept_tokens = 0  # of sequences from the previous epoch: found still computed
+        self.replayed_tokens = 0  # of the same sequences: recomputed up to the last slice that lost them
 
     @property
     def num_blocks(self) -> int:
-        """In the pool."""
+        """Number of blocks in the pool."""
         return self._kv.num_blocks
 
     @property
     def free_blocks(self) -> int:
-        """That no sequence holds."""
+        """Number of blocks that no sequence holds."""
         return self._kv.free_blocks
 
     @property
     def cached_blocks(self) -> int:
-        """Whose contents are known by key."""
+        """Number of blocks in the prefix cache."""
         return self._kv.cached_blocks
 
     @property
     def stale_to(self) -> int | None:
-        """The slice up to which some of what is known must be computed again; None if nothing has been lost."""
+        """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
 
     def carry_over(self) -> KVPool:
-        """What is known by key, for the tables of the next epoch."""
+        """Return a pool with the same prefix cache for the next epoch."""
         return self._kv.carry_over()
 
     def take_over(self, pool: KVPool) -> None:
-        """Begin with what an epoch before has left. Raises ValueError if that was another kind of pool."""
+        """Start with the previous epoch's pool. Raises ValueError if its number of blocks differs."""
         if pool.num_blocks != self._kv.num_blocks:
             raise ValueError(f"a pool of {pool.num_blocks} blocks cannot be one of {self._kv.num_blocks}")
         self._kv = pool
 
     def awaited(self, sequence: Sequence) -> Key | None:
-        """The last of the next blocks of its prompt that other sequences are computing now; None if they compute none.
+        """Return the key of the last of the prompt's next blocks that other sequences are computing; None if none.
 
-        Waiting for it is quicker than computing it twice.
+        Waiting for that block is quicker than computing it twice.
         """
         keys = self._reusable_keys(sequence)
         end = begin = self._kv.num_current(self._kv.find(keys))
@@ -67,14 +67,14 @@ class BlockTables:
         return keys[end - 1] if end > begin else None
 
     def coming_from(self, key: Key) -> SequenceId | None:
-        """The sequence that is computing the block with this key now, if there is one."""
+        """Return the sequence that is computing the block with this key, or None."""
         return self._kv.coming_from(key)
 
     def admit(self, sequence: Sequence, *, kept_blocks: int) -> bool:
-        """A table for all known tokens, what is computed already shared or copied, the rest new.
+        """Build a table for all known tokens: share or copy computed blocks, allocate the rest.
 
-        False, and nothing is taken, if fewer than ``kept_blocks`` would be left to others, or while another sequence
-        holds blocks of the prompt that are to be written again.
+        Returns False and takes nothing if fewer than ``kept_blocks`` would remain free, or while another sequence holds
+        stale blocks of the prompt.
         """
         count = self.needs(sequence)
         left = self._kv.free_blocks - kept_blocks
@@ -93,7 +93,7 @@ class BlockTables:
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """One more block, if one is free now."""
+        """Add one block if one is free. Return whether it was."""
         if not self._kv.free_blocks:
             return False
         runs = self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks)
@@ -101,7 +101,7 @@ class BlockTables:
         return True
 
     def turns_with_blocks(self, sequences: Iterable[Sequence], most: int) -> int:
-        """For how many more tokens of each of these there are blocks for sure, at most ``most``."""
+        """Lower bound on the tokens per sequence that still fit in free blocks, at most ``most``."""
         size = self._limits.block_size
         rooms = [sequence.room - len(sequence.tokens) for sequence in sequences]
         turns = min(most, self._kv.free_blocks * size)
@@ -110,7 +110,7 @@ class BlockTables:
         return turns
 
     def note_computed(self, sequence: Sequence, end: int) -> None:
-        """Tokens ``[0, end)`` of its table are computed: blocks that are full now may serve others."""
+        """Enter the full blocks of the computed tokens ``[0, end)`` in the prefix cache."""
         if end < sequence.next_full:
             return
         full = end // self._limits.block_size
@@ -121,22 +121,22 @@ class BlockTables:
         sequence.next_full = (full + 1) * self._limits.block_size
 
     def note_sent(self, copies: Seq[BlockCopy]) -> None:
-        """A step with these copies is in flight."""
+        """Count the sources of copies in a step that is now in flight."""
         self.draining_blocks += len(copies)
 
     def note_copied(self, copies: Seq[BlockCopy]) -> None:
-        """The step with these copies has retired."""
+        """Release the sources of copies in a step that retired."""
         self.draining_blocks -= len(copies)
         self._kv.release_references([copy.source for copy in copies])
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence does not run any more: nothing waits for what it was to compute or to copy."""
+        """Cancel the computations and copies that a sequence still owed, because it stopped running."""
         self._kv.expect_no_more(sequence.keys[sequence.known_blocks :], sequence.sequence)
         self._kv.release_references([copy.source for copy in sequence.new_copies])
         sequence.new_copies = ()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks; while steps in flight touch them only count them. To be called again when none does."""
+        """Free the blocks. While steps in flight use them, only count them; call again when none does."""
         if sequence.in_flight:
             self.draining_blocks += 0 if sequence.draining else sequence.num_blocks
             sequence.draining = True
@@ -149,37 +149,38 @@ class BlockTables:
 
     @property
     def has_frees(self) -> bool:
-        """Whether the next step has to tell of tables that can be forgotten."""
+        """Whether the next step must list sequences to forget."""
         return bool(self._frees)
 
     def pop_frees(self) -> list[SequenceId]:
-        """Sequences whose tables stages may forget, to be told with the next step."""
+        """Remove and return the sequences that stages may forget, for the next step."""
         frees, self._frees = self._frees, []
         return frees
 
     def needs(self, sequence: Sequence) -> int:
-        """Blocks for all known tokens."""
+        """Number of blocks for all known tokens."""
         return -(-len(sequence.tokens) // self._limits.block_size)
 
     def _room(self, sequence: Sequence) -> int:
-        """Blocks that the sequence takes if it uses up its limit."""
+        """Number of blocks for the sequence at its limit."""
         return -(-sequence.limit // self._limits.block_size)
 
     def _reusable_keys(self, sequence: Sequence) -> list[Key]:
-        """Of the blocks that it may find computed: never the one with the last token, whose logits are wanted."""
+        """Return the keys of blocks that the cache may provide: all full ones except the last token's (its logits are
+        needed)."""
         if not self._limits.prefix_cache or not sequence.reuse_prefix:
             return []
         size = self._limits.block_size
         return sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
 
     def _known_prefix(self, sequence: Sequence) -> list[int] | None:
-        """Blocks that hold its first tokens already; None while others are in the middle of writing some again."""
+        """Return the cached blocks of its first tokens; None while other sequences rewrite stale ones among them."""
         known = self._kv.find(self._reusable_keys(sequence))
         stale = known[self._kv.num_current(known) :]
         return known if self._kv.num_idle(stale) == len(stale) else None
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
-        """As many of them as can stay while they are copied."""
+        """Return the leading blocks that the pool can keep while they are copied."""
         while (excess := self._kv.num_idle(known) - spare_blocks) > 0:
             known = known[:-excess]
         return known
@@ -206,7 +207,7 @@ class BlockTables:
         self._count(sequence)
 
     def _take_more(self, sequence: Sequence, count: int, *, room: int) -> None:
-        """New blocks behind those that are known, right behind them where it matters."""
+        """Allocate blocks behind the known ones; adjoining them if the pool is contiguous."""
         if self._limits.contiguous_kv and sequence.table and count:
             sequence.grow(self._kv.extend(sequence.table, count, room=room), block_size=self._limits.block_size)
         elif count:

@@ -1,8 +1,8 @@
-"""Where a step's time jumps: kernels work on tiles of rows, so one token more can cost a whole tile.
+"""Sizes at which a step's time jumps: kernels work on tiles of rows, so one more token can cost a whole tile.
 
-Steps are sorted by size into groups of ``TILE`` tokens, of which the kernels' own tiles are multiples. An edge lies
-between two neighbouring groups if the larger one takes clearly longer; what grows evenly with the tokens has none where
-a group is a small part of the whole.
+``TileEdges`` groups steps by size, ``TILE`` tokens per group; kernels' own tiles are multiples of it. An edge lies
+between two neighbouring groups if the larger group takes clearly longer. Time that grows evenly with the tokens has
+no edge where a group is a small part of the step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE = 16  # tokens
-CLEARLY = 0.1  # longer than the group before
-_ENOUGH = 4  # steps until a group is believed
+CLEARLY = 0.1  # share by which a group takes longer than the group before
+_ENOUGH = 4  # steps until a group counts
 _SMOOTHING = 0.1  # weight of the newest value: about the last twenty count
-_MOST_GROUPS = 256  # of sizes; larger steps than that many tiles are not looked at
+_MOST_GROUPS = 256  # larger steps than this many tiles are ignored
 
 
 @dataclass(slots=True)
@@ -23,13 +23,13 @@ class _Group:
 
 
 class TileEdges:
-    """The edges of one slice's measured step times."""
+    """Tile edges in one slice's measured step times."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
 
     def note(self, *, num_tokens: int, seconds: float) -> None:
-        """One step on the device."""
+        """Record one step on the device."""
         number = (num_tokens - 1) // TILE
         if 0 <= number < _MOST_GROUPS:
             group = self._groups.setdefault(number, _Group())
@@ -37,7 +37,7 @@ class TileEdges:
             group.seconds += max(_SMOOTHING, 1 / group.count) * (seconds - group.seconds)
 
     def edges(self) -> tuple[int, ...]:
-        """Token counts above which a step takes clearly longer, ascending."""
+        """Return the token counts above which a step takes clearly longer, ascending."""
         known = {number: group.seconds for number, group in self._groups.items() if group.count >= _ENOUGH}
         return tuple(
             number * TILE

@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out of it."""
+"""Inputs and outputs of the scheduler."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class EndReason(Enum):
 
 
 class Priority(IntEnum):
-    """Who goes first when not all can. Batch sequences get older while others pass, so that they go some time."""
+    """Order of admission. A batch sequence counts how many pass it, so it does not wait for ever."""
 
-    INTERACTIVE = 0  # somebody waits for every token
+    INTERACTIVE = 0  # a person waits for each token
     BATCH = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """One token stream that is wanted. Raises RequestInvalid for an empty prompt, no output, an unknown priority."""
+    """One token stream to generate. Raises RequestInvalid for an empty prompt, no output or an unknown priority."""
 
     sequence: SequenceId  # never used before
     prompt: tuple[int, ...]
-    generated: tuple[int, ...] = ()  # output known from before: computed again, never sampled again
-    max_tokens: int | None = None  # output tokens, those in ``generated`` included; None: what the context takes
-    stop_ids: frozenset[int] = frozenset()  # EOS ids among them, unless they are to be ignored
+    generated: tuple[int, ...] = ()  # output of an earlier attempt: computed again, never sampled again
+    max_tokens: int | None = None  # output tokens, including ``generated``; None: up to the context length
+    stop_ids: frozenset[int] = frozenset()  # includes the EOS ids, unless the request ignores them
     priority: int = Priority.INTERACTIVE
-    reuse_prefix: bool = True  # False: every prompt token is computed, because something is wanted of each
-    alone: bool = False  # suspected of breaking steps: has steps of its own until one of them sampled a token
-    told_bytes: int = 0  # what stages are told of it when it begins, at most, but for its output
-    told_token_bytes: int = 0  # and of each output token known by then
+    reuse_prefix: bool = True  # False: compute every prompt token, for example for log-probabilities
+    alone: bool = False  # suspected of breaking steps: shares no step until an isolated step has sampled a token
+    told_bytes: int = 0  # upper bound of its registration message, without output tokens
+    told_token_bytes: int = 0  # additional registration bytes per known output token
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -60,21 +60,21 @@ class TokenSampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """The one ending of a sequence; nothing follows."""
+    """A sequence ended. This is its last event."""
 
     sequence: SequenceId
     reason: EndReason
     num_tokens: int  # output tokens
-    cached_prompt_tokens: int = 0  # of the prompt, found computed already
+    cached_prompt_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 Event = TokenSampled | SequenceEnded
 
 
 class ScheduledStep(NamedTuple):
-    """One micro-batch, as columns: the same index in the first four is one row. Holds only what changed.
+    """One micro-batch in columns: the same index in the first four columns is one row. It holds changes only.
 
-    Order of meaning: ``frees``, ``registers``, new blocks, ``copies`` one after another, then the rows.
+    A stage applies ``frees``, ``registers``, new blocks, ``copies`` one after another, then the rows.
     """
 
     step: StepId  # counts from 1
@@ -87,16 +87,16 @@ class ScheduledStep(NamedTuple):
     block_starts: tuple[int, ...]
     block_counts: tuple[int, ...]
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
-    frees: tuple[SequenceId, ...]  # sequences that are forgotten
-    copies: tuple[BlockCopy, ...] = ()  # blocks computed for one sequence, into the table of another
-    last_slice: int | None = None  # with which it ends; None: with the pipeline's last
+    frees: tuple[SequenceId, ...]  # sequences that stages forget
+    copies: tuple[BlockCopy, ...] = ()  # blocks of one sequence, copied into the table of another
+    last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
 
     @property
     def num_rows(self) -> int:
-        """Sequences in the step."""
+        """Number of sequences in the step."""
         return len(self.sequences)
 
     @property
     def num_samples(self) -> int:
-        """Tokens that its ``retire`` takes."""
+        """Number of token ids that ``retire`` takes for this step."""
         return sum(self.samples)

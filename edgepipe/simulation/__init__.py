@@ -1,4 +1,4 @@
-"""Predicts throughput and latency of imagined clusters, with the real scheduler and no tensors.
+"""Predicts throughput and latency of modelled clusters, with the real scheduler and without tensors.
 
 Only ``cli`` imports it.
 """

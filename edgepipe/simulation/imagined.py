@@ -1,4 +1,4 @@
-"""An imagined cluster: named devices, a named model and one kind of link become a ring and its limits. PURE."""
+"""A modelled cluster: builds a ring and its limits from named devices, a model and one kind of link. PURE."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from edgepipe.simulation.ring import RingModel, RingStage
 from edgepipe.units import LinkShape, format_bytes
 
 _BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
-_KV_SHARE = 0.9  # of what is free beside the weights
-_CONVERSATION_TOKENS = 4096  # a long chat, for which a placement leaves room
+_KV_SHARE = 0.9  # of the memory that the weights leave free
+_CONVERSATION_TOKENS = 4096  # a long chat; the placement reserves room for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImaginedCluster:
-    """What somebody would like to know about."""
+    """Description of a cluster to simulate."""
 
     devices: Sequence[str]  # keys of the device table
     config: ModelConfig
     link: LinkShape  # between any two devices
-    adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
-    plan: str = ""  # "a:0-15,b:16-31": layers by hand; devices are named a, b, c, ...
-    slices: int = 1  # V: of each device; more than one are interleaved
+    adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # for all devices: {"jitter": "0.05"}
+    plan: str = ""  # "a:0-15,b:16-31": placement by hand; devices are named a, b, c, ...
+    slices: int = 1  # V, per device; interleaved if more than 1
     context_length: int = 0  # tokens; 0: the model's
-    kv_tokens: int = 0  # 0: what fits
+    kv_tokens: int = 0  # 0: as many as fit
     block_size: int = 16
     max_running: int = 256
-    host_s: float = HOST_S  # of one small message, on each machine
+    host_s: float = HOST_S  # one small message, on each machine
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imagined:
-    """Ready to be simulated."""
+    """Input of a simulation."""
 
     ring: RingModel
     limits: SchedulerLimits
     row_bytes: int  # of one token's activations on a link
-    tile_edges: tuple[int, ...]  # tokens above which a step takes clearly longer somewhere
-    link_cap_tokens: int | None = None  # what the slowest link uploads while the slowest device computes a decode step
-    plan: str = ""  # where the layers went: "a:0-15,b:16-31"
+    tile_edges: tuple[int, ...]  # token counts above which a step takes clearly longer on a device
+    link_cap_tokens: int | None = None  # tokens that the slowest link uploads during the slowest device's decode step
+    plan: str = ""  # the placement: "a:0-15,b:16-31"
 
 
 def imagine(cluster: ImaginedCluster) -> Imagined:
-    """Place the model as nodes would. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
+    """Place the model with the planner. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
     known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
     known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
-    keys = {str(one.node_id): key for one, key in zip(known.machines, cluster.devices, strict=True)}
+    keys = {str(machine.node_id): key for machine, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
     wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
     demand = _demand(cluster)
@@ -65,7 +65,9 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     if cluster.slices > 1:
         by_hand = Wishes(layers=_interleaved(placed, cluster.slices))
         placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
-    parts = [(str(one.node_id), one.part, CostModel(cluster.config, devices[str(one.node_id)])) for one in placed]
+    parts = [
+        (str(stage.node_id), stage.part, CostModel(cluster.config, devices[str(stage.node_id)])) for stage in placed
+    ]
     row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
     stages = [
         RingStage(
@@ -84,27 +86,27 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         ring=RingModel(stages=stages, seed=cluster.seed),
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
-        plan=",".join(f"{one.node_id}:{one.part.layers}" for one in placed),
-        tile_edges=tuple(sorted({first - 1 for one in devices.values() for first, _ in one.tile_steps})),
+        plan=",".join(f"{stage.node_id}:{stage.part.layers}" for stage in placed),
+        tile_edges=tuple(sorted({first - 1 for device in devices.values() for first, _ in device.tile_steps})),
         link_cap_tokens=_link_cap_tokens(stages),
     )
 
 
 def _interleaved(placed: Sequence[Placed], slices: int) -> str:
-    """The same layers per device in V turns through all of them. Raises PlanInvalid for devices with fewer layers."""
+    """Split each device's layers into V slices and interleave them. Raises PlanInvalid for too few layers."""
     parts: list[str] = []
     start = 0
     for turn in range(slices):
-        for one in placed:
-            whole = len(one.part.layers)
+        for stage in placed:
+            whole = len(stage.part.layers)
             count = whole * (turn + 1) // slices - whole * turn // slices
             if not count:
                 raise PlanInvalid(
-                    f"{whole} layers cannot be {slices} slices",
-                    fact=f"device {one.node_id} has no more of this model",
+                    f"{whole} layers cannot be split into {slices} slices",
+                    fact=f"device {stage.node_id} has no more layers of this model",
                     next_step="ask for fewer slices",
                 )
-            parts.append(f"{one.node_id}:{start}-{start + count - 1}")
+            parts.append(f"{stage.node_id}:{start}-{start + count - 1}")
             start += count
     return ",".join(parts)
 
@@ -116,7 +118,7 @@ def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
 
 
 def _demand(cluster: ImaginedCluster) -> Demand:
-    """Many conversations: what is simulated is load."""
+    """Return a demand of many conversations, since a simulation runs under load."""
     return Demand(
         config=cluster.config,
         objective=Objective.THROUGHPUT,
@@ -127,7 +129,7 @@ def _demand(cluster: ImaginedCluster) -> Demand:
 def _limits(
     cluster: ImaginedCluster, devices: Mapping[str, DeviceModel], parts: Sequence[tuple[str, Slice, CostModel]]
 ) -> SchedulerLimits:
-    """One number of blocks for all stages: what the smallest can hold."""
+    """Use one number of blocks for all stages: the smallest stage's."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
     room = min(
         (devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
@@ -138,7 +140,7 @@ def _limits(
     if num_blocks < 1:
         raise NoFeasiblePlacement(
             "no room is left for a KV cache",
-            fact=f"the smallest device has {format_bytes(min(one.usable_bytes for one in devices.values()))}",
+            fact=f"the smallest device has {format_bytes(min(device.usable_bytes for device in devices.values()))}",
             next_step="name more devices, larger ones, or a smaller model",
         )
     return SchedulerLimits(

@@ -1,7 +1,7 @@
-"""Where a step is when, in a ring that passes through its devices more than once. PURE.
+"""Times of steps in a ring that passes through its devices more than once. PURE.
 
-Slices of one device share it, and hops between the same two devices share their link. Each server takes what comes
-first; of what waits, the older step. Within a slice steps keep their order, so none overtakes another round the ring.
+Slices of one device share it, and hops between the same two devices share their link. Each server takes the first
+arrival, and the older step among those that wait. Within a slice steps keep their order, so none overtakes another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edgepipe.simulation.ring import Course, RingModel
 
 
 class InterleavedTraffic:
-    """The ring with what is under way; as ``RingTraffic``, for slices that share devices."""
+    """A ring with its steps in flight, like ``RingTraffic``, but for slices that share devices."""
 
     def __init__(self, model: RingModel) -> None:
         self._model = model
@@ -22,14 +22,14 @@ class InterleavedTraffic:
         names = [stage.device for stage in self._stages]
         self._hops = list(zip(names, [*names[1:], ""], strict=True))
         self._links = {hop: _Server() for hop in self._hops}
-        self._left_s = [0.0] * len(self._stages)  # by slice: when the step before left its device
-        self._arrived_s = [0.0] * len(self._stages)  # and was at the other end of the link
+        self._left_s = [0.0] * len(self._stages)  # by slice: when the previous step left its device
+        self._arrived_s = [0.0] * len(self._stages)  # by slice: when it arrived at the next device
         self._jitters = [
             Jitter(variation=stage.jitter, entropy=(model.seed, stage.first_layer)) for stage in self._stages
         ]
 
     def send(self, work: StepWork, now_s: float) -> Course:
-        """Plan a step at ``now_s``."""
+        """Plan a step at ``now_s`` and return its times."""
         spans: list[tuple[float, float]] = []
         uploads: list[float] = []
         at_s = now_s
@@ -50,13 +50,13 @@ class InterleavedTraffic:
 
 
 class _Server:
-    """Does one thing at a time; what is planned stays, what comes later takes the first gap that is long enough."""
+    """A server for one job at a time. Planned jobs stay; a new job takes the first gap that is long enough."""
 
     def __init__(self) -> None:
-        self._taken: list[tuple[float, float]] = []  # from, to; in order
+        self._taken: list[tuple[float, float]] = []  # busy intervals (from, to), in order
 
     def take(self, at_s: float, seconds: float) -> float:
-        """When it begins with something that is there at ``at_s``."""
+        """Reserve ``seconds`` for a job that arrives at ``at_s``. Return the start time."""
         if not seconds:
             return at_s
         start_s = at_s
@@ -69,6 +69,6 @@ class _Server:
         return start_s
 
     def forget_before(self, now_s: float) -> None:
-        """Nothing begins before ``now_s`` any more."""
+        """Drop intervals before ``now_s``; no later job may start before it."""
         if len(self._taken) > 64 and self._taken[32][1] < now_s:
             del self._taken[:32]

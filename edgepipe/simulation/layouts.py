@@ -1,8 +1,8 @@
-"""One long pipeline, two shorter ones side by side, or slices that are interleaved: which serves a workload best. PURE.
+"""Compare layouts: one long pipeline, two shorter replicas, or interleaved slices. PURE.
 
-Two replicas halve the requests: each reads its weights for half of the rows, but there are fewer hops, and twice the
-weights leave less room for KV. Interleaved slices (Narayanan et al. 2021, section 2.2) shorten the time until a prompt
-has filled the pipeline, for V times the hops.
+Two replicas split the requests: each reads its weights for half of the rows, has fewer hops, and less room for KV,
+since the weights take twice the memory. Interleaved slices (Narayanan et al. 2021, section 2.2) shorten the time until
+a prompt has filled the pipeline, for V times the hops.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from edgepipe.simulation.workload import Workload
 
 PIPELINE, REPLICAS, INTERLEAVED = "pipeline", "replicas", "interleaved"
 LAYOUTS = (PIPELINE, REPLICAS, INTERLEAVED)
-_SLICES = 2  # V of interleaved ones, when nothing is said
-_CLEAR = 0.03  # difference below which two layouts are called equal
+_SLICES = 2  # default V of an interleaved layout
+_CLEAR = 0.03  # difference below which two layouts count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How devices serve a model together."""
+    """Arrangement of devices that serve a model."""
 
     kind: str
-    slices: int = _SLICES  # per device, where interleaved
+    slices: int = _SLICES  # per device, if interleaved
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:
@@ -37,7 +37,7 @@ class Layout:
 
 
 def clusters_of(cluster: ImaginedCluster, layout: Layout) -> list[ImaginedCluster]:
-    """The pipelines of a layout. Raises ConfigInvalid where devices do not suffice."""
+    """Return the pipelines of a layout. Raises ConfigInvalid for too few devices."""
     if layout.kind == PIPELINE:
         return [cluster]
     if cluster.plan:
@@ -50,7 +50,7 @@ def clusters_of(cluster: ImaginedCluster, layout: Layout) -> list[ImaginedCluste
 
 
 def halves(devices: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Devices in two groups that read about equally fast, neither of them empty."""
+    """Split devices into two non-empty groups of about equal memory bandwidth."""
     by_speed = sorted(devices, key=lambda key: -named_device(key).bandwidth_bytes_per_s)
     groups: tuple[list[str], list[str]] = ([], [])
     rates = [0.0, 0.0]
@@ -62,7 +62,7 @@ def halves(devices: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def shares(workload: Workload, count: int) -> list[Workload]:
-    """Requests dealt out to replicas in turn, and the users of a closed loop with them."""
+    """Distribute requests, and the users of a closed loop, over replicas in turn."""
     if count == 1:
         return [workload]
     users = workload.concurrency
@@ -77,8 +77,8 @@ def shares(workload: Workload, count: int) -> list[Workload]:
 
 
 def merged(reports: Sequence[RunReport]) -> RunReport:
-    """Runs that went on side by side, as one."""
-    requests = sorted((one for report in reports for one in report.requests), key=lambda one: one.index)
+    """Merge the reports of parallel runs into one."""
+    requests = sorted((record for report in reports for record in report.requests), key=lambda record: record.index)
     facts = replace(
         reports[0].facts,
         stage_names=tuple(name for report in reports for name in report.facts.stage_names),
@@ -103,14 +103,14 @@ def merged(reports: Sequence[RunReport]) -> RunReport:
 
 
 def verdict(named: Sequence[tuple[str, RunReport]]) -> str:
-    """Which layout is best for tokens per second, and which for the first word."""
-    (best, report), *others = sorted(named, key=lambda one: -one[1].output_tokens_per_s)
+    """Say which layout gives the most tokens per second, and which the earliest first word."""
+    (best, report), *others = sorted(named, key=lambda pair: -pair[1].output_tokens_per_s)
     gains = [
         f"{report.output_tokens_per_s / other.output_tokens_per_s:.2f}x the tokens per second of {name}"
         for name, other in others
         if other.output_tokens_per_s
     ]
-    soonest, first = min(named, key=lambda one: one[1].ttft_s.p50)
+    soonest, first = min(named, key=lambda pair: pair[1].ttft_s.p50)
     slowest = max(other.ttft_s.p50 for _, other in named)
     equal = all(other.output_tokens_per_s > report.output_tokens_per_s * (1 - _CLEAR) for _, other in others)
     rate = "all give about the same tokens per second" if equal else f"{best} gives {' and '.join(gains)}"

@@ -1,7 +1,7 @@
-"""What a run showed: the same figures for a simulation and for a bench of the real runtime. PURE.
+"""Report of a run, with the same figures for a simulation and a bench of the real runtime. PURE.
 
-``make_report`` turns records of requests and steps into a ``RunReport``; that turns into a plain dict and back.
-All times are seconds since the run began, on one clock.
+``make_report`` builds a ``RunReport`` from records of requests and steps; it converts to a plain dict and back.
+All times are seconds since the start of the run, on one clock.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_STEADY = (0.2, 0.8)  # shares of all output tokens between which a run is neither filling up nor draining
+_STEADY = (0.2, 0.8)  # shares of the output tokens between which the run is neither filling up nor draining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request as its client saw it."""
+    """One request, as its client saw it."""
 
     index: int
     arrival_s: float
     prompt_tokens: int
-    token_times_s: tuple[float, ...]  # when each output token came
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    error: str = ""  # why it has no more tokens; "" for one that ended as it should
+    token_times_s: tuple[float, ...]  # arrival of each output token
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: str = ""  # reason of a failure; "" for a complete request
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that came."""
+        """Number of tokens received."""
         return len(self.token_times_s)
 
 
 class StepRecord(NamedTuple):
-    """One micro-batch on its way. A tuple, since a simulation makes a great many."""
+    """One step's record. A tuple, since a simulation creates very many."""
 
     step: int
-    decode_rows: int  # sequences with one token each
+    decode_rows: int  # sequences with one token
     prefill_tokens: int
     micro_batches: int  # M when it was planned
     planned_s: float
-    stages: tuple[tuple[float, float], ...]  # per stage: when its device began and ended
-    used_blocks: int = 0  # of the KV pool, when it was planned
+    stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
+    used_blocks: int = 0  # of the KV pool, when the step was planned
 
     @property
     def num_tokens(self) -> int:
-        """Rows of its activations."""
+        """Number of its tokens, the rows of its activations."""
         return self.decode_rows + self.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """How a figure is spread; all zero if there is none."""
+    """Distribution of a figure; all zero without values."""
 
     mean: float
     p50: float
@@ -65,33 +65,33 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage of the run."""
+    """Figures of one stage."""
 
     name: str
-    busy: float  # fraction of the run's steps' span in which its device computed
+    busy: float  # share of the span of all steps in which its device computed
     step_s: float  # mean
 
     @property
     def bubble(self) -> float:
-        """Fraction in which it waited."""
+        """Share of the span in which its device waited."""
         return 1.0 - self.busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a run was, and what only its driver counted."""
+    """Description of a run, and the driver's counts."""
 
-    label: str  # what tells it from the runs beside it: "policy=throttled"
+    label: str  # distinguishes it from the compared runs: "policy=throttled"
     settings: Mapping[str, str]  # devices, model, link, policy, workload, ...
     stage_names: tuple[str, ...]
     num_blocks: int  # of the KV pool
     preemptions: int = 0
-    real_s: float = 0.0  # how long it took to find out: less than the run itself where that was simulated; 0: not known
+    real_s: float = 0.0  # wall time of the run or of its simulation; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Every figure of a run, and the records behind them."""
+    """All figures of a run, and the records behind them."""
 
     facts: RunFacts
     num_requests: int
@@ -100,9 +100,9 @@ class RunReport:
     output_tokens: int
     duration_s: float  # from the first arrival to the last token
     output_tokens_per_s: float  # over the duration
-    steady_tokens_per_s: float  # output, from when a fifth had come until four fifths had: ring full, all users there
+    steady_tokens_per_s: float  # output between the first and last fifth of the tokens: ring full, all users active
     requests_per_s: float
-    ttft_s: Percentiles  # request made until its first token
+    ttft_s: Percentiles  # from request to first token
     itl_s: Percentiles  # gaps between consecutive tokens, of all requests
     tpot_s: Percentiles  # per request: mean gap after the first token
     stages: tuple[StageReport, ...]
@@ -110,21 +110,21 @@ class RunReport:
     num_steps: int
     step_tokens_mean: float  # tokens per micro-batch
     step_tokens_deviation: float
-    micro_batches: tuple[tuple[float, int], ...]  # M over time: when it became what
-    kv_mean: float  # fraction of the pool in use
+    micro_batches: tuple[tuple[float, int], ...]  # M over time: (time of change, new M)
+    kv_mean: float  # share of the pool in use
     kv_peak: float
-    cached_tokens: int  # of prompts, found in the prefix cache
+    cached_tokens: int  # prompt tokens found in the prefix cache
     requests: tuple[RequestRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()
 
     @property
     def prefix_hits(self) -> float:
-        """Fraction of all prompt tokens that came from the prefix cache."""
+        """Share of all prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def micro_batches_mean(self) -> float:
-        """M, averaged over the steps' span."""
+        """Mean of M over the span of the steps."""
         if not self.micro_batches:
             return 0.0
         times = [moment for moment, _ in self.micro_batches] + [self.duration_s]
@@ -135,8 +135,8 @@ class RunReport:
         return sum(span * count for span, (_, count) in zip(spans, self.micro_batches, strict=True)) / total
 
     def to_dict(self, *, with_records: bool = False) -> dict[str, Any]:
-        """Plain dicts, lists and numbers; ``with_records`` adds every request and step."""
-        shown = self if with_records else replace(self, requests=(), steps=())  # they are long
+        """Convert to plain dicts, lists and numbers. ``with_records`` adds every request and step."""
+        shown = self if with_records else replace(self, requests=(), steps=())  # the records are long
         value = asdict(replace(shown, facts=replace(self.facts, settings=dict(self.facts.settings))))
         value["prefix_hits"] = self.prefix_hits
         value["steps"] = [record._asdict() for record in shown.steps]
@@ -146,7 +146,7 @@ class RunReport:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> RunReport:
-        """What ``to_dict`` made; also after a way through JSON."""
+        """Rebuild a report from the output of ``to_dict``, also after JSON."""
         fields = {key: item for key, item in value.items() if key != "prefix_hits"}
         facts = dict(fields["facts"])
         facts["stage_names"] = tuple(facts["stage_names"])
@@ -161,7 +161,7 @@ class RunReport:
 
 
 def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> RunReport:
-    """Work out every figure."""
+    """Compute all figures of a run."""
     duration_s = _duration_s(requests)
     output_tokens = sum(record.output_tokens for record in requests)
     ended = [record for record in requests if record.token_times_s]
@@ -196,7 +196,7 @@ def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Seque
 
 
 def percentiles(values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> Percentiles:
-    """Of any number of values, none included."""
+    """Compute percentiles of any number of values; zeros for an empty sequence."""
     if not len(values):
         return Percentiles(mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, max=0.0, count=0)
     array = np.asarray(values, dtype=np.float64)
@@ -207,7 +207,7 @@ def percentiles(values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]])
 
 
 def steady_rate(requests: Sequence[RequestRecord]) -> float:
-    """Output tokens per second while the run was neither filling up nor draining."""
+    """Return output tokens per second while the run was neither filling up nor draining."""
     times = np.sort(np.array([moment for record in requests for moment in record.token_times_s], dtype=np.float64))
     if len(times) < 2:
         return 0.0

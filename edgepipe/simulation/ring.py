@@ -1,7 +1,7 @@
-"""Where a step is when, in an imagined ring of stages and links. PURE.
+"""Times of steps in a modelled ring of stages and links. PURE.
 
-Devices and links are servers: each takes one step after the other, in step order. Latency is none. Sends never block
-compute. Because a later step cannot overtake an earlier one anywhere, a step's whole way is known when it is planned.
+Devices and links are servers: each takes one step after another, in step order. Latency is not a server. Sends never
+block compute. Since no step overtakes an earlier one, all times of a step are known when it is planned.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class RingStage:
     """A device with its layers, and the link that leaves it."""
 
     name: str
-    step_s: Callable[[StepWork], float]  # without jitter; of decodes, linear in their KV tokens
-    link: LinkShape  # to the next stage; the last one's: what ids take on their way back to the engine
-    token_bytes: int  # on that link: per token, on the last one per sampled token
+    step_s: Callable[[StepWork], float]  # without jitter; for decodes, linear in their KV tokens
+    link: LinkShape  # to the next stage; the last stage's link carries ids back to the engine
+    token_bytes: int  # on that link: per token; on the last link per sampled token
     jitter: float = 0.0  # coefficient of variation of step times
-    first_layer: int = 0  # of its layers: makes its jitter its own
-    device: str = ""  # slices with one device share it; empty: it is its own
-    host_s: float = 0.0  # of one small message on its machine; 0: hosts take no time
+    first_layer: int = 0  # seeds its jitter
+    device: str = ""  # slices with the same name share a device; empty: its own device
+    host_s: float = 0.0  # cost of one small message on its machine; 0: hosts take no time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingModel:
-    """The stages in order."""
+    """Stages of a ring, in order."""
 
     stages: Sequence[RingStage]
     seed: int = 0  # of the jitter
@@ -46,8 +46,10 @@ class RingModel:
         return len(set(named)) < len(named)
 
     def delays_s(self, work: StepWork) -> tuple[float, ...]:
-        """Behind each stage, how long a step is under way to the next one, or back to the first, beside its upload:
-        the link's one-way latency without its jitter, and what hosts add. They are busy with other steps meanwhile."""
+        """Return a step's delay after each stage, to the next stage or back to the first, without the upload.
+
+        That is the link's one-way latency without jitter, and the hosts' time. Neither blocks other steps.
+        """
         hops = (
             stage.link.one_way_s + hop_host_s(following.host_s, stage.token_bytes * work.tokens)
             for stage, following in pairwise(self.stages)
@@ -56,28 +58,28 @@ class RingModel:
         return (*hops, last.link.one_way_s + turn_host_s(first.host_s, work.logit_rows))
 
     def latency_s(self, work: StepWork) -> float:
-        """What the step's turn takes besides devices and links being busy."""
+        """Return the part of the step's turn in which it occupies no device or link."""
         return sum(self.delays_s(work)) + sum(stage.link.jitter_s / 2 for stage in self.stages)
 
 
 class Course(NamedTuple):
-    """A step's way around the ring."""
+    """A step's times around the ring."""
 
-    stages: tuple[tuple[float, float], ...]  # per stage: when its device begins and ends
-    uploads_s: tuple[float, ...]  # per link: how long it is busy
+    stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
+    uploads_s: tuple[float, ...]  # per link: seconds busy
     back_s: float  # when its sampled tokens can be scheduled again
 
 
 class Repeated(NamedTuple):
-    """Steps that were planned again; both lists have one entry for each."""
+    """Repeated steps; both lists have one entry per step."""
 
-    planned_s: list[float]  # when: the moment at which the same step before was back
+    planned_s: list[float]  # planning time: when the same step's previous turn was back
     courses: list[Course]
-    stopped: bool  # by what was asked
+    stopped: bool  # the ``stop`` function ended the repetition
 
 
 class _Server:
-    """A stage's device and the link that leaves it, and when each is free."""
+    """A stage's device and outgoing link, and when each becomes free."""
 
     __slots__ = ("device_free_s", "jitter", "last_arrival_s", "link", "link_free_s", "step_s", "token_bytes")
 
@@ -90,7 +92,7 @@ class _Server:
 
 
 class RingTraffic:
-    """The ring with what is under way."""
+    """A ring with its steps in flight."""
 
     def __init__(self, model: RingModel) -> None:
         self._model = model
@@ -98,12 +100,12 @@ class RingTraffic:
         self._delays = np.random.default_rng((model.seed, 1 << 20))
 
     def send(self, work: StepWork, now_s: float) -> Course:
-        """Plan a step at ``now_s``."""
+        """Plan a step at ``now_s`` and return its times."""
         times = [server.step_s(work) for server in self._servers]
         return self._go(times, self._uploads_s(work), self._model.delays_s(work), now_s)
 
     def _uploads_s(self, work: StepWork) -> tuple[float, ...]:
-        """How long each link is busy with the step."""
+        """Return the seconds that each link is busy with the step."""
         uploads = [server.link.upload_s(server.token_bytes * work.tokens) for server in self._servers[:-1]]
         last = self._servers[-1]
         return (*uploads, last.link.upload_s(last.token_bytes * work.logit_rows))
@@ -117,11 +119,11 @@ class RingTraffic:
         until_s: float,
         stop: Callable[[StepWork, Course], bool] | None,
     ) -> Repeated:
-        """Plan decode steps again and again in their order, each as soon as it is back, with every row one token on.
+        """Plan decode steps repeatedly in their order, each as soon as it is back, each row one token further.
 
-        works, courses  of those in flight, the oldest first
-        most            how many are planned at most; none after ``until_s``
-        stop            asked of every step that is back; it is not planned again if the answer is yes
+        works, courses  of the steps in flight, oldest first
+        most            maximum number of steps to plan, all before ``until_s``
+        stop            called with every step that is back; True ends the repetition before that step
         """
         first = [[server.step_s(work) for server in self._servers] for work in works]
         slopes = [
@@ -147,7 +149,7 @@ class RingTraffic:
     def _go(
         self, times_s: Sequence[float], uploads_s: tuple[float, ...], delays_s: tuple[float, ...], now_s: float
     ) -> Course:
-        """Around the ring: this runs for every step, so nothing is looked up twice."""
+        """Move a step around the ring. This runs for every step, so it avoids repeated look-ups."""
         spans: list[tuple[float, float]] = []
         at_s = now_s
         for server, time_s, upload_s, delay_s in zip(self._servers, times_s, uploads_s, delays_s, strict=True):

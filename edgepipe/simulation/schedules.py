@@ -1,11 +1,11 @@
-"""Pipeline schedules from naive to DualPipe: what the formulas say, and what a run of them shows. PURE.
+"""Pipeline schedules from naive to DualPipe: published formulas and simulated runs. PURE.
 
 Formulas after "Pipeline Parallelism: From GPipe to DualPipe": P stages, M micro-batches, V slices (virtual stages) per
-device. For V > 1 and for DualPipe the published figure is idle time over busy time; the share of the whole is smaller,
-so a run of the schedule is counted beside it. Forward and backward of a slice take equally long.
+device. For V > 1 and for DualPipe the published figure is idle time over busy time. The share of the whole time is
+smaller, so a simulated run gives it. Forward and backward of a slice take equally long.
 
-None of these bubbles applies to decoding, which is a ring: a sequence's next token enters when its last one has come
-out. There the devices wait only if M is too small for the ring's turn; see ``cyclic_decode``.
+None of these bubbles applies to decoding, which is a ring: a sequence's next token enters when its last token has left.
+There the devices wait only if M is too small for the ring's turn; see ``cyclic_decode``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "dualpipe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What the formulas say."""
+    """Results of the published formulas."""
 
-    bubble: float  # as published: over the whole, for interleaved and DualPipe over the busy time
+    bubble: float  # as published: over the whole time; for interleaved and DualPipe over the busy time
     peak_activations: int  # micro-batches whose activations a device keeps
 
 
@@ -33,52 +33,52 @@ class Op(NamedTuple):
 
     backward: bool
     micro_batch: int
-    slice: int  # of all P * V, in the order of a forward pass
-    stream: int = 0  # DualPipe's second one runs from the other end
+    slice: int  # 0 to P * V - 1, in the order of a forward pass
+    stream: int = 0  # 1: DualPipe's second stream, from the other end
 
 
 class Span(NamedTuple):
-    """When a device works on what; one slice's pass takes 1 / V."""
+    """Time of an op on a device; one slice's pass takes 1 / V."""
 
     op: Op
     start: float
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: it caches
+@dataclass(frozen=True, kw_only=True)  # without slots, for cached_property
 class Timeline:
-    """A schedule that was run."""
+    """Simulated run of a schedule."""
 
     devices: tuple[tuple[Span, ...], ...]
 
     @property
     def length(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(spans[-1].end for spans in self.devices)
 
     @property
     def idle(self) -> float:
-        """Share of all devices' whole time."""
+        """Idle share of all devices' time."""
         busy = sum(span.end - span.start for spans in self.devices for span in spans)
         return 1 - busy / (self.length * len(self.devices))
 
     @cached_property
     def _first_stream(self) -> int:
-        """Micro-batches that enter at the first device."""
+        """Number of micro-batches that enter at the first device."""
         return 1 + max(span.op.micro_batch for span in self.devices[0] if not span.op.stream)
 
     def number(self, op: Op) -> int:
-        """A pass's micro-batch among all: those that enter at the other end follow."""
+        """Return a pass's micro-batch number; those of the second stream follow the first stream's."""
         return op.micro_batch + (self._first_stream if op.stream else 0)
 
     @property
     def peak_activations(self) -> int:
-        """Most micro-batches that one device keeps between their forward and backward passes, in whole stages."""
+        """Peak number of micro-batches that one device keeps between forward and backward pass, in whole stages."""
         return max(_peak(spans) for spans in self.devices)
 
 
 def published(schedule: str, *, stages: int, micro_batches: int, slices: int = 1) -> Published:
-    """The formulas. Raises ConfigInvalid for an unknown schedule or a count below 1."""
+    """Evaluate the formulas. Raises ConfigInvalid for an unknown schedule or a count below 1."""
     _check(schedule, stages, micro_batches, slices)
     p, m, v = stages, micro_batches, slices
     return {
@@ -91,9 +91,9 @@ def published(schedule: str, *, stages: int, micro_batches: int, slices: int = 1
 
 
 def run_schedule(schedule: str, *, stages: int, micro_batches: int, slices: int = 1) -> Timeline:
-    """Run it with equal stages and free links; naive takes all as one micro-batch.
+    """Simulate a schedule with equal stages and free links. ``naive`` runs all micro-batches as one.
 
-    Raises ConfigInvalid where interleaving does not come out: its order needs M to be a multiple of P.
+    Raises ConfigInvalid if M is not a multiple of P, which interleaving needs.
     """
     _check(schedule, stages, micro_batches, slices)
     if schedule == "dualpipe":
@@ -114,24 +114,26 @@ class DecodeRing:
     """A ring of P equal stages that decodes."""
 
     stages: int
-    weights: float  # share of a step that reads weights, whatever the batch, when all sequences are one micro-batch
-    hop: float  # latency and upload to the next stage, over a whole step of such a micro-batch
+    weights: float  # share of reading weights in a step with all sequences
+    hop: float  # latency and upload to the next stage, relative to such a step
 
     def step(self, rows: float) -> float:
-        """A step with that share of all sequences; 1 for all of them."""
+        """Return the time of a step with the share ``rows`` of all sequences."""
         return self.weights + (1 - self.weights) * rows
 
 
 class CyclicDecode(NamedTuple):
-    """A ring with M micro-batches."""
+    """Performance of a ring with M micro-batches."""
 
-    idle: float  # share of a device's time
+    idle: float  # idle share of a device's time
     rate: float  # tokens per unit of time; 1: all sequences in one step of one device, back to back
 
 
 def cyclic_decode(ring: DecodeRing, *, micro_batches: int, kv_bound: bool) -> CyclicDecode:
-    """Steady decoding. With the KV bound all M micro-batches share a fixed number of sequences, so each further one
-    reads the weights again for fewer rows; without it each is as large as the single one was.
+    """Return the performance of steady decoding.
+
+    ``kv_bound``: all M micro-batches share a fixed number of sequences, so each further one reads the weights again
+    for fewer rows. Otherwise each is as large as the single one.
     """
     rows = 1 / micro_batches if kv_bound else 1.0
     step = ring.step(rows)
@@ -148,7 +150,7 @@ def _check(schedule: str, stages: int, micro_batches: int, slices: int) -> None:
 
 
 def _peak(spans: Sequence[Span]) -> int:
-    """Forward passes whose backward pass is not done, counted in whole stages (V slices each)."""
+    """Return the peak of forward passes without their backward pass, in whole stages (V slices each)."""
     kept = most = 0.0
     for span in spans:
         kept += -(span.end - span.start) if span.op.backward else span.end - span.start
@@ -157,13 +159,21 @@ def _peak(spans: Sequence[Span]) -> int:
 
 
 def _order(schedule: str, device: int, stages: int, micro_batches: int, slices: int) -> list[Op]:
-    """What a device does in which order: some forward passes, then one of each kind in turn, then the rest."""
+    """Return a device's order: some forward passes, then forward and backward alternately, then the rest."""
     groups = range(0, micro_batches, stages)
     members = [range(first, min(first + stages, micro_batches)) for first in groups]
     depths = range(slices)
-    forward = [Op(False, one, depth * stages + device) for group in members for depth in depths for one in group]
+    forward = [
+        Op(False, micro_batch, depth * stages + device)
+        for group in members
+        for depth in depths
+        for micro_batch in group
+    ]
     backward = [
-        Op(True, one, depth * stages + device) for group in members for depth in reversed(depths) for one in group
+        Op(True, micro_batch, depth * stages + device)
+        for group in members
+        for depth in reversed(depths)
+        for micro_batch in group
     ]
     ahead = len(forward)
     if schedule in ("1f1b", "interleaved"):
@@ -176,7 +186,7 @@ def _order(schedule: str, device: int, stages: int, micro_batches: int, slices: 
 
 
 def _run_orders(orders: Sequence[Sequence[Op]], *, stages: int, slices: int) -> list[list[Span]]:
-    """Each device does its passes in order, each as soon as its input is there."""
+    """Run each device's passes in order, each as soon as its input is ready."""
     last = stages * slices - 1
     ends: dict[Op, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
@@ -197,22 +207,22 @@ def _run_orders(orders: Sequence[Sequence[Op]], *, stages: int, slices: int) -> 
 
 
 def _input(op: Op, last: int) -> Op | None:
-    """The pass whose output a pass needs."""
+    """Return the pass whose output a pass needs; None if it needs none."""
     if not op.backward:
         return op._replace(slice=op.slice - 1) if op.slice else None
     return op._replace(slice=op.slice + 1) if op.slice < last else op._replace(backward=False)
 
 
 class _BothEnds:
-    """DualPipe-style: half of the micro-batches enter at either end, so every device holds two stages.
+    """DualPipe-like schedule: half of the micro-batches enter at either end, so every device holds two stages.
 
-    A device that is free takes a backward pass if one is ready, else a forward one while it keeps few enough.
+    A free device takes a backward pass if one is ready, else a forward pass while it keeps few enough.
     """
 
     def __init__(self, stages: int, micro_batches: int) -> None:
         self._stages = stages
         self._counts = (micro_batches + 1) // 2, micro_batches // 2
-        self._ready: list[dict[Op, float]] = [{} for _ in range(stages)]  # pass -> when its input is there
+        self._ready: list[dict[Op, float]] = [{} for _ in range(stages)]  # pass -> time its input is ready
         self._spans: list[list[Span]] = [[] for _ in range(stages)]
         self._kept = [0] * stages
         for stream, count in enumerate(self._counts):
@@ -220,9 +230,9 @@ class _BothEnds:
                 self._offer(Op(False, micro_batch, 0, stream), 0.0)
 
     def result(self) -> list[list[Span]]:
-        """Run to the end."""
+        """Run the schedule to its end."""
         for _ in range(2 * sum(self._counts) * self._stages):
-            device, op, start = min(self._candidates(), key=lambda one: (one[2], one[0]))
+            device, op, start = min(self._candidates(), key=lambda candidate: (candidate[2], candidate[0]))
             self._take(device, op, start)
         return self._spans
 
@@ -233,8 +243,8 @@ class _BothEnds:
                 continue
             free = self._spans[device][-1].end if self._spans[device] else 0.0
             start = max(free, min(ready[op] for op in allowed))
-            there = [op for op in allowed if ready[op] <= start]
-            yield device, min(there, key=lambda op: (not op.backward, op.micro_batch, op.stream)), start
+            startable = [op for op in allowed if ready[op] <= start]
+            yield device, min(startable, key=lambda op: (not op.backward, op.micro_batch, op.stream)), start
 
     def _offer(self, op: Op, at: float) -> None:
         self._ready[self._stages - 1 - op.slice if op.stream else op.slice][op] = at

@@ -1,8 +1,8 @@
-"""Runs a workload through an imagined ring with the very scheduler that engines use. PURE, seeded, no real time.
+"""Simulates a workload on a modelled ring with the engines' own scheduler. PURE, seeded, no real time.
 
-Time jumps from one event to the next: a request arrives, or a step comes back. Nothing else happens in a ring whose
-steps never overtake each other. Where the scheduler has nothing to decide for a while (``Scheduler.steady_steps``), the
-same steps go round until it has, and it is told once; what comes out is the same.
+Time jumps from event to event: a request arrives, or a step comes back. No other events exist in a ring whose steps
+never overtake each other. While the scheduler has nothing to decide (``Scheduler.steady_steps``), the simulator repeats
+the same steps and informs the scheduler once, with the same results.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from edgepipe.simulation.ring import Course, Repeated, RingTraffic
 from edgepipe.simulation.sizing_feed import SizingFeed
 from edgepipe.simulation.workload import Workload, WorkloadRequest
 
-_WORTHWHILE = 2  # turns that can be repeated: fewer are as soon gone through step by step
-_MOST_REPEATED = 4096  # steps at once: their records are made together
-_TOKEN = 0  # every sampled id: nothing depends on which, and no stop id is asked for
+_WORTHWHILE = 2  # minimum of turns to repeat; fewer are as fast step by step
+_MOST_REPEATED = 4096  # steps at once, which bounds the memory of their records
+_TOKEN = 0  # id of every sampled token; results do not depend on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +37,24 @@ class Run:
     cluster: Imagined
     workload: Workload
     policy: Policy
-    micro_batches: int = 0  # 0: sized while it runs, from what is measured
+    micro_batches: int = 0  # 0: adapted during the run
     label: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # for the report
 
 
 def simulate(run: Run) -> RunReport:
-    """Serve the whole workload. Requests that cannot be served are counted with their error."""
+    """Serve the whole workload. The report counts rejected requests with their error."""
     return _Simulation(run).result()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Underway:
-    """A request that was made."""
+    """A submitted request."""
 
     request: WorkloadRequest
     arrival_s: float
     token_times_s: list[float] = field(default_factory=list[float])
-    cached_tokens: int | None = None  # None: not scheduled yet
+    cached_tokens: int | None = None  # None: not yet scheduled
     error: str = ""
 
 
@@ -65,19 +65,19 @@ class _Flight:
     step: StepId
     work: StepWork
     course: Course
-    samplers: list[_Underway]  # who gets a token when it is back
-    looked_at: bool = False  # its times have been measured
+    samplers: list[_Underway]  # requests that get a token when it is back
+    looked_at: bool = False  # its times were measured
 
 
 class _Simulation:
-    """One run; used once."""
+    """One run; use an instance once."""
 
     def __init__(self, run: Run) -> None:
         cluster = run.cluster
         limits = replace(
             cluster.limits,
             micro_batches=run.micro_batches or cluster.limits.micro_batches,
-            max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients that try again
+            max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients retry instead of failing
         )
         self._run = run
         self._scheduler = Scheduler(limits, run.policy)
@@ -87,9 +87,9 @@ class _Simulation:
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
-        self._waiting = deque(run.workload.requests)  # not made yet
+        self._waiting = deque(run.workload.requests)  # not yet submitted
         self._in_flight: deque[_Flight] = deque()
-        self._wanted = 0  # M, once it is to change
+        self._wanted = 0  # new M, when it must change
         self._steps: list[StepRecord] = []
 
     def result(self) -> RunReport:
@@ -99,10 +99,12 @@ class _Simulation:
         self._fill(0.0)
         while self._waiting or self._in_flight:
             self._fill(self._next_event())
-        return make_report(self._facts(), [self._request_record(one) for one in self._requests.values()], self._steps)
+        return make_report(
+            self._facts(), [self._request_record(underway) for underway in self._requests.values()], self._steps
+        )
 
     def _next_event(self) -> float:
-        """Let the next thing happen: a step comes back, or everybody arrives who arrives at that moment. When it is."""
+        """Process the next event: a step's return, or all arrivals at one moment. Return its time."""
         arrival_s = self._next_arrival_s()
         back_s = self._in_flight[0].course.back_s if self._in_flight else inf
         if back_s <= arrival_s and self._in_flight:
@@ -115,13 +117,13 @@ class _Simulation:
         return arrival_s
 
     def _next_arrival_s(self) -> float:
-        """Of a request with a time; those of a closed loop come when others end."""
+        """Return the next scheduled arrival; infinite if none, as in a closed loop."""
         if not self._waiting or (arrival_s := self._waiting[0].arrival_s) is None:
             return inf
         return arrival_s
 
     def _next_request(self, now_s: float) -> None:
-        """Make the next request; a user of a closed loop who is refused makes the one after it."""
+        """Submit the next request. In a closed loop, a refused user submits the one after it."""
         while self._waiting:
             request = self._waiting.popleft()
             sequence = SequenceId(request.index + 1)
@@ -144,7 +146,7 @@ class _Simulation:
             self._scheduler.set_micro_batches(self._wanted)
 
     def _look(self, work: StepWork, course: Course) -> bool:
-        """Measure a step that is back; whether M is to change."""
+        """Measure a returned step. Return whether M must change."""
         running = self._scheduler.num_running
         if self._feed is None or not self._feed.retired(work, course, running=running):
             return False
@@ -163,7 +165,7 @@ class _Simulation:
             self._note_cached(step)
             work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
             course = self._traffic.send(work, now_s)
-            samplers = [self._requests[one] for one in compress(step.sequences, step.samples)]
+            samplers = [self._requests[sequence] for sequence in compress(step.sequences, step.samples)]
             self._in_flight.append(_Flight(step.step, work, course, samplers))
             decode_rows = work.rows
             if work.tokens != decode_rows:
@@ -173,7 +175,7 @@ class _Simulation:
         self._repeat()
 
     def _repeat(self) -> None:
-        """While nothing is to be decided, work out when things happen, and tell the scheduler once."""
+        """Repeat steps while the scheduler has nothing to decide, and inform it once."""
         if not isinstance(self._traffic, RingTraffic):
             return
         flights = list(self._in_flight)
@@ -194,7 +196,7 @@ class _Simulation:
             self._scheduler.set_micro_batches(self._wanted)
 
     def _take(self, flights: Sequence[_Flight], again: Repeated, used_blocks: Sequence[int]) -> None:
-        """Book repeated steps as if each had been scheduled on its own."""
+        """Record repeated steps as if each had been scheduled individually."""
         count, first = len(flights), flights[-1].step + 1
         for number, (now_s, course) in enumerate(zip(again.planned_s, again.courses, strict=True)):
             rows = flights[number % count].work.rows
@@ -225,7 +227,7 @@ class _Simulation:
         )
 
     def _note_cached(self, step: ScheduledStep) -> None:
-        """A prompt that is scheduled for the first time begins behind what the prefix cache knew."""
+        """Record cached prompt tokens: a prompt's first row begins after them."""
         if not step.registers:
             return
         first = dict(zip(reversed(step.sequences), reversed(step.positions), strict=True))

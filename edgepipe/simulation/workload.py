@@ -1,6 +1,6 @@
-"""What a bench or a simulation asks for: when requests arrive, how long they are, what they share. PURE.
+"""Workload of a bench or simulation: arrivals, lengths and shared prefixes of requests. PURE.
 
-The same seed gives the same requests everywhere, so that runs differ only in what they compare.
+The same seed gives the same requests everywhere, so that compared runs have equal workloads.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from edgepipe.errors import ConfigInvalid
 
 _TRACE_FORMAT = "arrival_s, prompt_tokens, output_tokens"
 _SHAREGPT_MEDIANS = (148, 164)  # tokens of prompt and output
-_AZURE_MEANS = (5.21, 1.66)  # times ShareGPT's (gLLM, section 4.1); with equal shapes medians scale alike
+_AZURE_MEANS = (5.21, 1.66)  # times ShareGPT's (gLLM, section 4.1); with equal shapes the medians scale equally
 _CHAT_SIGMA = 0.9  # of log lengths: the longest of a hundred is about eight times the median
 
 
 class Arrivals(Enum):
-    """When requests come."""
+    """Arrival process of requests."""
 
     FIXED = "fixed"  # all at the start
     POISSON = "poisson"  # independently, at a rate
-    CLOSED = "closed"  # as many under way as there are users: the next one when one has ended
-    TRACE = "trace"  # at written times
+    CLOSED = "closed"  # one request per user: the next when the last has ended
+    TRACE = "trace"  # at recorded times
 
 
 class Lengths(Protocol):
     """A distribution of token counts."""
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """``count`` lengths, each at least 1."""
+        """Draw ``count`` lengths, each at least 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedLengths:
-    """Every length is the same."""
+    """Constant length."""
 
     tokens: int
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ConfigInvalid(f"a length of {self.tokens} tokens cannot be", fact="a request has at least one")
+            raise ConfigInvalid(f"a length of {self.tokens} tokens is too small", fact="a request has at least one")
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """``count`` times the same."""
+        """Return ``count`` equal lengths."""
         return [self.tokens] * count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LognormalLengths:
-    """Many short ones and a few long ones, as in chats."""
+    """Log-normal lengths: many short and a few long ones, as in chats."""
 
     median_tokens: float
     sigma: float = _CHAT_SIGMA  # of the logarithm
-    max_tokens: int = 8192  # longer draws are cut to it
+    max_tokens: int = 8192  # caps longer draws
 
     def __post_init__(self) -> None:
         if self.median_tokens < 1 or self.sigma < 0 or self.max_tokens < 1:
             raise ConfigInvalid("lognormal lengths need a median and a maximum of at least one token")
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """``count`` rounded draws."""
+        """Draw ``count`` rounded lengths."""
         drawn = np.exp(generator.normal(math.log(self.median_tokens), self.sigma, count))
         return [int(tokens) for tokens in np.clip(np.rint(drawn), 1, self.max_tokens)]
 
 
 def named_lengths(name: str) -> tuple[Lengths, Lengths]:
-    """Prompt and output lengths like ``sharegpt``'s or ``azure``'s. Raises ConfigInvalid for another name."""
+    """Return prompt and output lengths of ``sharegpt`` or ``azure``. Raises ConfigInvalid for another name."""
     scales = {"sharegpt": (1.0, 1.0), "azure": _AZURE_MEANS}.get(name)
     if scales is None:
         raise ConfigInvalid(f"no lengths are called '{name}'", fact="there are sharegpt, azure and fixed")
@@ -84,18 +84,18 @@ def named_lengths(name: str) -> tuple[Lengths, Lengths]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadRequest:
-    """One request as it will be made."""
+    """One request of a workload."""
 
     index: int  # in the workload, from 0
-    arrival_s: float | None  # after the start; None: when one of the closed loop's users is free
-    prompt_tokens: int  # shared prefix included
+    arrival_s: float | None  # seconds after the start; None: when a user of the closed loop is free
+    prompt_tokens: int  # including the shared prefix
     output_tokens: int
-    prefix: int | None = None  # which of the shared prefixes it begins with
+    prefix: int | None = None  # index of its shared prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in the order in which they arrive."""
+    """Requests in the order of arrival."""
 
     arrivals: Arrivals
     requests: tuple[WorkloadRequest, ...]
@@ -105,7 +105,7 @@ class Workload:
     prefix_tokens: int = 0  # length of each shared prefix
 
     def prompt_ids(self, request: WorkloadRequest, *, vocab_size: int = 256) -> tuple[int, ...]:
-        """The request's token ids, uniform below ``vocab_size``; equal prefixes are equal ids."""
+        """Return the request's token ids, uniform below ``vocab_size``; equal prefixes have equal ids."""
         shared: list[int] = []
         if request.prefix is not None:
             shared = self._ids(
@@ -121,17 +121,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """How to draw a workload. Raises ConfigInvalid if it says nothing that can be drawn."""
+    """Parameters for drawing a workload. Raises ConfigInvalid for invalid values."""
 
     arrivals: Arrivals = Arrivals.FIXED
     num_requests: int = 64
-    rate_per_s: float | None = None  # of Poisson arrivals
-    concurrency: int | None = None  # of the closed loop
+    rate_per_s: float | None = None  # for Poisson arrivals
+    concurrency: int | None = None  # for the closed loop
     prompt: Lengths = FixedLengths(tokens=128)  # without the shared prefix
     output: Lengths = FixedLengths(tokens=128)
     lengths_name: str = "fixed"  # for the description
     prefix_tokens: int = 0  # shared by all requests of a group, before their own prompt
-    num_prefixes: int = 1  # groups; requests take them in turn
+    num_prefixes: int = 1  # groups, assigned to requests in turn
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -144,9 +144,9 @@ class WorkloadSpec:
 
 
 def make_workload(spec: WorkloadSpec) -> Workload:
-    """Draw the requests. Raises ConfigInvalid for a trace: that is read, not drawn."""
+    """Draw the requests. Raises ConfigInvalid for a trace, which must be read."""
     times = _arrival_times(spec, np.random.default_rng((spec.seed, 0)))
-    lengths = np.random.default_rng((spec.seed, 3))  # its own stream: another rate keeps the lengths
+    lengths = np.random.default_rng((spec.seed, 3))  # a separate stream, so that the rate does not change the lengths
     prompts, outputs = spec.prompt.draw(lengths, spec.num_requests), spec.output.draw(lengths, spec.num_requests)
     requests = tuple(
         WorkloadRequest(
@@ -169,9 +169,9 @@ def make_workload(spec: WorkloadSpec) -> Workload:
 
 
 def read_trace(lines: Iterable[str], *, name: str = "the trace", seed: int = 0) -> Workload:
-    """A workload from lines ``arrival_s, prompt_tokens, output_tokens`` (commas or blanks; ``#`` begins a comment).
+    """Read a workload from lines ``arrival_s, prompt_tokens, output_tokens`` (commas or blanks; ``#`` comments).
 
-    Raises ConfigInvalid, naming the line and what was expected.
+    Raises ConfigInvalid, which names the line and the expected format.
     """
     requests: list[WorkloadRequest] = []
     for number, line in enumerate(lines, start=1):
@@ -220,18 +220,18 @@ def _trace_line(text: str, index: int, place: str) -> WorkloadRequest:
         arrival_text, prompt_text, output_text = fields
         arrival_s, prompt_tokens, output_tokens = float(arrival_text), int(prompt_text), int(output_text)
     except ValueError:
-        problem = "one of them is no number" if len(fields) == 3 else f"it has {len(fields)} fields"
+        problem = "one of the fields is not a number" if len(fields) == 3 else f"it has {len(fields)} fields"
         raise _bad_line(place, text, problem) from None
     if not 0 <= arrival_s < math.inf:
-        raise _bad_line(place, text, "the arrival is no time of zero or more seconds")
+        raise _bad_line(place, text, "the arrival is not a time of zero or more seconds")
     if prompt_tokens < 1 or output_tokens < 1:
-        raise _bad_line(place, text, "prompt and output have at least one token")
+        raise _bad_line(place, text, "prompt and output need at least one token")
     return WorkloadRequest(index=index, arrival_s=arrival_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
 
 def _bad_line(place: str, text: str, problem: str) -> ConfigInvalid:
     return ConfigInvalid(
-        f"{place} is no request: '{text[:60]}'",
+        f"{place} is not a request: '{text[:60]}'",
         fact=f"expected {_TRACE_FORMAT}; {problem}",
         next_step="write it like: 0.25, 148, 164",
     )

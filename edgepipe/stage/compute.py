@@ -1,4 +1,4 @@
-"""The one thread that touches the device."""
+"""The compute thread: the only thread that uses the device."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """One step on one slice, as the compute thread sees it. The methods are called on that thread."""
+    """One step on one slice, for the compute thread, which calls the methods."""
 
     prepared: Prepared
     slice_index: int
-    demand: StepWork  # what it asks of the device: how long it takes is a function of that
+    demand: StepWork  # determines the step's time on the device
 
     @property
     def place(self) -> tuple[int, int]:
-        """The counter of its epoch, and the step."""
+        """Counter of the epoch, and the step."""
         ...
 
     def take_inputs(self) -> TokenIds | Activations:
-        """What it computes on; called once, so that the memory is free when the backend is done with it."""
+        """Return and drop the inputs. Called once, so that the backend frees the memory when it is done."""
         ...
 
     def edits(self) -> LogitEdits | None:
-        """How its logits are changed on the device; called before it is submitted, if the backend picks candidates."""
+        """Return the logit edits for the device. Called before the submit, if the backend picks candidates."""
         ...
 
     def wanted(self) -> bool:
-        """False when its epoch has ended meanwhile: it is dropped."""
+        """Return False if the epoch has ended; the step is then dropped."""
         ...
 
     def done(self, output: StepOutput, span: Span) -> None:
-        """It has been computed."""
+        """Take the output of the computed step."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """The backend raised."""
+        """Take the backend's error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a step was on the device, in monotonic seconds."""
+    """A step's time on the device, in monotonic seconds."""
 
-    submitted_s: float  # submit entered
-    begun_s: float  # the device was free for it: the step ahead collected
-    collected_s: float  # collect returned
-    idle_s: float  # device idle before it
+    submitted_s: float  # call of submit
+    begun_s: float  # the device was free for it: the previous step was collected
+    collected_s: float  # return of collect
+    idle_s: float  # seconds that the device idled before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,14 @@ class _Outstanding:
 
 
 class ComputeThread:
-    """Runs steps in the order of ``put``, each submitted before the one ahead of it is collected where the backend
-    allows; calls made through ``call`` run between steps with nothing outstanding."""
+    """Runs steps in the order of ``put``.
+
+    Where the backend allows, it submits a step before it collects the previous one. Functions passed to ``call`` run
+    between steps, with no step outstanding.
+    """
 
     def __init__(self, *, clock: Clock, name: str = "compute", mark: StepMark | None = None) -> None:
-        """``mark`` is kept at the oldest step that is computed."""
+        """``mark``: always shows the oldest outstanding step."""
         self._mark = mark
         self.started = 0  # steps submitted
         self.finished = 0  # steps collected
@@ -91,12 +94,12 @@ class ComputeThread:
         self._thread.start()
 
     def limit_s(self) -> float:
-        """How long what the thread does now may take before it counts as hung."""
+        """Return the seconds that the current work may take before the device counts as hung."""
         return self._times.limit_s
 
     @property
     def backend(self) -> Backend:
-        """The backend in use."""
+        """Backend in use."""
         assert self._backend is not None, "use() comes first"
         return self._backend
 
@@ -105,15 +108,15 @@ class ComputeThread:
         self._backend = backend
 
     def expect(self, costs: Mapping[int, SliceCost]) -> None:
-        """Predict the times of newly loaded slices by the device's data sheet. Call it on the thread."""
+        """Predict the times of newly loaded slices from the device's data sheet. Call it on the compute thread."""
         self._times.expect(costs)
 
     def put(self, work: Work) -> None:
-        """Queue a step. Never blocks; how many are queued is bounded by the caller."""
+        """Queue a step without blocking. The caller bounds the queue."""
         self._jobs.put(work)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the thread once all steps before it are collected; raises what it raises."""
+        """Run ``function`` on the thread once all previous steps are collected. Raises the function's error."""
         if not self._thread.is_alive():
             raise RuntimeError("the compute thread is closed")
         loop = asyncio.get_running_loop()
@@ -131,7 +134,7 @@ class ComputeThread:
         return await future
 
     async def close(self) -> None:
-        """Finish what is queued and end the thread. May be called twice."""
+        """Finish the queued work and end the thread. May be called twice."""
         if self._thread.is_alive():
             await self.call(self._stop)
         self._thread.join()
@@ -153,7 +156,7 @@ class ComputeThread:
                 self._submit(job)
 
     def _next_job(self) -> Work | Callable[[], None] | None:
-        """The next job; None when the oldest outstanding step is to be collected first."""
+        """Return the next job; None if the oldest outstanding step must be collected first."""
         if not self._outstanding:
             return self._jobs.get()
         if len(self._outstanding) >= self.backend.max_submitted:
@@ -182,7 +185,7 @@ class ComputeThread:
             edits = work.edits() if self.backend.picks_candidates else None
             ticket = self.backend.submit(work.prepared, work.take_inputs(), edits)
         except Exception as exc:
-            self.finished += 1  # it does not run any more
+            self.finished += 1  # counts as finished
             self._times.refused()
             self._mark_oldest()
             work.failed(exc)

@@ -1,4 +1,4 @@
-"""How a stage reaches the next one."""
+"""Connections from a stage to the next one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgepipe.wire.v1 import common_pb2
 
 
 def grpc_dial(*, hello: common_pb2.Hello, security: Security, clock: Clock, network: Network | None = None) -> Dial:
-    """Over gRPC, each link with a channel of its own; over an emulated ``network`` if there is one."""
+    """Return a dialler over gRPC with one channel per link; over the emulated ``network`` if given."""
 
     def dial(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
         return RingSender(target, hello=hello, security=security, clock=clock, on_sample=on_sample, network=network)

@@ -1,4 +1,4 @@
-"""The served model's vocabulary for grammars: read when the first request with a grammar comes, then kept."""
+"""The served model's vocabulary for grammars, read at the first request with a grammar, then kept."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling.grammar import GrammarTokenizer
 
 OpenTokenizer = Callable[[], Tokenizer]
-"""Blocks for some 100 ms. Raises ModelInvalid."""
+"""Opens the served model's tokenizer. Blocks for some 100 ms. Raises ModelInvalid."""
 
 
 class Grammars:
-    """Called on sampler threads."""
+    """Keeps the loaded model's vocabulary; used on sampler threads."""
 
     def __init__(self, open_tokenizer: OpenTokenizer | None) -> None:
         self._open_tokenizer = open_tokenizer
@@ -24,12 +24,12 @@ class Grammars:
         self._lock = threading.Lock()
 
     def use(self, config: ModelConfig) -> None:
-        """Another model has been loaded."""
+        """Switch to another loaded model."""
         with self._lock:
             self._config, self._tokenizer = config, None
 
     def open(self) -> GrammarTokenizer:
-        """The vocabulary of the loaded model. Raises FeatureMissing, ModelInvalid."""
+        """Return the vocabulary of the loaded model. Raises FeatureMissing, ModelInvalid."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._make()

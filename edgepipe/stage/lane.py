@@ -1,4 +1,4 @@
-"""One slice's queue: plans and inputs come in either order, steps leave in step order."""
+"""One slice's queue: plans and inputs arrive in either order, steps leave in step order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Inputs = TokenIds | Activations
 
 
 class Lane:
-    """Joins the steps of one slice with their inputs: token ids, or activations from another stage or from this one.
+    """Joins a slice's steps with their inputs: token ids, or activations of this or another stage.
 
-    ``receiver`` is there where another stage feeds the slice, ``sender`` where another stage is fed.
+    ``receiver``: set if another stage feeds the slice; ``sender``: set if the slice feeds another stage.
     """
 
     def __init__(
@@ -42,33 +42,33 @@ class Lane:
         self._clock = clock
         self._on_late = on_late
         self._planned: deque[StepWork] = deque()  # not dispatched
-        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()  # not dispatched; with when they came (monotonic)
+        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()  # not dispatched; with arrival time (monotonic)
         self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
         self._deadline_s = deadline_s
 
     def plan(self, work: StepWork) -> None:
-        """The step is to be computed. Raises RemoteProtocolError if its activations came and do not fit."""
+        """Queue a planned step. Raises RemoteProtocolError if its activations arrived with the wrong size."""
         self._planned.append(work)
         if self.receiver is not None:
             self.receiver.expect(work.step, work.num_tokens * self._hidden_size * self._kind.num_bytes)
         self._watch()
 
     def arrive(self, step: StepId, inputs: Inputs) -> None:
-        """Inputs for the step, of a slice of this stage or of the plan."""
+        """Take inputs for a step from the plan or from a slice of this stage."""
         self._arrived.append((step, inputs, self._clock.monotonic_s()))
         self._watch()
 
     def arrive_bytes(self, step: StepId, data: StepBytes) -> None:
-        """Inputs for the step, from the link."""
+        """Take inputs for a step from the link."""
         self.arrive(step, data.view(self._kind.numpy).reshape(-1, self._hidden_size))
 
     def held(self) -> None:
-        """Activations came before their plan."""
+        """Start the deadline because activations came before their plan."""
         if not self._deadline.running:
             self._deadline.restart()
 
     def next_ready(self) -> StepWork | None:
-        """The next step in order, with its inputs; None while it waits for them."""
+        """Return the next step in order with its inputs; None while it waits for them."""
         if not self._planned or not self._arrived:
             return None
         step, inputs, arrived_s = self._arrived.popleft()
@@ -83,7 +83,7 @@ class Lane:
         return work
 
     def close(self) -> None:
-        """Forget everything; the stream that feeds the slice ends."""
+        """Drop all steps and end the stream that feeds the slice."""
         self._deadline.close()
         self._planned.clear()
         self._arrived.clear()
@@ -91,7 +91,7 @@ class Lane:
             self.receiver.close()
 
     def _watch(self) -> None:
-        """Time runs while the step whose turn it is waits for something from outside."""
+        """Run the deadline while the next step waits for its activations or its plan."""
         waits_for_inputs = self.receiver is not None and self._planned and not self._arrived
         waits_for_plan = self.receiver is not None and self.receiver.waiting_for_plan is not None
         if not waits_for_inputs and not waits_for_plan:

@@ -1,4 +1,4 @@
-"""How long a layer of a shape takes on this device: made-up weights through the real backend."""
+"""Measure a layer's time on this device: random weights through the real backend."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _PROMPTS = (32, 128, 512)
 _HEAD_ROWS = (1, 8, 32)
 _CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
-_WEIGHTS_BYTES = 256 << 20  # more than any cache holds: a stage streams its weights from memory
+_WEIGHTS_BYTES = 256 << 20  # larger than any cache, as a stage streams its weights from memory
 _MOST_LAYERS = 16
-_POINT_S = 0.05  # spent on a point after its first run
-_TOO_SLOW_S = 0.4  # of one run: larger sizes follow from the slope
+_POINT_S = 0.05  # time for one point after its first run
+_TOO_SLOW_S = 0.4  # for one run: larger sizes follow from the slope
 _LEAST_RUNS, _MOST_RUNS = 7, 30
-_ENOUGH_S, _SLOW_RUNS = 0.2, 3  # runs that took so long together are less disturbed: so many of them do
-_LONGEST_REST_S = 0.01  # between decode steps: a stage rests while others compute, and caches forget its weights
-_LOAD_S = 0.5  # for the largest probe's weights
+_ENOUGH_S, _SLOW_RUNS = 0.2, 3  # long runs are less disturbed: stop after this many that took this long together
+_LONGEST_REST_S = 0.01  # between decode steps: a stage idles while others compute, and caches drop its weights
+_LOAD_S = 0.5  # limit for loading the largest probe
 
 
 def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_bytes: int) -> LayerProfile:
-    """Measure on the compute thread, with nothing loaded; leaves nothing loaded. Some seconds on a CPU.
+    """Measure a layer on the compute thread. Nothing may be loaded before or is after. Some seconds on a CPU.
 
-    Raises what loading raises, DeviceOutOfMemory foremost.
+    Raises the errors of loading, mainly DeviceOutOfMemory.
     """
     layer_bytes = config.layer_parameters() * value_bytes
     many = min(_MOST_LAYERS, max(2, math.ceil(_WEIGHTS_BYTES / layer_bytes)))
@@ -46,7 +46,7 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
         quick = probe.load_s(1) * _MOST_LAYERS < _LOAD_S
         probe.warm_up()
         if quick:
-            many = _MOST_LAYERS  # the more layers, the less a step's overheads and the clock's noise count
+            many = _MOST_LAYERS  # more layers reduce the weight of overheads and clock noise
         few = many // 2
         probe.load(few, head=False)
         few_s = probe.decode_s(1, _CONTEXT)
@@ -60,12 +60,12 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
         backend.close()
     slope_s = max(0.0, decode[0].seconds - few_s) / (many - few)
     base_s = max(0.0, decode[0].seconds - many * slope_s)
-    layers = tuple(Point(one.size, max(0.0, one.seconds - base_s) / many) for one in decode)
-    head = [Point(one.size, max(0.0, one.seconds - base_s - few * _at(layers, one.size))) for one in headed]
+    layers = tuple(Point(point.size, max(0.0, point.seconds - base_s) / many) for point in decode)
+    head = [Point(point.size, max(0.0, point.seconds - base_s - few * _at(layers, point.size))) for point in headed]
     return LayerProfile(
         base_s=base_s,
         decode=layers,
-        prefill=tuple(Point(one.size, max(0.0, one.seconds - base_s) / many) for one in prefill),
+        prefill=tuple(Point(point.size, max(0.0, point.seconds - base_s) / many) for point in prefill),
         head=tuple(_rising(head)),
         kv_token_s=max(0.0, long_s - short_s) / (many * _LONG_ROWS * (_LONG_CONTEXT - _CONTEXT)),
         decode_context=_CONTEXT,
@@ -73,17 +73,17 @@ def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_by
 
 
 def _rising(points: Sequence[Point]) -> list[Point]:
-    """More never takes less: a point above a later one was disturbed."""
-    lowest = np.minimum.accumulate([one.seconds for one in reversed(points)])[::-1]
-    return [Point(one.size, float(seconds)) for one, seconds in zip(points, lowest, strict=True)]
+    """Make the times non-decreasing: a point above a later one was disturbed."""
+    lowest = np.minimum.accumulate([point.seconds for point in reversed(points)])[::-1]
+    return [Point(point.size, float(seconds)) for point, seconds in zip(points, lowest, strict=True)]
 
 
 def _at(points: Sequence[Point], size: float) -> float:
-    return float(np.interp(size, [one.size for one in points], [one.seconds for one in points]))
+    return float(np.interp(size, [point.size for point in points], [point.seconds for point in points]))
 
 
 class _Probe:
-    """A few layers with made-up weights, and steps over them."""
+    """A few layers with random weights, and steps over them."""
 
     def __init__(self, backend: Backend, config: ModelConfig, clock: Clock) -> None:
         self._backend = backend
@@ -94,24 +94,24 @@ class _Probe:
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
     def load_s(self, num_layers: int) -> float:
-        """How long so many layers take to load."""
+        """Load so many layers and return the seconds that it took."""
         started_s = self._clock.monotonic_s()
         self.load(num_layers, head=False)
         return self._clock.monotonic_s() - started_s
 
     def load(self, num_layers: int, *, head: bool) -> None:
-        """Replace what is loaded."""
+        """Replace the loaded layers."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
         self._backend.load([self._part], MadeUpWeights(self._config), lambda _: None)
         tokens = max(_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block), _PROMPTS[-1])
         self._backend.allocate_kv(num_blocks=tokens // self._block + _ROWS[-1] + 1, block_size=self._block)
 
     def warm_up(self) -> None:
-        """The first step of a process also starts libraries: seconds on a GPU."""
+        """Run a first step, which also starts libraries: seconds on a GPU."""
         self._run_s([(_CONTEXT - 1, 1)])
 
     def sweep(self, sizes: Sequence[int], measure: Callable[[int], float]) -> list[Point]:
-        """Points by size, up to the first that takes too long; never fewer than one."""
+        """Measure sizes up to the first that takes too long; at least one point."""
         points: list[Point] = []
         for size in sizes:
             points.append(Point(size, measure(size)))
@@ -120,21 +120,21 @@ class _Probe:
         return _rising(points)
 
     def decode_s(self, rows: int, context: int) -> float:
-        """A step of so many sequences with one token each, which attends to ``context``."""
+        """Time a step with one token for each of ``rows`` sequences, attending to ``context`` tokens."""
         return self._time_s([(context - 1, 1)] * rows, rests=True)
 
     def prefill_s(self, tokens: int) -> float:
-        """A step of one prompt."""
+        """Time a step with one prompt."""
         return self._time_s([(0, tokens)], rests=False)
 
     def _time_s(self, rows: Sequence[tuple[int, int]], *, rests: bool) -> float:
-        """The median. With ``rests``, the device idles before each run for as long as the first one took."""
+        """Return the median time. ``rests``: idle before each run for as long as the first run took."""
         runs = [self._run_s(rows)]
         if runs[0] > _TOO_SLOW_S:
             return runs[0]
-        rest_s = min(runs.pop(), _LONGEST_REST_S) if rests else 0.0  # the first one warmed up
+        rest_s = min(runs.pop(), _LONGEST_REST_S) if rests else 0.0  # the first run was the warm-up
         while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
-            time.sleep(rest_s)  # on the compute thread, which has nothing else to do
+            time.sleep(rest_s)  # on the compute thread, which is otherwise idle
             runs.append(self._run_s(rows))
             if len(runs) >= _SLOW_RUNS and sum(runs) >= _ENOUGH_S:
                 break
@@ -164,7 +164,7 @@ class _Probe:
 
 
 class MadeUpWeights:
-    """Small random numbers in every tensor that a slice wants; a ``WeightSource``."""
+    """A ``WeightSource`` of small random numbers for every tensor of a slice."""
 
     bytes_read = 0
 

@@ -1,4 +1,4 @@
-"""What a stage tells its engine, in order, over one Control stream."""
+"""A stage's reports to its engine, in order, over one Control stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, 
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
-_MAX_TIMINGS = 1024  # between two reports; older ones are forgotten
+_MAX_TIMINGS = 1024  # between two reports; drops the oldest
 
 
 class Reports:
-    """Reports wait here for the stream's writer. Their number is bounded by the steps in flight."""
+    """Queue of reports for the stream's writer. The steps in flight bound its length."""
 
     def __init__(self) -> None:
         self._reports: deque[stage_pb2.StageReport] = deque()
@@ -31,21 +31,21 @@ class Reports:
         self._timer: asyncio.TimerHandle | None = None
 
     def opened(self, epoch: Epoch, *, kv_since: Epoch) -> None:
-        """Plans may come. What the engine's steps wrote since ``kv_since`` is still there."""
+        """Report that the stage accepts plans. Its KV holds all that the engine's steps wrote since ``kv_since``."""
         opened = stage_pb2.Opened(epoch=epoch_to_wire(epoch), kv_since=epoch_to_wire(kv_since))
         self._put(stage_pb2.StageReport(opened=opened))
 
     def done(self, done: StepDone) -> None:
-        """A step is retired."""
+        """Report a retired step."""
         self._put(done_to_wire(done))
 
     def timing(self, timing: StepTiming) -> None:
-        """A step went through here; told within 100 ms."""
+        """Report a computed step's timing, within 100 ms."""
         self._timings.append(timing)
         self._arm()
 
     def link(self, sample: LinkSample) -> None:
-        """A step reached the next stage; told within 100 ms."""
+        """Report a step's arrival at the next stage, within 100 ms."""
         self._links.append(sample)
         self._arm()
 
@@ -57,7 +57,7 @@ class Reports:
         device_failed: bool = False,
         next_unreached: bool = False,
     ) -> None:
-        """The last report: the epoch has ended, perhaps because computing a step or reaching the next stage failed."""
+        """Report the end of the epoch and its reason. This is the last report."""
         fault = error_to_wire(error)
         self._put(
             stage_pb2.StageReport(
@@ -67,12 +67,12 @@ class Reports:
         self.finish()
 
     def finish(self) -> None:
-        """Nothing more will be reported."""
+        """End the reports."""
         self._ends = True
         self._due.set()
 
     async def write_to(self, replies: Replies) -> None:
-        """Write reports until the last one has been written or the stream is gone."""
+        """Write reports until the last one is written or the stream breaks."""
         try:
             while self._reports or not self._ends:
                 while self._reports:
@@ -81,10 +81,10 @@ class Reports:
                     self._due.clear()
                     await self._due.wait()
         except (grpc.aio.AioRpcError, grpc.aio.BaseError):
-            return  # the stream's reader sees its end, too
+            return  # the reader also sees the stream's end
 
     def close(self) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Steps retire in the order of their plans, whatever the order in which sampler threads finish."""
+"""Retires steps in the order of their plans, although sampler threads finish in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgepipe.wire.plans import StepDone, StepTiming
 
 
 class Retirement:
-    """The steps that end on this stage and have not been reported."""
+    """Steps that end on this stage and are not yet reported."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
@@ -19,11 +19,11 @@ class Retirement:
         self._settled: dict[StepId, StepDone] = {}
 
     def due(self, step: StepId) -> None:
-        """A plan ends on this stage."""
+        """Add a step that ends on this stage."""
         self._due.append(step)
 
     def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
-        """The step is finished. Gives what can be reported now."""
+        """Finish a step. Yields the steps that can be reported now."""
         sampled = list(enumerate(result.sampled))
         self._settled[step] = StepDone(
             epoch=self._epoch,

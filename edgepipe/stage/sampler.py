@@ -1,4 +1,4 @@
-"""CPU threads beside the device: the last stage's logits become ids while the next step computes."""
+"""Sampler threads on the CPU: they turn the last stage's logits into ids while the device computes the next step."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from edgepipe.stage.sequences import ScoredPart
 
 logger = logging.getLogger(__name__)
 
-_LEAST_ROWS = 4  # that are worth a thread of their own: a row takes 0.3 ms, waking a thread 0.05 ms
+_LEAST_ROWS = 4  # rows that justify another thread: a row takes 0.3 ms, waking a thread 0.05 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the sampler made of one step."""
+    """Sampled tokens of one step."""
 
     sampled: tuple[Sampled, ...] = ()  # one per sampling row
     prompts: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
-    sample_us: int = 0  # from the first row's beginning to the last row's end
+    sample_us: int = 0  # from the first row's start to the last row's end
 
 
 Sampler = Callable[[npt.NDArray[np.float32], Sequence[SampleRow]], Sequence[Sampled]]
-"""``(logits [R, V], rows [R]) -> what became of each``: ``edgepipe.sampling.sample``."""
+"""``(logits [R, V], rows [R]) -> results [R]``: ``edgepipe.sampling.sample``."""
 
 OnResult = Callable[[StepResult], None]
 
 
 def default_threads() -> int:
-    """One for every two cores, at most four: rows are bound by memory, and the rest of the node wants cores, too."""
+    """Return one thread per two cores, at most four: sampling is memory-bound, and the node needs cores, too."""
     return max(1, min(4, (os.cpu_count() or 2) // 2))
 
 
 class SamplerPool:
-    """Samples whole steps, several at a time, the rows of one spread over the threads."""
+    """Samples several steps at a time and spreads the rows of a step over the threads."""
 
     def __init__(self, sampler: Sampler, *, num_threads: int, clock: Clock) -> None:
         self._sampler = sampler
@@ -71,7 +71,7 @@ class SamplerPool:
         on_result: OnResult,
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Sample one step; ``on_result`` or ``on_error`` is called on a sampler thread. Called on any thread."""
+        """Sample one step. Calls ``on_result`` or ``on_error`` on a sampler thread. May be called on any thread."""
         count = max(1, min(self._num_threads, len(rows) // _LEAST_ROWS))
         bounds = [len(rows) * part // count for part in range(count + 1)]
         done = partial(self._done, rows, on_result)
@@ -84,12 +84,12 @@ class SamplerPool:
         self._threads.submit(_quietly, sampler.warm, sampler)
 
     def close(self) -> None:
-        """Finish what is queued and end the threads."""
+        """Finish the queued steps and end the threads."""
         self._closing = True
         self._threads.shutdown(wait=True)
 
     def _done(self, rows: tuple[SampleRow, ...], on_result: OnResult, result: StepResult) -> None:
-        """Tell, then compute grammars' next masks behind whatever waits to be sampled."""
+        """Report the result, then queue the computation of the grammars' next masks."""
         on_result(result)
         for row in rows:
             if row.sampler.params.grammar is not None and not self._closing:
@@ -97,7 +97,7 @@ class SamplerPool:
 
 
 class _StepJob:
-    """One step, in parts that run on several threads; the last one tells."""
+    """One step, split into parts for several threads. The last part to finish reports."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class _StepJob:
             sampled = self._sample(start, end)
         except Exception as exc:
             with self._lock:
-                told, self._failed = self._failed, True
-            if not told:
+                reported, self._failed = self._failed, True
+            if not reported:
                 self._on_error(exc)
             return
         with self._lock:
@@ -171,7 +171,7 @@ class _StepJob:
 def prompt_logprobs(
     parts: Sequence[ScoredPart], scores: TokenScores | None
 ) -> tuple[tuple[SequenceId, PromptLogprobs], ...]:
-    """A device's scores of prompt tokens as each sequence's log-probabilities."""
+    """Convert a device's scores of prompt tokens to each sequence's log-probabilities."""
     if not parts:
         return ()
     if scores is None:
@@ -205,7 +205,7 @@ def _part_of(picked: PickedCandidates, start: int, end: int) -> PickedCandidates
 
 
 def _quietly(work: Callable[[], None], sampler: SequenceSampler) -> None:
-    """What fails here fails again when the sequence is sampled, and is told then."""
+    """Run optional work. Its errors recur when the sequence is sampled, and are reported then."""
     try:
         with sampler.lock:
             work()

@@ -1,4 +1,4 @@
-"""What a stage knows of every sequence, grown from the deltas in plans. Shape letter: R rows that sample."""
+"""A stage's table of sequences, updated by the deltas in plans. Shape letter: R rows that sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
 
-_MOST_TOLD = 4096  # sequences that are told and not begun: many times what an engine runs
+_MOST_TOLD = 4096  # sequences registered but not begun: many times as many as an engine runs
 
 
 @dataclass(slots=True)
@@ -25,19 +25,19 @@ class SequenceState:
     """A registered sequence."""
 
     registration: Registration
-    sampler: SequenceSampler | None  # if the head is here
-    scored: bool  # its prompt's tokens get log-probabilities here
-    runs: Runs = ()  # block table from token 0; neighbouring runs are merged
+    sampler: SequenceSampler | None  # set if this stage has the head
+    scored: bool  # whether this stage computes its prompt's log-probabilities
+    runs: Runs = ()  # block table from token 0, neighbouring runs merged
     num_blocks: int = 0
-    end: int | None = None  # tokens whose KV stands once the newest plan has run; None before its first row
+    end: int | None = None  # tokens with KV after the newest plan; None before its first row
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPart:
-    """Prompt tokens that get log-probabilities in a step."""
+    """Prompt tokens whose log-probabilities a step computes."""
 
     sequence: SequenceId
-    position: int  # absolute, of the first
+    position: int  # absolute, of the first token
     count: int
 
 
@@ -46,15 +46,14 @@ class PlannedRows:
     """The rows of one step, ready for a backend and for the sampler."""
 
     rows: tuple[StepRow, ...]
-    logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the tokens that are sampled from
-    samples: tuple[SampleRow, ...] = ()  # [R]; none if the head is elsewhere
+    logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the rows to sample from
+    samples: tuple[SampleRow, ...] = ()  # [R]; empty if another stage has the head
     scored: tuple[ScoredPart, ...] = ()
-    score_rows: ScoreRows | None = None  # of the parts, one after another
+    score_rows: ScoreRows | None = None  # of all parts, concatenated
 
 
 class SequenceTable:
-    """Applies registrations and plans in order. One that cannot be is a RemoteProtocolError; the table is of no use
-    afterwards."""
+    """Applies registrations and plans in order. An invalid one raises RemoteProtocolError and breaks the table."""
 
     def __init__(
         self,
@@ -64,39 +63,41 @@ class SequenceTable:
         model: ModelBounds,
         new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
     ) -> None:
-        """``new_sampler``: None if the head is on another stage; it is given why the sequence cannot be sampled."""
+        """``new_sampler``: makes a sampler from a registration and its fault; None if another stage has the head."""
         self._model = model
         self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._told: dict[SequenceId, Registration] = {}  # not begun yet
+        self._told: dict[SequenceId, Registration] = {}  # not yet begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def tell(self, registration: Registration) -> None:
-        """A sequence that a later plan begins, or a part of one. Raises RemoteProtocolError."""
+        """Take all or part of the registration of a sequence that a later plan begins. Raises RemoteProtocolError."""
         known = self._told.get(registration.sequence)
         if not registration.continues:
             self._told[registration.sequence] = registration
         elif known is not None:
             self._told[registration.sequence] = known.joined(registration)
         else:
-            raise RemoteProtocolError(f"sequence {registration.sequence} is continued and was not begun")
+            raise RemoteProtocolError(
+                f"a part of sequence {registration.sequence}'s registration came before its beginning"
+            )
         if len(self._told) > _MOST_TOLD:
             raise RemoteProtocolError(
-                f"sequence {registration.sequence} is one too many", fact=f"{_MOST_TOLD} others are not begun yet"
+                f"sequence {registration.sequence} exceeds the limit", fact=f"{_MOST_TOLD} others have not begun yet"
             )
 
     def apply(self, plan: StepPlan) -> PlannedRows:
-        """Forget, register, append blocks, and give the step's rows. Raises RemoteProtocolError."""
+        """Apply a plan: free, register, append blocks. Return the step's rows. Raises RemoteProtocolError."""
         for sequence in plan.frees:
             if self._sequences.pop(sequence, None) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
         for sequence in plan.registers:
             if (registration := self._told.pop(sequence, None)) is None:
-                raise _bad(plan, f"it begins sequence {sequence}, of which nothing was told")
+                raise _bad(plan, f"it begins sequence {sequence} without a registration")
             self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
@@ -105,7 +106,7 @@ class SequenceTable:
         return _rows(plan, states)
 
     def _register(self, registration: Registration) -> SequenceState:
-        """A sequence whose ids the model does not have fails when it is sampled, alone: no step meets those ids."""
+        """Create a sequence's state. Ids outside the vocabulary fail only this sequence, when it is sampled."""
         if self._new_sampler is None:
             return SequenceState(registration, None, False)
         fault = registration_fault(registration, self._model)
@@ -126,7 +127,7 @@ class SequenceTable:
         if run.count < 1 or run.start + run.count > self._num_blocks:
             raise _bad(
                 plan,
-                f"it gives out blocks {run.start}-{run.start + run.count - 1}",
+                f"it assigns blocks {run.start}-{run.start + run.count - 1}",
                 f"there are {self._num_blocks} blocks",
             )
         last = state.runs[-1] if state.runs else None
@@ -144,7 +145,7 @@ class SequenceTable:
             raise _bad(plan, f"sequence {row.sequence} would have {end} tokens", f"its blocks hold {room}")
         if state.end is not None and row.position > state.end:
             raise _bad(
-                plan, f"sequence {row.sequence} goes on at position {row.position}", f"its KV ends at {state.end}"
+                plan, f"sequence {row.sequence} continues at position {row.position}", f"its KV ends at {state.end}"
             )
 
     def _check_copies(self, plan: StepPlan) -> None:
@@ -181,7 +182,7 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
 
 
 class _Scores:
-    """Rows of prompt tokens whose successors are known and to be scored."""
+    """Rows of prompt tokens with known successors to score."""
 
     def __init__(self) -> None:
         self.parts: list[ScoredPart] = []
@@ -216,9 +217,9 @@ def _output_position(plan: StepPlan, row: PlanRow, registration: Registration) -
 
 
 def packed_indices(logit_rows: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """``[R]`` as backends take it."""
+    """Return the indices ``[R]`` as int32."""
     return np.array(logit_rows, np.int32)
 
 
-def _bad(plan: StepPlan, what: str, fact: str = "") -> RemoteProtocolError:
-    return RemoteProtocolError(f"the plan of step {plan.step} cannot be followed: {what}", fact=fact)
+def _bad(plan: StepPlan, problem: str, fact: str = "") -> RemoteProtocolError:
+    return RemoteProtocolError(f"the plan of step {plan.step} is invalid: {problem}", fact=fact)

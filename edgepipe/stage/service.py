@@ -1,4 +1,4 @@
-"""gRPC's face of a stage."""
+"""The gRPC service of a stage."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 
 M = TypeVar("M")
 
-FIRST_MESSAGE_S = 10.0  # a peer that has connected says what it wants at once
+FIRST_MESSAGE_S = 10.0  # a connected peer sends its first message at once
 
 
 class Streams(Protocol):
-    """What answers the two kinds of streams."""
+    """Handlers of the two kinds of streams."""
 
     async def control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
         """Serve an engine's Control stream."""
@@ -31,13 +31,15 @@ class Streams(Protocol):
 
 
 def add_service(streams: Streams, server: grpc.aio.Server) -> None:
-    """Answer both kinds of streams on ``server``."""
+    """Register handlers of both kinds of streams on ``server``."""
     add_StageServicer_to_server(_Service(streams), server)  # pyright: ignore[reportArgumentType]
 
 
 class _Service:
-    """Both handlers write through the context, since replies come from several places: they yield nothing, and are
-    generators only because the error interceptor takes handlers of streams for such."""
+    """gRPC handlers that write through the context, since replies come from several tasks.
+
+    They yield nothing. They are generators only because the error interceptor expects stream handlers to be.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -58,11 +60,13 @@ class _Service:
 
 
 async def first_message(messages: AsyncIterator[M]) -> M:
-    """The message that says what a stream is for. Raises RemoteProtocolError if there is none."""
+    """Return a stream's first message. Raises RemoteProtocolError if none arrives in time."""
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             async for message in messages:
                 return message
     except TimeoutError as exc:
-        raise RemoteProtocolError("a stream was opened and nothing sent", fact=f"waited {FIRST_MESSAGE_S:g} s") from exc
+        raise RemoteProtocolError(
+            "a peer opened a stream but sent nothing", fact=f"waited {FIRST_MESSAGE_S:g} s"
+        ) from exc
     raise RemoteProtocolError("a stream ended before its first message")

@@ -1,4 +1,4 @@
-"""A stage: one asyncio loop and one compute thread that alone touches the backend."""
+"""A stage: one asyncio loop, and one compute thread that alone uses the backend."""
 
 from __future__ import annotations
 
@@ -46,40 +46,40 @@ from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_f
 from edgepipe.wire.plans import PipelineSpec, spec_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
-CLOSE_S = 2.0  # for the handlers of streams that the server has cut
-OPEN_S = 60.0  # for KV to be allocated and the next stage to do the same
+CLOSE_S = 2.0  # for handlers of streams that the server has cut to end
+OPEN_S = 60.0  # to allocate KV and for the next stage to do the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedShard:
-    """What a stage holds after loading."""
+    """Layers that a stage has loaded."""
 
     slices: tuple[Slice, ...]
     weight_bytes: int  # in the device's compute dtype
-    kv_block_bytes: int  # of one block in all its layers
+    kv_block_bytes: int  # one block in all its layers
     hidden_size: int
     model: ModelBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgress:
-    """Steps so far, over all epochs. ``started`` running ahead of ``finished`` for long is a hung device."""
+    """Step counts over all epochs. If ``started`` exceeds ``finished`` for long, the device hangs."""
 
     received: int
     started: int
     finished: int
     sent: int
     strays: int = 0  # messages of other epochs, dropped
-    repeats: int = 0  # plans that had come before, dropped
-    limit_s: float = 0.0  # what is started must go on within this, or the device hangs
+    repeats: int = 0  # repeated plans, dropped
+    limit_s: float = 0.0  # the device hangs if a started step makes no progress within this
 
 
 class Stage:
-    """What a stage process offers to its daemon; its engine and its predecessor reach it through ``add_to``.
+    """A stage process's interface to its daemon. Its engine and predecessor reach it through ``add_to``.
 
-    Without ``compute`` it makes a thread of its own. Hand one in where the backend must be made on its thread:
-    ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates one for what leaves this node.
-    ``open_tokenizer`` reads the served model's, for grammars.
+    Without ``compute`` it makes its own thread. Pass one if the backend must be created on that thread:
+    ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates a network for data that leaves
+    this node. ``open_tokenizer`` reads the served model's tokenizer, for grammars.
     """
 
     def __init__(
@@ -120,18 +120,18 @@ class Stage:
             stage=name,
         )
         self._shard: LoadedShard | None = None
-        self._kv = (0, 0)  # number of blocks and tokens per block that stand
-        self._kv_writer: tuple[PipelineId, EngineId] | None = None  # whose steps are in it
-        self._kv_since: Epoch | None = None  # its epoch from which on they are
+        self._kv = (0, 0)  # allocated blocks, tokens per block
+        self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
+        self._kv_since: Epoch | None = None  # the KV holds all that this engine wrote since then
         self._pipeline: PipelineId | None = None
-        self._promised: Epoch | None = None  # the highest seen of that pipeline
-        self._ended: Epoch | None = None  # set while the promised epoch is over
+        self._promised: Epoch | None = None  # highest epoch seen of that pipeline
+        self._ended: Epoch | None = None  # the promised epoch, if it has ended
         self._current: StageEpoch | None = None
         self._open_s = open_s
-        self._handlers: set[asyncio.Task[Any]] = set()  # of streams
+        self._handlers: set[asyncio.Task[Any]] = set()  # tasks that handle streams
         self._closed = False
         self._opening = asyncio.Lock()
-        self._changed = asyncio.Event()  # set, and replaced by a new one, when the session or the promise changes
+        self._changed = asyncio.Event()  # set and replaced when the current or the promised epoch changes
 
     async def profile(self) -> DeviceProfile:
         """Measure the device, between steps. Raises BackendUnavailable."""
@@ -145,9 +145,9 @@ class Stage:
         progress: Callable[[LoadProgress], None],
         block_size: int,
     ) -> LoadedShard:
-        """Load slices in place of those loaded before; ``progress`` is called on the loop, once per tensor.
+        """Replace the loaded slices. Calls ``progress`` on the loop, once per tensor.
 
-        Raises StageError while a pipeline is open, and what ``Backend.load`` raises.
+        Raises StageError while a pipeline is open, and the errors of ``Backend.load``.
         """
         if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
@@ -161,21 +161,21 @@ class Stage:
         return self._shard
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Answer engines and predecessors on ``server``."""
+        """Register the Stage service on ``server``."""
         add_service(self, server)
 
     def pause(self) -> None:
-        """Start no further step of the epoch that is open now. A later one starts steps: its engine counts on them."""
+        """Start no further step of the open epoch. A later epoch starts steps again, as its engine expects."""
         if self._current is not None:
             self._current.pause()
 
     def resume(self, epoch: Epoch) -> None:
-        """Start steps again if ``epoch``, which the engine works at, is the one that is open here."""
+        """Start steps again if ``epoch``, the engine's current one, is open on this stage."""
         if self._current is not None and self._current.spec.epoch == epoch:
             self._current.resume()
 
     def progress(self) -> StageProgress:
-        """Counters for the daemon, which ends a stage that hangs."""
+        """Return counters for the daemon, which ends a hanging stage."""
         counters = self._counters
         return StageProgress(
             received=counters.received,
@@ -188,11 +188,11 @@ class Stage:
         )
 
     def trace(self) -> list[TraceEntry]:
-        """The newest steps, oldest first."""
+        """Return the newest steps, oldest first."""
         return list(self._trace)
 
     async def close(self) -> None:
-        """End the pipeline, give the device's memory back and end all threads. Stop the server first.
+        """End the pipeline, free the device's memory and end all threads. Stop the server first.
 
         May be called twice.
         """
@@ -209,18 +209,18 @@ class Stage:
         self._tools.samplers.close()
 
     async def control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
-        """Serve an engine's Control stream. Raises what keeps the pipeline from being opened."""
+        """Serve an engine's Control stream. Raises the error that prevents opening the pipeline."""
         with self._handled():
             await self._control(messages, replies)
 
     async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
-        """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage lives on."""
+        """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage goes on."""
         with self._handled():
             await self._ring(messages, replies)
 
     @contextmanager
     def _handled(self) -> Generator[None]:
-        """``close`` waits for the task that runs the block."""
+        """Register the current task as a handler, so that ``close`` waits for it."""
         task = asyncio.current_task()
         assert task is not None, "handlers are coroutines"
         self._handlers.add(task)
@@ -268,19 +268,19 @@ class Stage:
                 await stream.serve(arrived)
             except RemoteProtocolError as exc:
                 if current is not None:
-                    current.fault(exc)  # the sender may lose the reason under a write of its own, and would dial again
+                    current.fault(exc)  # the sender may miss the reason if it is writing, and would dial again
                 raise
             finally:
                 self._counters.strays += stream.strays
 
     def _network_to(self, peer: common_pb2.Hello) -> Network | None:
-        """The emulated network between this stage and a peer; there is none within a node."""
+        """Return the emulated network between this stage and a peer; None within a node."""
         return self._network if peer.node_id != self._node_id else None
 
     async def find_receiver(self, target: RingTarget) -> RingReceiver:
-        """Where the link that ``target`` describes ends, once its epoch stands here.
+        """Wait until the epoch of ``target`` is open, then return the receiver of its link.
 
-        Raises StaleEpoch, StageLost, ConnectTimeout, and RemoteProtocolError if the two ends do not agree.
+        Raises StaleEpoch, StageLost, ConnectTimeout, and RemoteProtocolError if the two ends disagree.
         """
         try:
             async with asyncio.timeout(self._open_s):
@@ -288,30 +288,32 @@ class Stage:
                     await self._changed.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(
-                f"epoch {target.epoch} was not opened here", fact=f"waited {self._open_s:g} s"
+                f"epoch {target.epoch} was not opened on this stage", fact=f"waited {self._open_s:g} s"
             ) from exc
         current = self._current
         receiver = current.receiver(target.slice_index) if current is not None else None
         if current is None or receiver is None:
-            raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} here")
+            raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} of this stage")
         spec = current.spec
         if (target.hidden_size, target.activation_type) != (spec.hidden_size, spec.activation_type):
             raise RemoteProtocolError(
-                "the two ends of the link do not agree on activations",
+                "the two ends of the link disagree on activations",
                 fact=f"{target.activation_type.value} of {target.hidden_size} against "
                 f"{spec.activation_type.value} of {spec.hidden_size}",
             )
         return receiver
 
     def _stands(self, target: RingTarget) -> bool:
-        """Whether the target's epoch is open. Once it cannot be any more, raises StaleEpoch where another one is
-        obeyed, and StageLost where none is: that is no word of another engine."""
+        """Return whether the target's epoch is open.
+
+        Raises StaleEpoch if a later epoch has replaced it, and StageLost if it has ended without a successor.
+        """
         if target.pipeline_id != self._pipeline or self._promised is None or target.epoch > self._promised:
             return False
         if target.epoch < self._promised:
             raise _stale(target.epoch, self._promised)
         if self._ended == target.epoch:
-            raise StageLost(f"epoch {target.epoch} has ended here", fact="its engine hung up or a step failed")
+            raise StageLost(f"epoch {target.epoch} has ended on this stage", fact="its engine hung up or a step failed")
         return self._current is not None and self._current.spec.epoch == target.epoch
 
     async def _open(self, spec: PipelineSpec) -> StageEpoch:
@@ -328,13 +330,13 @@ class Stage:
         return self._current
 
     def _check(self, spec: PipelineSpec) -> LoadedShard:
-        """The shard that the pipeline is for. Raises ShardMismatch, RemoteProtocolError."""
+        """Return the loaded shard if it matches the pipeline. Raises ShardMismatch, RemoteProtocolError."""
         shard = self._shard
         loaded = () if shard is None else shard.slices
         if shard is None or set(loaded) != set(spec.slices) or len(loaded) != len(spec.slices):
             raise ShardMismatch(
-                "the stage holds other layers than the pipeline wants",
-                fact=f"loaded: {_layers(loaded)}; wanted: {_layers(spec.slices)}",
+                "the stage has loaded other layers than the pipeline needs",
+                fact=f"loaded: {_layers(loaded)}; needed: {_layers(spec.slices)}",
             )
         if shard.hidden_size != spec.hidden_size:
             raise ShardMismatch(
@@ -345,7 +347,7 @@ class Stage:
         return shard
 
     def _promise(self, spec: PipelineSpec) -> None:
-        """From here on only ``spec.epoch`` and greater ones are obeyed. Raises StaleEpoch, StageError."""
+        """From now on accept only ``spec.epoch`` and higher ones. Raises StaleEpoch, StageError."""
         if spec.pipeline_id != self._pipeline:
             if self._current is not None:
                 raise StageError("the stage serves another pipeline", fact=f"pipeline {self._pipeline}")
@@ -371,15 +373,16 @@ class Stage:
         changed.set()
 
     def _allocate(self, spec: PipelineSpec) -> Epoch:
-        """On the compute thread, behind all steps of earlier epochs. Since when what the engine's steps wrote is there.
+        """Allocate KV, on the compute thread after all steps of earlier epochs.
 
-        Another engine's KV is left as it is: it is never read, since rows write before they attend.
+        Returns the epoch since which the KV holds all that the engine's steps wrote. Another engine's KV stays in
+        place: no step reads it, since rows write before they attend.
         """
-        wanted, writer = (spec.num_blocks, spec.block_size), (spec.pipeline_id, spec.epoch.engine_id)
-        if self._kv != wanted:
+        needed, writer = (spec.num_blocks, spec.block_size), (spec.pipeline_id, spec.epoch.engine_id)
+        if self._kv != needed:
             self._kv, self._kv_since = (0, 0), None
             self._backend.allocate_kv(num_blocks=spec.num_blocks, block_size=spec.block_size)
-            self._kv = wanted
+            self._kv = needed
         if self._kv_since is None or self._kv_writer != writer:
             self._kv_since = spec.epoch
         self._kv_writer = writer
@@ -392,7 +395,7 @@ class Stage:
         tell: Callable[[LoadProgress], None],
         block_size: int,
     ) -> LoadedShard:
-        """On the compute thread."""
+        """Load layers, on the compute thread."""
         weights = open_weights()
         self._backend.load(slices, weights, tell)
         config = weights.config
@@ -418,7 +421,7 @@ def _layers(slices: Sequence[Slice]) -> str:
 
 
 def _predecessor(spec: PipelineSpec) -> list[Peer]:
-    """Whose activations are taken. Raises CertificateInvalid."""
+    """Return the stage whose activations this stage accepts. Raises CertificateInvalid."""
     if spec.previous is None or not spec.previous.certificate:
         return []
     certificate = read_certificate(spec.previous.certificate)

@@ -43,32 +43,32 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
-_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they are told of each other: a blocked connection fails both
+_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
 _LEAST_WINDOW = 8  # steps
-_CHECK_S = 5.0  # for a test step behind those that are submitted; a device that hangs is ended by the daemon
+_CHECK_S = 5.0  # for a test step after the submitted ones; the daemon ends a device that hangs
 
 
 class Dial(Protocol):
-    """Makes the sending end of a link; called on the loop."""
+    """Creates the sending end of a link; called on the loop."""
 
     def __call__(self, target: RingTarget, *, on_sample: OnSample) -> Outgoing:
-        """A sender that is not running yet."""
+        """Return a sender that does not run yet."""
         ...
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a stage did over all its epochs; written on the loop only."""
+    """Counts over all epochs of a stage; written on the loop only."""
 
     received: int = 0  # plans accepted
-    sent: int = 0  # steps handed to the next stage or reported as done
-    repeats: int = 0  # plans that had come before, dropped
+    sent: int = 0  # steps passed to the next stage or reported as done
+    repeats: int = 0  # repeated plans, dropped
     strays: int = 0  # plans and frames of other epochs, dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What outlives an epoch."""
+    """Parts of a stage that outlive an epoch."""
 
     compute: ComputeThread
     samplers: SamplerPool
@@ -78,24 +78,24 @@ class Tools:
     counters: Counters
     dial: Dial
     connect_s: float  # for the next stage to open its end of the link
-    node: str  # names for errors
+    node: str  # name for errors
     stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Crash:
-    """A step that could not be computed."""
+    """A step that the backend failed to compute."""
 
     step: StepId
     error: EdgepipeError
 
 
 class _Over(Exception):
-    """The epoch has ended here; leaves a task group, reaches nobody."""
+    """The epoch has ended on this stage. Only ends the task group."""
 
 
 class StageEpoch:
-    """Lives on the loop; ``computed`` and ``broken`` are called on the compute thread."""
+    """One epoch on one stage. Runs on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
     def __init__(self, spec: PipelineSpec, tools: Tools, *, model: ModelBounds, kv_since: Epoch) -> None:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
@@ -116,17 +116,17 @@ class StageEpoch:
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
         self._last_step = StepId(0)
-        self._in_compute = 0  # steps given to the compute thread and not back
-        self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more lies ready
+        self._in_compute = 0  # steps in the compute thread
+        self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more waits in its queue
         self._lanes = {part.index: self._make_lane(part) for part in sorted(spec.slices, key=lambda part: part.index)}
 
     def receiver(self, slice_index: int) -> RingReceiver | None:
-        """Where the stage before sends a slice's activations; None if no other stage feeds it."""
+        """Return the receiver of a slice's activations; None if no other stage feeds the slice."""
         lane = self._lanes.get(slice_index)
         return lane.receiver if lane is not None else None
 
     async def run(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
-        """Obey plans until the engine ends the stream, or until a fault has been told to it."""
+        """Execute plans until the engine ends the stream or a fault was reported to it."""
         senders = [lane.sender for lane in self._lanes.values() if lane.sender is not None]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -137,14 +137,14 @@ class StageEpoch:
                 tasks.create_task(self._tell_crash(), name="stage-crash")
                 async for message in messages:
                     self._obey(message)
-                self._reports.finish()  # its writer ends the rest; cancelling a write would keep gRPC from ending well
+                self._reports.finish()  # the writer then ends the rest: gRPC ends badly if a write is cancelled
         except* _Over:
             logger.debug("epoch %s ended", self.spec.epoch)
         finally:
             self.end()
 
     def pause(self) -> None:
-        """Start no further step until ``resume``. The epoch after this one starts unpaused."""
+        """Start no further step until ``resume``. The next epoch starts unpaused."""
         self._paused = True
 
     def resume(self) -> None:
@@ -162,25 +162,28 @@ class StageEpoch:
         next_unreached: bool = False,
         asked: bool = False,
     ) -> None:
-        """End the epoch and tell the engine why, and at which step if computing one failed. Only the first counts.
+        """End the epoch and report the reason to the engine. Only the first call counts.
 
+        crashed_step    the step that failed, if one did
         device_failed   the device failed a test step, too
-        next_unreached  it is the way to the next stage that failed
-        asked           it is no fault: the stage is to end
+        next_unreached  the connection to the next stage failed
+        asked           not a fault: the stage was asked to end
         """
         if self.over:
             return
         error.node = error.node or self._tools.node
         error.stage = error.stage or self._tools.stage
-        quiet = asked or isinstance(error, StaleEpoch | StageLost)  # others ended it: no fault of this stage
-        logger.log(logging.INFO if quiet else logging.WARNING, "epoch %s ends here: %s", self.spec.epoch, error)
+        quiet = asked or isinstance(error, StaleEpoch | StageLost)  # another process ended it: not this stage's fault
+        logger.log(
+            logging.INFO if quiet else logging.WARNING, "epoch %s ends on this stage: %s", self.spec.epoch, error
+        )
         self._reports.fault(
             error, crashed_step=crashed_step, device_failed=device_failed, next_unreached=next_unreached
         )
         self.end()
 
     def end(self) -> None:
-        """Drop what is not computed yet. The KV may be used by another epoch once the compute thread gets there."""
+        """Drop all steps that are not computed yet. Another epoch may use the KV after the steps in the thread."""
         self.over = True
         self._crash.cancel()
         for lane in self._lanes.values():
@@ -188,8 +191,8 @@ class StageEpoch:
         self._reports.close()
 
     def computed(self, work: StepWork, output: StepOutput) -> None:
-        """See ``WorkOwner.computed``: on the compute thread."""
-        assert work.span is not None, "it was computed"
+        """See ``WorkOwner.computed``; runs on the compute thread."""
+        assert work.span is not None, "the step was computed"
         span = work.span
         self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
         if work.samples or work.scored:
@@ -199,7 +202,7 @@ class StageEpoch:
         self._loop.call_soon_threadsafe(self._after_compute, work, output)
 
     def broken(self, work: StepWork, error: Exception) -> None:
-        """See ``WorkOwner.broken``: on the compute thread or a sampler's."""
+        """See ``WorkOwner.broken``; runs on the compute thread or a sampler thread."""
         fault = _as_fault(error, f"step {work.step} could not be computed")
         self._loop.call_soon_threadsafe(self._crashed, _Crash(step=work.step, error=fault))
 
@@ -215,7 +218,7 @@ class StageEpoch:
         self.fault(crash.error, crashed_step=crash.step, device_failed=failed)
 
     async def _device_fails(self) -> bool:
-        """Whether the device cannot compute a small test step either: then the fault is not of the step's requests."""
+        """Return whether the device fails a small test step, too. Then the step's requests are not at fault."""
         compute = self._tools.compute
         try:
             async with asyncio.timeout(_CHECK_S):
@@ -249,8 +252,8 @@ class StageEpoch:
             clock=self._tools.clock,
             on_late=self.fault,
         )
-        here = {other.index for other in spec.slices}
-        if not part.embedding and part.index - 1 not in here:
+        local = {other.index for other in spec.slices}
+        if not part.embedding and part.index - 1 not in local:
             lane.receiver = RingReceiver(
                 epoch=spec.epoch,
                 window=_window(spec),
@@ -258,7 +261,7 @@ class StageEpoch:
                 on_step=partial(self._arrived, lane),
                 on_held=lane.held,
             )
-        if part.index + 1 < spec.num_slices and part.index + 1 not in here:
+        if part.index + 1 < spec.num_slices and part.index + 1 not in local:
             lane.sender = self._tools.dial(self._target(part.index + 1), on_sample=self._reports.link)
         return lane
 
@@ -271,7 +274,7 @@ class StageEpoch:
             slice_index=slice_index,
             hidden_size=spec.hidden_size,
             activation_type=spec.activation_type,
-            # A step may be retired before its credit is back: the engine's next one then finds the old one still here.
+            # A step may retire before its credit returns, so the engine's next step may find it still queued.
             max_queued=2 * _window(spec) + 2,
             reach_s=_REACH_S,
             connect_s=self._tools.connect_s,
@@ -304,15 +307,15 @@ class StageEpoch:
                 self._plan(plan_from_wire(message.plan))
                 self._pump()
             else:
-                raise RemoteProtocolError("the engine sent something that is no plan")
+                raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
         except Exception as exc:
             self.fault(_as_fault(exc, "a plan could not be prepared"))
 
-    def _register(self, told: Registrations) -> None:
-        if told.epoch != self.spec.epoch:
+    def _register(self, registrations: Registrations) -> None:
+        if registrations.epoch != self.spec.epoch:
             self._tools.counters.strays += 1
             return
-        for registration in told.sequences:
+        for registration in registrations.sequences:
             self._table.tell(registration)
 
     def _plan(self, plan: StepPlan) -> None:
@@ -348,19 +351,19 @@ class StageEpoch:
             lane.plan(work)
 
     def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
-        wrong = ""
+        problem = ""
         if plan.last_slice >= self.spec.num_slices:
-            wrong = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
+            problem = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
         elif last is not None and rows.logit_rows and not last.part.head:
-            wrong = f"it samples at slice {plan.last_slice}, which has no head"
+            problem = f"it samples at slice {plan.last_slice}, which has no head"
         elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
-            wrong = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
+            problem = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
         elif (highest := max(plan.token_ids, default=0)) >= self._model.vocab_size:
-            wrong = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
+            problem = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
         elif plan.copies and not plan.rows:
-            wrong = "it copies blocks and has no rows"
-        if wrong:
-            raise RemoteProtocolError(f"the plan of step {plan.step} cannot be followed: {wrong}")
+            problem = "it copies blocks and has no rows"
+        if problem:
+            raise RemoteProtocolError(f"the plan of step {plan.step} is invalid: {problem}")
 
     def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, with_copies: bool) -> StepWork:
         started_s = self._tools.clock.monotonic_s()
@@ -396,7 +399,7 @@ class StageEpoch:
         self._pump()
 
     def _pump(self) -> None:
-        """Give the compute thread what is ready, no further ahead than it can use."""
+        """Pass ready steps to the compute thread, no more than it can use."""
         for work in self._ready():
             self._in_compute += 1
             self._tools.compute.put(work)
@@ -434,7 +437,7 @@ class StageEpoch:
         self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
 
     def _on_result(self, work: StepWork, result: StepResult) -> None:
-        """On a sampler thread."""
+        """Take a step's sampled tokens; runs on a sampler thread."""
         self._loop.call_soon_threadsafe(self._sampled, work, result)
 
     def _sampled(self, work: StepWork, result: StepResult) -> None:
@@ -449,13 +452,13 @@ class StageEpoch:
 
 
 def _window(spec: PipelineSpec) -> int:
-    """Steps that a stage may be sent and not have taken; few in flight shall not mean a credit for each."""
+    """Return the credit window in steps. Its minimum avoids one credit message per step when few are in flight."""
     return max(spec.max_in_flight, _LEAST_WINDOW)
 
 
-def _as_fault(error: Exception, what: str) -> EdgepipeError:
-    """The error itself, or what a bug looks like to an engine."""
+def _as_fault(error: Exception, summary: str) -> EdgepipeError:
+    """Return an EdgepipeError as it is; log any other exception and wrap it in StepFailed."""
     if isinstance(error, EdgepipeError):
         return error
-    logger.error("%s", what, exc_info=error)
-    return StepFailed(what, fact=f"{type(error).__name__}: {error}")
+    logger.error("%s", summary, exc_info=error)
+    return StepFailed(summary, fact=f"{type(error).__name__}: {error}")

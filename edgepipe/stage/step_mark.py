@@ -1,7 +1,7 @@
-"""Which step a stage computes at this moment, written where its death does not erase it.
+"""Shows which step a stage computes, in memory that survives the stage's process.
 
-The daemon makes a small file without a name and hands it to the stage; both map it. When the process dies, the daemon
-reads what it was at: a crash inside a step is told from one beside it, at the cost of one store per step.
+The daemon creates a small anonymous file and passes it to the stage; both map it. When the process dies, the daemon
+reads the current step. So it can distinguish a crash inside a step from others, at the cost of one store per step.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class StepMark:
     """One side's view of the mark; ``write`` belongs to the compute thread alone."""
 
     def __init__(self, descriptor: int) -> None:
-        """Raises OSError if the descriptor is none of a file that can be mapped, or the disk is full."""
+        """Raises OSError if the descriptor's file cannot be mapped, or the disk is full."""
         if os.fstat(descriptor).st_size < _FORM.size:
-            os.pwrite(descriptor, bytes(_FORM.size), 0)  # a mere size would be missed at the first store: SIGBUS
+            os.pwrite(descriptor, bytes(_FORM.size), 0)  # real bytes: a sparse file's first store may raise SIGBUS
         self._memory = mmap.mmap(descriptor, _FORM.size)
 
     def write(self, epoch: int, step: int) -> None:
-        """The step of the epoch with that counter is computed from now on; zeros: none is."""
+        """Set the current step and its epoch's counter; zeros: no step."""
         _FORM.pack_into(self._memory, 0, epoch, step)
 
     def read(self) -> tuple[int, StepId] | None:
-        """The epoch's counter and the step that was being computed; None between steps."""
+        """Return the epoch's counter and the current step; None between steps."""
         epoch, step = _FORM.unpack_from(self._memory)
         return (epoch, StepId(step)) if step else None
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         self._memory.close()

@@ -15,7 +15,7 @@ from edgepipe.wire.plans import StepTiming
 
 
 class WorkOwner(Protocol):
-    """The epoch that a step belongs to. The last two are called on the compute thread."""
+    """The epoch of a step. ``computed`` and ``broken`` are called on the compute thread."""
 
     @property
     def over(self) -> bool:
@@ -23,16 +23,16 @@ class WorkOwner(Protocol):
         ...
 
     def computed(self, work: StepWork, output: StepOutput) -> None:
-        """The step's output is there."""
+        """Take the step's output."""
         ...
 
     def broken(self, work: StepWork, error: Exception) -> None:
-        """The backend could not compute the step."""
+        """Take the error of a step that the backend failed to compute."""
         ...
 
 
 class StepWork:
-    """Mutable, handed from the loop to the compute thread and back; never touched by both at once."""
+    """A mutable step, passed from the loop to the compute thread and back; only one of them uses it at a time."""
 
     __slots__ = (
         "_epoch",
@@ -69,7 +69,7 @@ class StepWork:
         samples: tuple[SampleRow, ...],
         scored: tuple[ScoredPart, ...],
     ) -> None:
-        self._epoch = epoch  # its counter
+        self._epoch = epoch  # the epoch's counter
         self.step = step
         self.slice_index = slice_index
         self.num_tokens = num_tokens
@@ -77,16 +77,16 @@ class StepWork:
         self.demand = demand
         self.prepared = prepared
         self.prepare_us = prepare_us
-        self.ready_s = ready_s  # monotonic: it can be computed as soon as the device is free
+        self.ready_s = ready_s  # monotonic: plan and inputs are ready since then
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
-        self.scored = scored  # prompts whose log-probabilities this slice gives
-        self.span: Span | None = None  # once computed
+        self.scored = scored  # prompt tokens whose log-probabilities this slice computes
+        self.span: Span | None = None  # set once computed
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
 
     def give_inputs(self, inputs: TokenIds | Activations, *, arrived_s: float) -> None:
-        """What it computes on came at ``arrived_s`` (monotonic)."""
+        """Set the step's inputs, which arrived at ``arrived_s`` (monotonic)."""
         self._inputs = inputs
         self.ready_s = max(self.ready_s, arrived_s)
 
@@ -98,7 +98,7 @@ class StepWork:
     def take_inputs(self) -> TokenIds | Activations:
         """See ``Work.take_inputs``."""
         inputs, self._inputs = self._inputs, None
-        assert inputs is not None, "a step is computed once, after its inputs have come"
+        assert inputs is not None, "a step is computed once, after its inputs have arrived"
         return inputs
 
     def edits(self) -> LogitEdits | None:
@@ -119,7 +119,7 @@ class StepWork:
         self._owner.broken(self, error)
 
     def timing(self, *, sample_us: int = 0, send_queue_us: int = 0, upload_us: int = 0) -> StepTiming:
-        """Where its time went, once computed."""
+        """Return the timing of the computed step."""
         assert self.span is not None, "not computed yet"
         return StepTiming(
             step=self.step,

@@ -1,4 +1,4 @@
-"""What ran when, for tests and for people who look into a running stage."""
+"""Trace of computed steps, for tests and diagnosis."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class TraceEntry(NamedTuple):
 
     step: StepId
     slice_index: int
-    submitted_s: float  # submit entered
-    collected_s: float  # collect returned
+    submitted_s: float  # call of submit
+    collected_s: float  # return of collect
 
 
 Trace = deque[TraceEntry]
 
 
 def new_trace() -> Trace:
-    """An empty trace that forgets the oldest entries."""
+    """Return an empty trace that drops its oldest entries."""
     return deque(maxlen=TRACE_STEPS)

@@ -1,4 +1,4 @@
-"""The audit log: who was let in, sent away or refused, as bounded lines of JSON in the node's data directory."""
+"""The audit log of admissions, removals and refusals, as bounded lines of JSON in the node's data directory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from edgepipe.safe_text import one_line
 
 logger = logging.getLogger(__name__)
 
-_FILE_BYTES = 1 << 20  # about 5,000 lines; one older file is kept, so 2 MB on disk in all
-_TEXT_CHARS = 200  # of what a peer can choose
-_REPEAT_S = 60.0  # the same thing again within this time is counted, not written
-_MAX_REPEATS = 256  # kinds and peers remembered for that; who invents more names only gets more lines
+_FILE_BYTES = 1 << 20  # about 5,000 lines; one older file is kept, so 2 MB on disk
+_TEXT_CHARS = 200  # of text that a peer chooses
+_REPEAT_S = 60.0  # a repeated event within this time is counted, not written
+_MAX_REPEATS = 256  # remembered pairs of kind and peer; a peer that invents names only causes more lines
 
 
 class AuditKind(StrEnum):
-    """What happened."""
+    """Kind of event."""
 
     FOUNDED = "founded"
     JOINED = "joined"
@@ -44,26 +44,26 @@ class AuditKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One line."""
+    """One line of the log."""
 
     at_s: float  # seconds since 1970
     kind: str
     who: str  # node id, name or address
     detail: str = ""
-    times: int = 1  # how often since the last line of the same kind and peer
+    times: int = 1  # events since the last line of the same kind and peer
 
 
 class AuditLog:
-    """Appends entries to a file of bounded size. Any thread may record; a full disk is logged, never raised."""
+    """Appends entries to a file of bounded size. Thread-safe. Logs a full disk, never raises it."""
 
     def __init__(self, path: Path, wall_s: Callable[[], float]) -> None:
         self._path = path
         self._wall_s = wall_s
         self._lock = threading.Lock()
-        self._recent: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # written at, held back since
+        self._recent: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # last line, events since
 
     def record(self, kind: AuditKind, *, who: str, detail: str = "") -> None:
-        """Note one event. What repeats within a minute is only counted; the count is in the next line."""
+        """Record an event. Repeats within a minute are only counted; the next line has the count."""
         now = self._wall_s()
         with self._lock:
             who, detail = one_line(who, most_chars=_TEXT_CHARS), one_line(detail, most_chars=_TEXT_CHARS)
@@ -77,7 +77,7 @@ class AuditLog:
                 logger.warning("the audit log cannot be written: %s", exc)
 
     def _times(self, kind: str, who: str, now: float) -> int:
-        """How many events the line stands for; 0: write none."""
+        """Return the number of events for the line; 0: write no line."""
         key = (kind, who)
         written_s, held = self._recent.get(key, (float("-inf"), 0))
         if 0 <= now - written_s < _REPEAT_S:
@@ -97,7 +97,7 @@ class AuditLog:
 
 
 def read_audit(path: Path, *, last: int) -> list[AuditEntry]:
-    """The newest ``last`` entries, oldest first; lines that a crash cut short are left out."""
+    """Return the newest ``last`` entries, oldest first, without lines that a crash truncated."""
     lines: list[str] = []
     for file in (_older(path), path):
         try:

@@ -1,4 +1,4 @@
-"""Logging: one line per life-cycle change, to stderr and to a rotating file in the node's data directory.
+"""Logging: one line per life-cycle change, to stderr and a rotating file in the node's data directory.
 
 Fixed field names in messages: ``node= stage= request= epoch= pipeline=``. Never prompts, completions or keys.
 """
@@ -18,20 +18,20 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 _CONTINUED = "  | "
 _FILE_BYTES = 4 << 20  # a quiet node writes some KB a day
 _FILE_COUNT = 3
-_MOST_HELD = 1000  # lines of a daemon that starts
+_MOST_HELD = 1000  # lines during a daemon's start
 
 
 class LineFormatter(logging.Formatter):
-    """One line per message, whatever is in it; the lines of a traceback follow, each behind a mark.
+    """Formats each message as one line, followed by the marked lines of a traceback.
 
-    So no text of a peer begins a line, and none of its control characters reaches whoever reads the log.
+    So a peer's text can neither start a line nor bring control characters into the log.
     """
 
     def __init__(self, layout: str = _FORMAT) -> None:
         super().__init__(layout)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message and, of an error, its traceback."""
+        """Return the message and, for an error, its traceback."""
         record.message = one_line(record.getMessage())
         record.asctime = self.formatTime(record)
         lines = [self.formatMessage(record)]
@@ -41,9 +41,9 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMAT) -> None:
-    """Log to stderr and, for daemons, to ``file`` with rotation. Called once, by a process's main.
+    """Log to stderr and, for daemons, to ``file`` with rotation. Call once, in a process's main.
 
-    ``layout``: of a line, in logging's words; children leave out the time, which their daemon adds.
+    ``layout``: format of a line; children omit the time, which their daemon adds.
     """
     on_terminal = file is not None and sys.stdout.isatty() and sys.stderr.isatty()
     handlers: list[logging.Handler] = [_HeldHandler() if on_terminal else logging.StreamHandler(sys.stderr)]
@@ -52,15 +52,15 @@ def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMA
     for handler in handlers:
         handler.setFormatter(LineFormatter(layout))
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
-    logging.raiseExceptions = False  # a line that a full disk refuses is lost, it need not be a traceback
+    logging.raiseExceptions = False  # if the disk is full, lose the line without a traceback
     for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "zeroconf", "huggingface_hub", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 class _HeldHandler(logging.StreamHandler[TextIO]):
-    """Holds a daemon's lines below WARNING back while it starts: a person reads first that it is ready, and where.
+    """Holds back a daemon's lines below WARNING during its start, so that its ready message comes first.
 
-    The log file has them all. Bounded by what a start logs.
+    The log file has all lines.
     """
 
     def __init__(self) -> None:
@@ -68,35 +68,35 @@ class _HeldHandler(logging.StreamHandler[TextIO]):
         self._held: deque[logging.LogRecord] | None = deque(maxlen=_MOST_HELD)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write or hold the record."""
+        """Write or hold a record."""
         if self._held is None or record.levelno >= logging.WARNING:
             super().emit(record)
         else:
             self._held.append(record)
 
     def show_held(self) -> None:
-        """Write what was held, and from now on everything at once."""
+        """Write the held records, and all later ones at once."""
         held, self._held = self._held or (), None
         for record in held:
             super().emit(record)
 
 
 def show_held_lines() -> None:
-    """Let a terminal have the lines that were held back until its person knew that the daemon is ready."""
+    """Write the lines held back during the daemon's start to the terminal."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _HeldHandler):
             handler.show_held()
 
 
-_MAX_KEY_CHARS = 400  # a peer may have a part in it
+_MAX_KEY_CHARS = 400  # may contain a peer's text
 
 
 class Once:
-    """What a peer can trigger is logged once at its level, then at DEBUG; the memory of it is bounded."""
+    """Logs events that a peer can trigger once at their level, then at DEBUG, with bounded memory."""
 
     def __init__(self, logger: logging.Logger, *, capacity: int = 256) -> None:
         self._logger = logger
-        self._capacity = capacity  # keys; a peer that invents more only gets repeated lines
+        self._capacity = capacity  # keys; a peer that invents more only causes repeated lines
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def log(self, level: int, key: str, message: str, *args: object) -> None:
@@ -110,5 +110,5 @@ class Once:
         self._logger.log(level if first else logging.DEBUG, message, *args)
 
     def forget(self, key: str) -> None:
-        """Log the next one of ``key`` again."""
+        """Log the next message of ``key`` at its level again."""
         self._seen.pop(key[:_MAX_KEY_CHARS], None)

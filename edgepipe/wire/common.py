@@ -1,4 +1,4 @@
-"""Conversions of the values that several services share."""
+"""Conversions of values that several services share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ACTIVATIONS = {
 }
 
 
-MAX_HELLO_CHARS = 256  # of a name in a greeting; ids have 52, people's names at most 63
+MAX_HELLO_CHARS = 256  # per name in a hello; ids have 52, names for people at most 63
 
 
 def make_hello(
     *, role: str, node_id: str = "", node_name: str = "", cluster_id: str = "", cluster_name: str = ""
 ) -> pb.Hello:
-    """The first message of a connection from this process."""
+    """Make the first message of a connection from this process."""
     return pb.Hello(
         protocol_version=PROTOCOL_VERSION,
         edgepipe_version=__version__,
@@ -38,15 +38,15 @@ def make_hello(
 
 
 def check_hello(hello: pb.Hello, *, own_name: str = "this node") -> None:
-    """Raise VersionMismatch, naming the side to upgrade, unless both speak the same protocol, and RemoteProtocolError
-    for names that are too long: they are logged and remembered.
+    """Check the other side's hello.
 
-    The error is read on the other side too, so ``own_name`` should say who "this" is where the caller has a name.
+    Raises VersionMismatch, which names the side to upgrade, and RemoteProtocolError for long names, since names are
+    logged and stored. The other side also shows the error, so pass ``own_name`` if this side has a name.
     """
     names = (hello.node_id, hello.node_name, hello.cluster_id, hello.cluster_name, hello.role, hello.edgepipe_version)
     if any(len(name) > MAX_HELLO_CHARS for name in names):
         raise RemoteProtocolError(
-            "the other side's greeting holds too long a name", fact=f"{max(map(len, names))} characters"
+            "a name in the other side's hello is too long", fact=f"{max(map(len, names))} characters"
         )
     if hello.protocol_version == PROTOCOL_VERSION:
         return
@@ -61,7 +61,7 @@ def check_hello(hello: pb.Hello, *, own_name: str = "this node") -> None:
 
 
 def error_to_wire(error: EdgepipeError) -> pb.Error:
-    """An error for another process; its texts are cut to what messages have room for."""
+    """Convert an error for another process; its texts are cut to the limits of messages."""
     return pb.Error(
         code=error.code,
         what=_cut(error.what, MAX_ERROR_BYTES),
@@ -79,7 +79,7 @@ def _cut(text: str, most_bytes: int) -> str:
 
 
 def error_from_wire(error: pb.Error) -> EdgepipeError:
-    """The error as its own class, its texts safe to show; codes of newer peers become plain ``EdgepipeError``."""
+    """Restore an error as its own class, with texts safe to show; unknown codes become plain ``EdgepipeError``."""
     return error_class(error.code)(
         one_line(error.what),
         fact=one_line(error.fact),
@@ -91,17 +91,17 @@ def error_from_wire(error: pb.Error) -> EdgepipeError:
 
 
 def epoch_to_wire(epoch: Epoch) -> pb.Epoch:
-    """A pipeline's version for the wire."""
+    """Convert a pipeline's epoch for the wire."""
     return pb.Epoch(counter=epoch.counter, engine_id=epoch.engine_id)
 
 
 def epoch_from_wire(epoch: pb.Epoch) -> Epoch:
-    """A pipeline's version from the wire."""
+    """Convert a pipeline's epoch from the wire."""
     return Epoch(epoch.counter, EngineId(epoch.engine_id))
 
 
 def slices_to_wire(slices: Iterable[Slice]) -> list[pb.Slice]:
-    """Slices for the wire."""
+    """Convert slices for the wire."""
     return [
         pb.Slice(
             index=part.index,
@@ -114,7 +114,7 @@ def slices_to_wire(slices: Iterable[Slice]) -> list[pb.Slice]:
 
 
 def slices_from_wire(slices: Iterable[pb.Slice]) -> tuple[Slice, ...]:
-    """Slices from the wire. Raises PlanInvalid for an empty range."""
+    """Convert slices from the wire. Raises PlanInvalid for an empty range."""
     return tuple(
         Slice(
             index=part.index,
@@ -127,20 +127,20 @@ def slices_from_wire(slices: Iterable[pb.Slice]) -> tuple[Slice, ...]:
 
 
 def activation_type_to_wire(kind: ActivationType) -> pb.ActivationType.ValueType:
-    """How hidden states travel, for the wire."""
+    """Convert the type of activations for the wire."""
     return _ACTIVATIONS[kind]
 
 
 def activation_type_from_wire(kind: pb.ActivationType.ValueType) -> ActivationType:
-    """How hidden states travel, from the wire. Raises RemoteProtocolError for a type unknown here."""
+    """Convert the type of activations from the wire. Raises RemoteProtocolError for an unknown type."""
     for domain, wire in _ACTIVATIONS.items():
         if wire == kind:
             return domain
-    raise RemoteProtocolError("the other side wants an activation type unknown here", fact=f"type number {kind}")
+    raise RemoteProtocolError("the other side uses an unknown activation type", fact=f"type number {kind}")
 
 
 def profile_to_wire(profile: DeviceProfile) -> pb.DeviceProfile:
-    """A device's profile for the wire."""
+    """Convert a device's profile for the wire."""
     return pb.DeviceProfile(
         backend=profile.backend,
         device=profile.device,

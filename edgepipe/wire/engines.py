@@ -1,4 +1,4 @@
-"""What an engine is told to serve and what it tells of itself, as values, and their conversion."""
+"""An engine's serve spec, state and trace as values, and their conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlacement:
-    """Which slices a node runs."""
+    """The slices that a node runs."""
 
     node_id: NodeId
     slices: tuple[Slice, ...]
@@ -29,34 +29,34 @@ class StagePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSpec:
-    """What is to be served, where, and how."""
+    """Model to serve, its placement and settings."""
 
     model: str
     manifest_hash: str = ""
-    stages: tuple[StagePlacement, ...] = ()  # in the order of a token's way
-    micro_batches: int = 0  # M; 0: sized by what is measured
+    stages: tuple[StagePlacement, ...] = ()  # in the order that a token passes them
+    micro_batches: int = 0  # M; 0: sized by measurements
     context_length: int = 0  # tokens per sequence; 0: the model's
-    kv_tokens: int = 0  # wanted KV pool; 0: decided by free memory
+    kv_tokens: int = 0  # requested KV pool; 0: by free memory
     dtype: str = "auto"
     activation_type: ActivationType = ActivationType.BF16
-    policy: str = ""  # of the scheduler; empty: the default
+    policy: str = ""  # scheduling policy; empty: the default
     throughput: bool = False  # placed for many chats instead of one
-    concurrency: int = 0  # how many; 0: some
-    moves: bool = False  # stages move by themselves when another placement is clearly better
-    num_nodes: int = 0  # that somebody asked for; 0: as is best
-    exclude: tuple[str, ...] = ()  # names or ids of nodes to leave out
-    first: str = ""  # the node that holds the first layers
-    fixed: bool = False  # somebody said where the stages are: they begin there or not at all
+    concurrency: int = 0  # number of chats; 0: the default
+    moves: bool = False  # move stages automatically if another placement is clearly better
+    num_nodes: int = 0  # requested by the user; 0: the planner decides
+    exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
+    first: str = ""  # node of the first layers
+    fixed: bool = False  # the user gave the placement: start there or fail
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A node, or a directed link between two, that an engine avoids for a while."""
+    """A quarantined node, or a quarantined directed link between two nodes."""
 
     node_id: NodeId
-    other_id: NodeId | None = None  # set: the way from ``node_id`` to this node
-    seconds: float  # that are left
+    other_id: NodeId | None = None  # set: the link from ``node_id`` to this node
+    seconds: float  # remaining
     reason: str  # a clause for people
     node_name: str = ""
     other_name: str = ""
@@ -64,7 +64,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """A stage as its engine sees it."""
+    """Engine's view of a stage."""
 
     node_id: NodeId
     node_name: str = ""
@@ -74,23 +74,23 @@ class StageState:
     address: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    busy: float = 0.0  # fraction of the last seconds
+    busy: float = 0.0  # busy share of the last seconds
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link
     one_way_ms: float = 0.0  # EWMA of its outgoing link
-    decode_ms: float = 0.0  # a step of ``EngineState.decode_rows`` sequences, as measured; 0 while not known
-    decode_upload_ms: float = 0.0  # likewise of its outgoing link
-    # Since the epoch began:
+    decode_ms: float = 0.0  # measured step of ``EngineState.decode_rows`` sequences; 0 while not known
+    decode_upload_ms: float = 0.0  # upload of that step on its outgoing link; 0 while not known
+    # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
     hop_bytes: int = 0  # over its outgoing link
-    hop_latency_counts: tuple[int, ...] = ()  # of steps, one per bound of HOP_LATENCY_S and one for those beyond
-    hop_latency_s: float = 0.0  # all of them together
+    hop_latency_counts: tuple[int, ...] = ()  # steps, one count per bound of HOP_LATENCY_S and one beyond
+    hop_latency_s: float = 0.0  # sum over these steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """An engine as it tells of itself."""
+    """An engine's report of its state."""
 
     model: str
     pipeline_id: PipelineId
@@ -107,30 +107,30 @@ class EngineState:
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()
     context_length: int = 0  # tokens, prompt and output
-    address: str = ""  # HOST:PORT where gateways reach it
+    address: str = ""  # HOST:PORT for gateways
     manifest_hash: str = ""
-    message: str = ""  # what it is doing, for people
+    message: str = ""  # current activity, for people
     progress: float = 0.0  # 0..1 while loading
-    why: str = ""  # this M, for people
-    bottleneck: str = ""  # the slowest: "stage 1" or "link 1-2", counted from 0; empty while not known
-    predicted_tokens_per_s: float = 0.0  # at this M with the sequences that run; 0 while not known
+    why: str = ""  # reason for this M, for people
+    bottleneck: str = ""  # slowest server: "stage 1" or "link 1-2", counted from 0; empty while not known
+    predicted_tokens_per_s: float = 0.0  # at this M with the running sequences; 0 while not known
     latency_ms: float = 0.0  # of the whole ring: one-way delays, sampling, the token's return
     preemptions: int = 0  # since the epoch began
     admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
-    cached_tokens: int = 0  # of those, found in the prefix cache
-    decode_rows: float = 0.0  # of a micro-batch of the sequences that run; 0 while none does
+    cached_tokens: int = 0  # admitted tokens found in the prefix cache
+    decode_rows: float = 0.0  # rows of a micro-batch of the running sequences; 0 if none runs
     recoveries: int = 0  # epochs that replaced a failed one
-    stall_ms: int = 0  # all together, from a failure that somebody noticed to the first token after it
-    moves: int = 0  # epochs that replaced one whose stages moved as they were asked to
-    move_pause_ms: int = 0  # all together, from the end of such an epoch to the first token after it
-    kept_tokens: int = 0  # of sequences that outlived a failure: found in the KV as they were
-    replayed_tokens: int = 0  # of the same: computed again, by the stages up to the last that had lost them
-    left_out: tuple[LeftOut, ...] = ()  # what plans avoid now
+    stall_ms: int = 0  # total, from the detection of a failure to the first token after it
+    moves: int = 0  # epochs that began after a requested move
+    move_pause_ms: int = 0  # total, from the end of the old epoch to the first token after it
+    kept_tokens: int = 0  # of sequences that survived a failure: found still computed
+    replayed_tokens: int = 0  # of the same sequences: recomputed by the stages up to the last one that lost them
+    left_out: tuple[LeftOut, ...] = ()  # current quarantines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One step as the engine remembers it. Each machine has a monotonic clock of its own."""
+    """The engine's record of one step. Each machine has its own monotonic clock."""
 
     step: int
     decode_rows: int
@@ -138,12 +138,12 @@ class StepTrace:
     micro_batches: int  # M when it was planned
     planned_us: int  # engine's clock
     used_blocks: int  # of the KV pool, when it was planned
-    spans: tuple[tuple[int, int], ...]  # per stage: when its device began and ended, stage's clock
+    spans: tuple[tuple[int, int], ...]  # per stage: start and end on its device, stage's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTrace:
-    """What ran lately."""
+    """Record of the recent steps."""
 
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
@@ -151,7 +151,7 @@ class EngineTrace:
 
 
 def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
-    """What is to be served, for the wire."""
+    """Convert a serve spec for the wire."""
     return node_pb2.ServeSpec(
         model=spec.model,
         manifest_hash=spec.manifest_hash,
@@ -176,7 +176,7 @@ def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
 
 
 def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
-    """What is to be served. Raises PlanInvalid for an empty range, RemoteProtocolError for an unknown type."""
+    """Convert a serve spec. Raises PlanInvalid for an empty range, RemoteProtocolError for an unknown type."""
     unspecified = message.activation_type == common_pb2.ACTIVATION_TYPE_UNSPECIFIED
     return ServeSpec(
         model=message.model,
@@ -203,7 +203,7 @@ def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
 
 
 def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
-    """An engine's state for the wire."""
+    """Convert an engine's state for the wire."""
     return engine_pb2.EngineState(
         model=state.model,
         pipeline_id=state.pipeline_id,
@@ -238,19 +238,19 @@ def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
         move_pause_ms=state.move_pause_ms,
         kept_tokens=state.kept_tokens,
         replayed_tokens=state.replayed_tokens,
-        left_out=[left_out_to_wire(one) for one in state.left_out],
+        left_out=[left_out_to_wire(entry) for entry in state.left_out],
     )
 
 
-def left_out_to_wire(one: LeftOut) -> engine_pb2.LeftOut:
-    """A node or link that is avoided, for the wire."""
+def left_out_to_wire(entry: LeftOut) -> engine_pb2.LeftOut:
+    """Convert a quarantined node or link for the wire."""
     return engine_pb2.LeftOut(
-        node_id=one.node_id,
-        other_id=one.other_id or "",
-        seconds=one.seconds,
-        reason=one.reason,
-        node_name=one.node_name,
-        other_name=one.other_name,
+        node_id=entry.node_id,
+        other_id=entry.other_id or "",
+        seconds=entry.seconds,
+        reason=entry.reason,
+        node_name=entry.node_name,
+        other_name=entry.other_name,
     )
 
 
@@ -279,7 +279,7 @@ def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
 
 
 def trace_to_wire(trace: EngineTrace) -> engine_pb2.EngineTrace:
-    """What ran lately, for the wire."""
+    """Convert a trace for the wire."""
     message = engine_pb2.EngineTrace(now_us=trace.now_us, preemptions=trace.preemptions)
     for step in trace.steps:
         message.steps.add(
@@ -295,7 +295,7 @@ def trace_to_wire(trace: EngineTrace) -> engine_pb2.EngineTrace:
 
 
 def trace_from_wire(message: engine_pb2.EngineTrace) -> EngineTrace:
-    """What ran lately."""
+    """Convert a trace from the wire."""
     steps = tuple(
         StepTrace(
             step=step.step,

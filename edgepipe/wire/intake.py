@@ -1,5 +1,6 @@
-"""What a request may hold: tables that the gateway that makes a request, the engine that takes it and the stage that
-samples it check. Each checks for itself: another node may be old or hostile.
+"""Bounds of requests: tables that the gateway, the engine and the sampling stage each check.
+
+Each process checks for itself, because another node may be old or hostile.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from edgepipe.wire.plans import Registration
 from edgepipe.wire.requests import Submission
 from edgepipe.wire.sizes import MAX_END_IDS
 
-MAX_CHOICES = 128  # of a request, as in OpenAI's API
+MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_STOP_IDS = 64
-MAX_SCORES = 1 << 20  # log-probabilities of prompts and output in one request: 8 MB each there, as JSON 60 MB
-MAX_REQUEST_IDS = 1_250_000  # of a prompt and all its choices' output: another attempt carries them in one message
-MAX_ID_BYTES = 256  # of a request's id
-_WIRE_MAX = (1 << 32) - 1  # what the wire's integers hold
+MAX_SCORES = 1 << 20  # log-probabilities of prompt and output in one request: 8 MB each, 60 MB as JSON
+MAX_REQUEST_IDS = 1_250_000  # of a prompt and all choices' output: another attempt sends them in one message
+MAX_ID_BYTES = 256  # length of a request's id
+_WIRE_MAX = (1 << 32) - 1  # largest integer on the wire
 
 SUBMISSION_BOUNDS: Mapping[str, Bound] = {
     "request_id": Text(MAX_ID_BYTES),
@@ -31,7 +32,7 @@ SUBMISSION_BOUNDS: Mapping[str, Bound] = {
     "stop_token_ids": TokenIds(MAX_STOP_IDS),
     "priority": Within(0, 1),
 }
-"""Of every field of Submission but ``sampling``, whose fields are in SAMPLING_BOUNDS."""
+"""Bounds of every field of Submission except ``sampling``, which has SAMPLING_BOUNDS."""
 
 
 REGISTRATION_BOUNDS: Mapping[str, Bound] = {
@@ -44,11 +45,11 @@ REGISTRATION_BOUNDS: Mapping[str, Bound] = {
     "end_ids": TokenIds(MAX_END_IDS),
     "continues": Flag(),
 }
-"""Of every field of Registration but ``sampling``, whose fields are in SAMPLING_BOUNDS."""
+"""Bounds of every field of Registration except ``sampling``, which has SAMPLING_BOUNDS."""
 
 
 def submission_refusal(submission: Submission, model: ModelBounds) -> Refusal | None:
-    """The first field of a request that this model cannot take; ``sampling``'s are named by their own names."""
+    """Return the first invalid field of a request for this model, or None. Fields of ``sampling`` keep their names."""
     return (
         refusal(submission, SUBMISSION_BOUNDS, model)
         or refusal(submission.sampling, SAMPLING_BOUNDS, model)
@@ -57,7 +58,7 @@ def submission_refusal(submission: Submission, model: ModelBounds) -> Refusal | 
 
 
 def check_submission(submission: Submission, model: ModelBounds) -> None:
-    """Raise RequestInvalid, or PromptTooLong, for a request that this model cannot take."""
+    """Check a request against this model. Raises RequestInvalid or PromptTooLong."""
     if len(submission.prompt) >= model.context_length:
         raise PromptTooLong(
             f"This model's maximum context length is {model.context_length} tokens",
@@ -69,7 +70,7 @@ def check_submission(submission: Submission, model: ModelBounds) -> None:
 
 
 def registration_fault(registration: Registration, model: ModelBounds) -> RequestInvalid | None:
-    """Why a sequence cannot be sampled; its steps are computed all the same."""
+    """Return the reason why a sequence cannot be sampled, or None. Its steps are computed nevertheless."""
     refused = refusal(registration, REGISTRATION_BOUNDS, model) or refusal(
         registration.sampling, SAMPLING_BOUNDS, model
     )
@@ -77,7 +78,7 @@ def registration_fault(registration: Registration, model: ModelBounds) -> Reques
 
 
 def _contradiction(submission: Submission, model: ModelBounds) -> Refusal | None:
-    """Fields that are within their bounds, but not together."""
+    """Return the first contradiction between fields that are each within bounds, or None."""
     if len(submission.generated) > submission.num_choices:
         return Refusal(
             "generated",
@@ -89,7 +90,7 @@ def _contradiction(submission: Submission, model: ModelBounds) -> Refusal | None
     if submission.sampling.prompt_logprobs:
         scores = len(submission.prompt) * (1 + submission.sampling.top_logprobs)
         if scores > MAX_SCORES:
-            return Refusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} can be asked for")
+            return Refusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} are allowed")
     longest = max((len(ids) for ids in submission.generated), default=0)
     if len(submission.prompt) + longest > model.context_length:
         return Refusal(

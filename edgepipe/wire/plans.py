@@ -1,4 +1,4 @@
-"""What an engine and its stages tell each other about steps, as values, and their conversion.
+"""Messages about steps between an engine and its stages, as values, and their conversion.
 
 Shape letters: T packed tokens of a step.
 """
@@ -31,15 +31,15 @@ from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """The stage before or after, as its daemon told the engine of it."""
+    """The previous or next stage, as its daemon reported it to the engine."""
 
     node_id: NodeId
-    certificate: bytes = b""  # PEM; empty where nothing is encrypted
+    certificate: bytes = b""  # PEM; empty without encryption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """What one stage is told once per epoch."""
+    """A stage's constants for one epoch."""
 
     pipeline_id: PipelineId
     epoch: Epoch
@@ -49,43 +49,43 @@ class PipelineSpec:
     activation_type: ActivationType
     num_blocks: int
     block_size: int  # tokens
-    next_address: str  # HOST:PORT of the stage with the next slice; "" at the last
+    next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
     next: Neighbour | None = None  # at ``next_address``
-    previous: Neighbour | None = None  # whose activations are taken
+    previous: Neighbour | None = None  # the stage that sends activations
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The tokens ``[position, position + num_tokens)`` of a registered sequence, and the blocks it gets for them."""
+    """The tokens ``[position, position + num_tokens)`` of a registered sequence, and new blocks for them."""
 
     sequence: SequenceId
     position: int  # absolute
     num_tokens: int
-    sample: bool = False  # a token is sampled from the last token's logits
+    sample: bool = False  # sample a token from the last token's logits
     new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A sequence that later rows name by number; a known number is replaced and its block table emptied.
+    """A sequence that later rows refer to by number. A known number is replaced and its block table emptied.
 
-    A long one comes in parts: those that continue it bring columns of ids, which are appended.
+    A long registration is sent in parts: continuing parts have columns of ids to append.
     """
 
     sequence: SequenceId
     sampling: SamplingParams
     choice: int = 0
     prompt_tokens: int  # absolute position p is output position p - prompt_tokens
-    prompt: tuple[int, ...] = ()  # its tokens in order, if ``sampling.prompt_logprobs``
-    seen: tuple[int, ...] = ()  # its tokens, each once and ascending, if ``sampling.penalises_prompt``
+    prompt: tuple[int, ...] = ()  # prompt tokens in order, if ``sampling.prompt_logprobs``
+    seen: tuple[int, ...] = ()  # prompt tokens, unique and ascending, if ``sampling.penalises_prompt``
     generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output``
     end_ids: tuple[int, ...] = ()  # EOS and stop ids, if ``sampling.min_tokens``
     continues: bool = False
 
     def joined(self, part: Registration) -> Registration:
-        """This one and the part that continues it."""
+        """Return this registration with a continuing part appended."""
         return replace(
             self,
             prompt=self.prompt + part.prompt,
@@ -96,7 +96,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registrations:
-    """What a stage is told of sequences before the plans that begin them."""
+    """Registrations for a stage, sent before the plans that begin the sequences."""
 
     epoch: Epoch
     sequences: tuple[Registration, ...]
@@ -104,14 +104,14 @@ class Registrations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step as the engine tells it to every stage; holds only what changed since the plans before it."""
+    """One step, as the engine sends it to every stage. Holds only changes since earlier plans."""
 
     epoch: Epoch
     step: StepId
-    last_slice: int  # whose stage sends StepDone
+    last_slice: int  # its stage sends StepDone
     rows: tuple[PlanRow, ...] = ()
     token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds
-    registers: tuple[SequenceId, ...] = ()  # begin here, told before; applied before the rows
+    registers: tuple[SequenceId, ...] = ()  # sequences that begin in this step; applied before the rows
     frees: tuple[SequenceId, ...] = ()  # applied before the registers
     copies: tuple[BlockCopy, ...] = ()
 
@@ -122,25 +122,25 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """Where the time of one step went on one slice."""
+    """Times of one step on one slice."""
 
     step: StepId
     slice_index: int
     num_tokens: int
     num_rows: int
-    started_us: int  # stage's monotonic clock: submitted, and the step ahead done
+    started_us: int  # stage's monotonic clock: submitted, and the previous step done
     wait_us: int = 0  # device idle before it
     prepare_us: int = 0
-    compute_us: int = 0  # from then until collect returned
+    compute_us: int = 0  # from ``started_us`` until collect returned
     sample_us: int = 0
-    send_queue_us: int = 0  # of the step before it
-    upload_us: int = 0  # of the step before it
-    queued_us: int = 0  # from plan and inputs being there until it started
+    send_queue_us: int = 0  # of the previous step
+    upload_us: int = 0  # of the previous step
+    queued_us: int = 0  # from plan and inputs ready until ``started_us``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """The way of one step's activations over one link; the wall clocks are those of two machines."""
+    """Times of one step's activations on one link, on the wall clocks of two machines."""
 
     step: StepId
     num_bytes: int
@@ -152,7 +152,7 @@ class LinkSample:
 
     @property
     def round_trip_us(self) -> int:
-        """There and back without the stay at the receiver: upload and twice the latency. No common clock is needed."""
+        """Round trip without the time at the receiver: upload and twice the latency. Needs no common clock."""
         return (self.acknowledged_us - self.first_sent_us) - (self.told_us - self.last_received_us)
 
 
@@ -164,21 +164,21 @@ class StepDone:
     step: StepId
     ids: tuple[int, ...] = ()
     timings: tuple[StepTiming, ...] = ()
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (index into ids, its), of those that asked
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (index into ids, log-probabilities), where requested
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
-    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (index into ids, why no token can be chosen)
+    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (index into ids, reason why no token was sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimings:
-    """Timings from a stage that sends no StepDone, at most every 100 ms."""
+    """Timings of a stage that sends no StepDone, at most every 100 ms."""
 
     timings: tuple[StepTiming, ...] = ()
     links: tuple[LinkSample, ...] = ()
 
 
 def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenPipeline:
-    """The first message of a Control stream."""
+    """Make the first message of a Control stream."""
     message = stage_pb2.OpenPipeline(
         hello=hello,
         pipeline_id=spec.pipeline_id,
@@ -200,7 +200,7 @@ def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenP
 
 
 def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
-    """What the engine told a stage. Raises RemoteProtocolError if a number cannot be."""
+    """Convert a stage's constants. Raises RemoteProtocolError for an invalid number."""
     for name in ("num_slices", "hidden_size", "num_blocks", "block_size", "max_in_flight", "step_deadline_ms"):
         if getattr(message, name) < 1:
             raise RemoteProtocolError(f"the pipeline cannot be opened: {name} is 0", fact="it is at least 1")
@@ -228,7 +228,7 @@ def _neighbour(message: stage_pb2.RingNeighbour) -> Neighbour:
 
 
 def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
-    """A step for one stage; only the stage that embeds gets the token ids."""
+    """Convert a plan for one stage; only the stage that embeds gets the token ids."""
     blocks = [(index, run) for index, row in enumerate(plan.rows) for run in row.new_blocks]
     return stage_pb2.Plan(
         epoch=epoch_to_wire(plan.epoch),
@@ -249,7 +249,7 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
 
 
 def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
-    """A step as a stage got it. Raises RemoteProtocolError if columns that belong together differ in length."""
+    """Convert a received plan. Raises RemoteProtocolError if columns of a group differ in length."""
     num_rows = len(message.sequence)
     _check_columns(message, num_rows)
     blocks = _blocks_by_row(message)
@@ -270,7 +270,7 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
 
 
 def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
-    """The report that retires a step."""
+    """Convert the report that retires a step."""
     return stage_pb2.StageReport(
         step_done=stage_pb2.StepDone(
             epoch=epoch_to_wire(done.epoch),
@@ -296,7 +296,7 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
 
 
 def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
-    """The report that retires a step, as the engine got it."""
+    """Convert a received report that retires a step."""
     return StepDone(
         epoch=epoch_from_wire(message.epoch),
         step=StepId(message.step),
@@ -315,7 +315,7 @@ def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
 
 
 def timings_to_wire(report: StageTimings) -> stage_pb2.StageReport:
-    """Timings for the engine."""
+    """Convert timings for the engine."""
     return stage_pb2.StageReport(
         timings=stage_pb2.StageTimings(
             timings=_timings_to_wire(report.timings), links=[sample_to_wire(sample) for sample in report.links]
@@ -324,7 +324,7 @@ def timings_to_wire(report: StageTimings) -> stage_pb2.StageReport:
 
 
 def timings_from_wire(message: stage_pb2.StageTimings) -> StageTimings:
-    """Timings as the engine got them."""
+    """Convert received timings."""
     return StageTimings(
         timings=tuple(_timings_from_wire(message.timings)),
         links=tuple(sample_from_wire(sample) for sample in message.links),
@@ -332,7 +332,7 @@ def timings_from_wire(message: stage_pb2.StageTimings) -> StageTimings:
 
 
 def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
-    """A link's timing for the wire."""
+    """Convert a link's timing for the wire."""
     return stage_pb2.LinkSample(
         step=sample.step,
         num_bytes=sample.num_bytes,
@@ -345,7 +345,7 @@ def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
 
 
 def sample_from_wire(message: stage_pb2.LinkSample) -> LinkSample:
-    """A link's timing from the wire."""
+    """Convert a link's timing from the wire."""
     return LinkSample(
         step=StepId(message.step),
         num_bytes=message.num_bytes,
@@ -368,7 +368,7 @@ def _check_columns(message: stage_pb2.Plan, num_rows: int) -> None:
         raise RemoteProtocolError(f"the plan of step {message.step} has block columns of different lengths")
     if any(row >= num_rows for row in message.block_row):
         raise RemoteProtocolError(
-            f"the plan of step {message.step} gives blocks to a row it does not have", fact=f"it has {num_rows} rows"
+            f"the plan of step {message.step} assigns blocks to a missing row", fact=f"it has {num_rows} rows"
         )
 
 
@@ -382,9 +382,9 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
 def registrations_to_wire(
     registrations: Iterable[Registration], *, epoch: common_pb2.Epoch, with_sampling: bool
 ) -> list[stage_pb2.ControlMessage]:
-    """Sequences that later plans begin, in as few messages of at most PACKED_BYTES as hold them.
+    """Pack registrations into as few messages of at most PACKED_BYTES as possible.
 
-    How a sequence is sampled concerns the stage with the head only.
+    Only the stage with the head gets the sampling parameters.
     """
     messages: list[stage_pb2.ControlMessage] = []
     room = 0
@@ -399,7 +399,7 @@ def registrations_to_wire(
 
 
 def registration_bytes(sampling: SamplingParams, *, prompt_tokens: int, vocab_size: int) -> tuple[int, int]:
-    """How large a registration can be, and how much more of it each output token known by then makes."""
+    """Return the maximum size of a registration without output, and the bytes per known output token."""
     grammar = len(sampling.grammar.text.encode()) if sampling.grammar is not None else 0
     prompt = prompt_tokens if sampling.prompt_logprobs else 0
     seen = min(prompt_tokens, vocab_size) if sampling.penalises_prompt else 0
@@ -409,17 +409,17 @@ def registration_bytes(sampling: SamplingParams, *, prompt_tokens: int, vocab_si
 
 
 def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
-    """What a stage is told of sequences. Raises RequestInvalid, RemoteProtocolError."""
+    """Convert received registrations. Raises RequestInvalid, RemoteProtocolError."""
     return Registrations(
         epoch=epoch_from_wire(message.epoch),
         sequences=tuple(_registration_from_wire(register) for register in message.sequences),
     )
 
 
-_HEAD_BYTES = 256  # its numbers
+_HEAD_BYTES = 256  # all numbers of a registration
 _BIAS_BYTES = ID_BYTES + 8
-_FIELD_BYTES = 16  # around a part, and around the message's field
-_PART_IDS = PACKED_BYTES // 2 // ID_BYTES  # the other half is for all else, above all a grammar
+_FIELD_BYTES = 16  # overhead of a part, or of the message's field
+_PART_IDS = PACKED_BYTES // 2 // ID_BYTES  # the other half is for the rest, mainly a grammar
 
 
 def _parts(registrations: Iterable[Registration], *, with_sampling: bool) -> Iterator[stage_pb2.Register]:
@@ -448,7 +448,7 @@ def _parts(registrations: Iterable[Registration], *, with_sampling: bool) -> Ite
 
 
 def _registration_head(registration: Registration) -> stage_pb2.Register:
-    """All but the long columns."""
+    """Convert a registration without its long columns."""
     return stage_pb2.Register(
         sequence=registration.sequence,
         sampling=sampling_to_wire(registration.sampling),
@@ -459,7 +459,7 @@ def _registration_head(registration: Registration) -> stage_pb2.Register:
 
 
 def _steps(ascending: tuple[int, ...]) -> Iterator[int]:
-    """Each number less the one before it: most take one byte."""
+    """Yield the differences between neighbours: most take one byte."""
     return (after - before for before, after in pairwise((0, *ascending)))
 
 

@@ -1,4 +1,4 @@
-"""Conversions of what the planner is told: profiles of layers and links, surveys of a cluster."""
+"""Conversions of the planner's inputs: profiles of layers and links, surveys of a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgepipe.wire.v1 import node_pb2 as pb
 
 
 def layer_profile_to_wire(profile: LayerProfile) -> pb.LayerProfile:
-    """A layer's times for the wire."""
+    """Convert a layer's times for the wire."""
     return pb.LayerProfile(
         base_s=profile.base_s,
         decode=_points_to_wire(profile.decode),
@@ -30,84 +30,84 @@ def layer_profile_to_wire(profile: LayerProfile) -> pb.LayerProfile:
     )
 
 
-def layer_profile_from_wire(told: pb.LayerProfile) -> LayerProfile:
-    """A layer's times from the wire. Raises RemoteProtocolError where nothing was measured."""
-    if not told.decode or not told.prefill or not told.head:
-        raise RemoteProtocolError("a node told a layer's times without any")
+def layer_profile_from_wire(message: pb.LayerProfile) -> LayerProfile:
+    """Convert a layer's times from the wire. Raises RemoteProtocolError if they are empty."""
+    if not message.decode or not message.prefill or not message.head:
+        raise RemoteProtocolError("a node reported a layer profile without times")
     return LayerProfile(
-        base_s=told.base_s,
-        decode=_points_from_wire(told.decode),
-        prefill=_points_from_wire(told.prefill),
-        head=_points_from_wire(told.head),
-        kv_token_s=told.kv_token_s,
-        decode_context=told.decode_context,
-        busy=told.busy,
-        measured_s=told.measured_ms / 1e3,
+        base_s=message.base_s,
+        decode=_points_from_wire(message.decode),
+        prefill=_points_from_wire(message.prefill),
+        head=_points_from_wire(message.head),
+        kv_token_s=message.kv_token_s,
+        decode_context=message.decode_context,
+        busy=message.busy,
+        measured_s=message.measured_ms / 1e3,
     )
 
 
-def device_profile_from_wire(told: common_pb2.DeviceProfile) -> DeviceProfile:
-    """A device as its node tells of it."""
+def device_profile_from_wire(message: common_pb2.DeviceProfile) -> DeviceProfile:
+    """Convert a device's profile from the wire."""
     return DeviceProfile(
-        backend=told.backend,
-        device=told.device,
-        name=told.name,
-        compute_dtype=told.compute_dtype,
-        memory_total_bytes=told.memory_total_bytes,
-        memory_free_bytes=told.memory_free_bytes,
-        bandwidth_bytes_per_s=told.bandwidth_bytes_per_s,
-        flops=told.flops,
-        block_sizes=tuple(told.block_sizes),
-        contiguous_kv=told.contiguous_kv,
+        backend=message.backend,
+        device=message.device,
+        name=message.name,
+        compute_dtype=message.compute_dtype,
+        memory_total_bytes=message.memory_total_bytes,
+        memory_free_bytes=message.memory_free_bytes,
+        bandwidth_bytes_per_s=message.bandwidth_bytes_per_s,
+        flops=message.flops,
+        block_sizes=tuple(message.block_sizes),
+        contiguous_kv=message.contiguous_kv,
     )
 
 
 def cluster_from_wire(survey: pb.SurveyReply) -> Cluster:
-    """What a plan is made of."""
+    """Convert a survey to the planner's cluster."""
     config = config_from_json(json.loads(survey.model_config))
     links = {
-        (NodeId(one.sender), NodeId(one.receiver)): LinkShape(
-            bytes_per_s=one.bytes_per_s or float("inf"), one_way_s=one.one_way_s
+        (NodeId(link.sender), NodeId(link.receiver)): LinkShape(
+            bytes_per_s=link.bytes_per_s or float("inf"), one_way_s=link.one_way_s
         )
-        for one in survey.links
+        for link in survey.links
     }
     return Cluster(
         model=survey.model,
         config=config,
-        machines=tuple(_machine(one, config) for one in survey.machines),
+        machines=tuple(_machine(message, config) for message in survey.machines),
         links=Links(
             measured=links,
-            broken=frozenset((NodeId(one.node_id), NodeId(one.other_id)) for one in survey.broken),
+            broken=frozenset((NodeId(link.node_id), NodeId(link.other_id)) for link in survey.broken),
         ),
     )
 
 
-def _machine(told: pb.SurveyedMachine, config: ModelConfig) -> Machine:
-    device = device_profile_from_wire(told.device)
-    size = told.value_bytes or 2
-    if told.HasField("layer"):
-        speed = MeasuredSpeed(layer_profile_from_wire(told.layer))
+def _machine(message: pb.SurveyedMachine, config: ModelConfig) -> Machine:
+    device = device_profile_from_wire(message.device)
+    size = message.value_bytes or 2
+    if message.HasField("layer"):
+        speed = MeasuredSpeed(layer_profile_from_wire(message.layer))
     else:
         speed = estimated_speed(device, config, bytes_per_weight=size)
     return Machine(
         room=NodeRoom(
-            node_id=NodeId(told.node_id),
-            name=told.name,
-            free_bytes=told.free_bytes,
+            node_id=NodeId(message.node_id),
+            name=message.name,
+            free_bytes=message.free_bytes,
             bytes_per_weight=size,
             bytes_per_kv=size,
-            shares_host_memory=told.shares_host_memory,
+            shares_host_memory=message.shares_host_memory,
         ),
         device=device.name,
         speed=speed,
         total_bytes=device.memory_total_bytes,
-        taken_bytes=told.taken_bytes,
+        taken_bytes=message.taken_bytes,
     )
 
 
 def _points_to_wire(points: Iterable[Point]) -> list[pb.ProfilePoint]:
-    return [pb.ProfilePoint(size=one.size, seconds=one.seconds) for one in points]
+    return [pb.ProfilePoint(size=point.size, seconds=point.seconds) for point in points]
 
 
 def _points_from_wire(points: Iterable[pb.ProfilePoint]) -> tuple[Point, ...]:
-    return tuple(Point(one.size, one.seconds) for one in points)
+    return tuple(Point(point.size, point.seconds) for point in points)

@@ -1,4 +1,4 @@
-"""What gateways and engines tell each other about requests, as values, and their conversion."""
+"""Messages about requests between gateways and engines, as values, and their conversion."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request as its gateway owns it. A higher attempt cancels lower ones."""
+    """A request of a gateway. A higher attempt replaces lower ones."""
 
     request_id: RequestId
     attempt: int = 1
     prompt: tuple[int, ...]
     num_choices: int = 1
-    generated: tuple[tuple[int, ...], ...] = ()  # per choice, what earlier attempts gave; never sampled again
-    max_tokens: int = 0  # output tokens per choice, those in ``generated`` included; 0: as many as the context takes
+    generated: tuple[tuple[int, ...], ...] = ()  # per choice, output of earlier attempts; never sampled again
+    max_tokens: int = 0  # output tokens per choice, including ``generated``; 0: up to the context length
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams
@@ -31,7 +31,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancellation:
-    """The choice is wanted up to output position ``at_position`` and no further."""
+    """Ends a choice at output position ``at_position``."""
 
     request_id: RequestId
     attempt: int = 1
@@ -41,7 +41,7 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """After a broken stream: send again what comes after ``have`` output tokens of each choice."""
+    """Resumes a request after a broken stream, after ``have`` output tokens of each choice."""
 
     request_id: RequestId
     attempt: int = 1
@@ -50,19 +50,19 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a choice ended."""
+    """The end of a choice."""
 
     reason: str  # "stop" | "length" | "cancelled" | "error"
     num_tokens: int  # output tokens of the choice
     error: EdgepipeError | None = None
-    cached_prompt_tokens: int = 0  # of the prompt, found computed already
+    cached_prompt_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 GatewayCommand = Submission | Cancellation | Resumption
 
 
 def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
-    """A gateway's message for an engine."""
+    """Convert a gateway's command for an engine."""
     if isinstance(command, Submission):
         return engine_pb2.GatewayMessage(submit=_submission_to_wire(command))
     if isinstance(command, Cancellation):
@@ -78,7 +78,7 @@ def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
 
 
 def submission_from_wire(message: engine_pb2.Submit) -> Submission:
-    """A request as the engine got it. Raises RequestInvalid if the sampling parameters cannot be used."""
+    """Convert a received request. Raises RequestInvalid for invalid sampling parameters."""
     return Submission(
         request_id=RequestId(message.request_id),
         attempt=message.attempt,
@@ -94,7 +94,7 @@ def submission_from_wire(message: engine_pb2.Submit) -> Submission:
 
 
 def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
-    """A cancellation as the engine got it."""
+    """Convert a received cancellation."""
     return Cancellation(
         request_id=RequestId(message.request_id),
         attempt=message.attempt,
@@ -104,19 +104,19 @@ def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
 
 
 def resumption_from_wire(message: engine_pb2.Resume) -> Resumption:
-    """A resumption as the engine got it."""
+    """Convert a received resumption."""
     return Resumption(request_id=RequestId(message.request_id), attempt=message.attempt, have=tuple(message.have))
 
 
 def hello_from_wire(message: engine_pb2.GatewayMessage) -> common_pb2.Hello:
-    """The hello that begins a gateway's stream. Raises RemoteProtocolError if something else came."""
+    """Return the hello that begins a gateway's stream. Raises RemoteProtocolError for any other message."""
     if message.WhichOneof("message") != "hello":
         raise RemoteProtocolError("the gateway sent a request before its hello")
     return message.hello
 
 
 def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: Epoch) -> engine_pb2.EngineEvent:
-    """The engine's first message on a gateway's stream."""
+    """Make the engine's first message on a gateway's stream."""
     return engine_pb2.EngineEvent(
         welcome=engine_pb2.Welcome(hello=hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
     )
@@ -131,7 +131,7 @@ def tokens_to_wire(
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs] = (),
 ) -> engine_pb2.Tokens:
-    """Tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or none."""
+    """Convert tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or empty."""
     return engine_pb2.Tokens(
         request_id=request_id,
         attempt=attempt,
@@ -145,7 +145,7 @@ def tokens_to_wire(
 def prompt_scores_to_wire(
     request_id: RequestId, attempt: int, choice: int, *, part: PromptLogprobs
 ) -> engine_pb2.PromptScores:
-    """Log-probabilities of a part of the prompt."""
+    """Convert log-probabilities of a part of the prompt."""
     return engine_pb2.PromptScores(
         request_id=request_id,
         attempt=attempt,
@@ -156,12 +156,12 @@ def prompt_scores_to_wire(
 
 
 def prompt_read_to_wire(request_id: RequestId, attempt: int, choice: int, *, num_tokens: int) -> engine_pb2.PromptRead:
-    """How many of the prompt's tokens have been computed."""
+    """Make a report of the number of computed prompt tokens."""
     return engine_pb2.PromptRead(request_id=request_id, attempt=attempt, choice=choice, num_tokens=num_tokens)
 
 
 def ending_to_wire(request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> engine_pb2.Ended:
-    """The one ending of a choice."""
+    """Convert the ending of a choice."""
     return engine_pb2.Ended(
         request_id=request_id,
         attempt=attempt,

@@ -1,4 +1,4 @@
-"""Sampling parameters and log-probabilities on their way between gateway, engine and last stage."""
+"""Conversion of sampling parameters and log-probabilities between gateway, engine and last stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgepipe.wire.v1 import common_pb2 as pb
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
-    """How a request wants its tokens drawn, for the wire."""
+    """Convert sampling parameters for the wire."""
     return pb.SamplingParams(
         temperature=params.temperature,
         seed=params.seed,
@@ -31,7 +31,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
-    """How a request wants its tokens drawn. Raises RequestInvalid, RemoteProtocolError for columns that do not fit."""
+    """Convert sampling parameters. Raises RequestInvalid, and RemoteProtocolError for columns of different lengths."""
     if len(message.bias_ids) != len(message.bias_values):
         raise RemoteProtocolError("sampling parameters have bias columns of different lengths")
     return SamplingParams(
@@ -53,7 +53,7 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    """Of one token, for the wire."""
+    """Convert one token's log-probabilities for the wire."""
     return pb.TokenLogprobs(
         logprob=logprobs.logprob,
         top_ids=[token for token, _ in logprobs.top],
@@ -62,7 +62,7 @@ def logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def logprobs_from_wire(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """Of consecutive tokens. Raises RemoteProtocolError for columns that do not fit."""
+    """Convert log-probabilities of consecutive tokens. Raises RemoteProtocolError for columns of different lengths."""
     try:
         return tuple(
             TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))

@@ -1,17 +1,16 @@
-"""How large messages between processes become. Each sender keeps to its bound; docs/architecture.md has the table."""
+"""Size limits of messages between processes, which each sender keeps; docs/architecture.md has the table."""
 
 from __future__ import annotations
 
-PACKED_BYTES = 1 << 20  # of a message that packs many things: a quarter of what gRPC takes (edgepipe.link.channels)
-MAX_END_IDS = 256  # of a sequence: stop ids, and the model's own
-ID_BYTES = 5  # a token id takes at most so many
-
-MAX_ERROR_BYTES = 1000  # of each of the three texts of an error
-MAX_ERROR_NAME_BYTES = 256  # of each of its names
-HEAD_BYTES = 512  # around a column: names and numbers, a request's id among them
+PACKED_BYTES = 1 << 20  # a message that packs many items: a quarter of gRPC's limit (edgepipe.link.channels)
+MAX_END_IDS = 256  # per sequence: stop ids and the model's end ids
+ID_BYTES = 5  # maximum size of a token id
+MAX_ERROR_BYTES = 1000  # each of an error's three texts
+MAX_ERROR_NAME_BYTES = 256  # each of an error's names
+HEAD_BYTES = 512  # overhead of a column: names and numbers, including a request's id
 ENDING_BYTES = HEAD_BYTES + 3 * (MAX_ERROR_BYTES + MAX_ERROR_NAME_BYTES)
 
 
 def logprobs_bytes(num_top: int) -> int:
-    """Of one token and so many alternatives."""
+    """Return the size of one token's log-probabilities with ``num_top`` alternatives."""
     return 16 + (ID_BYTES + 4) * num_top

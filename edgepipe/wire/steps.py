@@ -1,4 +1,4 @@
-"""A scheduled step on its way to the stages: columns to columns, since this runs between every two steps."""
+"""Convert a scheduled step for the stages: columns to columns, because it runs between every two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def step_to_wire(
     last_slice: int,
     with_token_ids: bool,
 ) -> stage_pb2.ControlMessage:
-    """A step for one stage; only the stage that embeds gets the token ids."""
+    """Convert a step for one stage; only the stage that embeds gets the token ids."""
     return stage_pb2.ControlMessage(
         plan=stage_pb2.Plan(
             epoch=epoch,

@@ -57,7 +57,7 @@ def _with_row(**changes: object) -> Change:
     ("change", "why"),
     [
         (_with_row(sequence=99), "not registered"),
-        (_with_row(new_blocks=(BlockRun(255, 2),)), "gives out blocks 255-256"),
+        (_with_row(new_blocks=(BlockRun(255, 2),)), "assigns blocks 255-256"),
         (_with_row(new_blocks=()), "its blocks hold 0"),
         (_with_row(num_tokens=4), "3 token ids for 4 tokens"),
         (_with_row(num_tokens=2**32 - 1), "its blocks hold"),

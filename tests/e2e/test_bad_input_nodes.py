@@ -26,11 +26,11 @@ PLANS = {
     "a:0-4": "covers 5 layers, the model has 6",
     "a:0-6": "covers 7 layers, the model has 6",
     "a:1-5": "leaves out layer 0",
-    "z:0-5": "'z' is no node that can compute",
-    "a:5-0": "layers 5-0 are no range",
-    "a": "'a' is no part of a plan",
-    "a:0-5,": "'' is no part of a plan",
-    "a:0-x": "'a:0-x' is no part of a plan",
+    "z:0-5": "'z' is not a node that can compute",
+    "a:5-0": "layers 5-0 are not a range",
+    "a": "'a' is not a part of a plan",
+    "a:0-5,": "'' is not a part of a plan",
+    "a:0-x": "'a:0-x' is not a part of a plan",
 }
 _FEW = ("a:0-1,a:3-5", "a:0-3,a:3-5", "z:0-5", "a")  # a gap, an overlap, an unknown node, no plan
 

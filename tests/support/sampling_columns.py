@@ -1,7 +1,7 @@
-"""Logits to tokens in columns ``[V, B]``, the alternative layout: one dense buffer per penalty beside the transposed
-logits, of which a new token changes one entry (SiPipe, section 5.1, "Column-Wise CPU Sampling via Metadata Reuse").
+"""Sample in columns ``[V, B]``, the alternative layout (SiPipe, section 5.1, "Column-Wise CPU Sampling via Metadata
+Reuse"): one dense buffer per penalty beside the transposed logits. A new token changes one entry of each buffer.
 
-It pays for transposing and for touching every penalty of every token; ``docs/experiments.md`` has both times.
+It costs a transposition and an access to every penalty of every token; ``docs/experiments.md`` has both times.
 Shape letters: B columns, V vocabulary.
 """
 
@@ -18,12 +18,14 @@ from edgepipe.sampling.rows import Logits, bar, check_highest, choose_from_row, 
 from edgepipe.sampling.sampler import Sampled, SampleRow
 from edgepipe.sampling.sequence import SequenceSampler
 
-_DEPTH = 8.0  # units of the temperature below the highest logit: what is looked at before a whole column
+_DEPTH = 8.0  # units of temperature below the highest logit to search before a whole column
 
 
 class ColumnSampler:
-    """Samples one micro-batch that comes again and again: a column belongs to a sequence until another takes its
-    place. Used by one thread at a time; each micro-batch has its own."""
+    """Samples one recurring micro-batch. A column belongs to a sequence until another replaces it.
+
+    Use one instance per micro-batch, and from one thread at a time.
+    """
 
     def __init__(self, *, vocab_size: int, batch: int) -> None:
         shape = (vocab_size, batch)
@@ -33,7 +35,7 @@ class ColumnSampler:
         self._positions = [0] * batch
 
     def __call__(self, logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """As ``edgepipe.sampling.sample``; at most ``batch`` rows."""
+        """Sample like ``edgepipe.sampling.sample``; at most ``batch`` rows."""
         results: list[Sampled | None] = [None] * len(rows)
         scores: list[tuple[float, tuple[tuple[int, float], ...]] | None] = [None] * len(rows)
         for column, row in enumerate(rows):
@@ -57,7 +59,7 @@ class ColumnSampler:
         return [result for result in results if result is not None]
 
     def _own(self, column: int, row: SampleRow) -> None:
-        """Make the column's penalties those of the sequence at the position begun."""
+        """Set the column's penalties to the sequence's at its current position."""
         edits = row.sampler.edits
         if self._owners[column] is row.sampler and self._positions[column] == row.position:
             return
@@ -66,7 +68,7 @@ class ColumnSampler:
         self._owners[column] = row.sampler
 
     def _change(self, logits: Logits) -> Logits:
-        """``[V, B]``: transposed, with penalties and bias."""
+        """Return the logits ``[V, B]``: transposed, with penalties and bias."""
         count = len(logits)
         changed, repetition = self._logits[:, :count], self._repetition[:, :count]
         np.copyto(changed, logits.T)
@@ -111,7 +113,7 @@ class ColumnSampler:
     def _weigh(
         self, changed: Logits, highest: npt.NDArray[np.float32], temperatures: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Each column's total, and (token, column) of what lies near its highest, by ascending token."""
+        """Return each column's total, and (token, column) of the logits near its highest, by ascending token."""
         scratch = self._scratch[:, : changed.shape[1]]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.subtract(changed, highest, out=scratch)

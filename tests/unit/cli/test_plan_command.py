@@ -40,7 +40,7 @@ def test_wishes_are_kept(run: Run):
     assert told["stages"][0]["node"] == "d"
     assert len(told["stages"]) == 4
     told = json.loads(run(*IMAGINED, "--json", "--exclude", "a").out)
-    assert {"node": "a", "reason": "as you wish"} in told["left_out"]
+    assert {"node": "a", "reason": "excluded by --exclude"} in told["left_out"]
 
 
 def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):

@@ -448,5 +448,5 @@ async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(
     assert b"".join(one.data for one in read) == whole[50:]
     assert [one.offset for one in read] == list(range(50, len(whole), 100))
     assert [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=1 << 60)] == []
-    with pytest.raises(ModelInvalid, match="no file that nodes exchange"):
+    with pytest.raises(ModelInvalid, match="nodes do not exchange files"):
         await anext(here.read_file("tiny", "", "config.json", offset=0))

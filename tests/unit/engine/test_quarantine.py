@@ -44,7 +44,7 @@ def test_a_link_that_failed_is_not_used_in_its_direction_for_a_while() -> None:
     assert not quarantine.nodes(1.0)
     [told] = quarantine.left_out(10.0)
     assert (told.node_id, told.other_id, told.seconds) == ("a", "b", 20.0)
-    assert told.reason == "no connection could be made that way"
+    assert told.reason == "no connection could be made in that direction"
     assert quarantine.allows(placed("ab"), 30.0)
     assert not quarantine.left_out(30.0)
 

@@ -182,7 +182,7 @@ async def test_the_token_is_for_the_hub_and_not_for_where_it_sends_us(place: Pla
 async def test_damaged_bytes_are_refused_and_forgotten(place: Place):
     file, data = place.file_of(QUERY), place.whole.read_tensor(QUERY).tobytes()
     place.hub.files[file] = place.hub.files[file].replace(data[:64], bytes(64))
-    with pytest.raises(ModelInvalid, match="came damaged") as caught:
+    with pytest.raises(ModelInvalid, match="arrived damaged") as caught:
         await place.fetch()
     assert "from the hub" in caught.value.fact
     assert QUERY not in place.held()
@@ -229,7 +229,7 @@ async def test_a_hub_without_ranges_is_told_and_does_not_send_whole_files(place:
     place.hub.ranges = False
     with pytest.raises(ModelUnknown) as caught:
         await place.fetch()
-    assert "does not send the asked part" in caught.value.fact
+    assert "does not send the requested part" in caught.value.fact
 
 
 async def test_a_hub_out_of_reach_adds_its_reason_to_that_of_the_peers(place: Place, peer: Peer):

@@ -89,7 +89,7 @@ def test_a_tokenizer_larger_than_any_is_not_fetched(
 def test_damaged_bytes_are_refused_and_deleted(hub: FakeHub, tmp_path: Path) -> None:
     for name in ("config.json", BIG):
         hub.damaged = {name}
-        with pytest.raises(ModelInvalid, match="came damaged"):
+        with pytest.raises(ModelInvalid, match="arrived damaged"):
             pull(hub, tmp_path / "store")
         assert list((tmp_path / "store").iterdir()) == []
 

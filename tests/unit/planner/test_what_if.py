@@ -83,7 +83,7 @@ def test_a_plan_by_hand_is_compared_with_what_would_be_done_and_helped_by_nothin
     demand = Demand(config=BIG)
     base = plan(demand, there.machines, there.links, wishes)
     free = next(alternatives(demand, there, base, wishes))
-    assert free.what == "without wishes"
+    assert free.what == "without constraints"
     assert free.gain_over(base) >= 0
     assert preview(demand, there, wishes).helps == ()
 

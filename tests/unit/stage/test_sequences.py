@@ -125,14 +125,14 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
     [
         (plan(2, row(9, 0, 1, (0, 1))), "row of sequence 9, which is not registered"),
         (plan(2, frees=(SequenceId(9),)), "frees sequence 9"),
-        (plan(2, row(1, 3, 1, (NUM_BLOCKS - 1, 2))), "gives out blocks 63-64"),
-        (plan(2, row(1, 3, 1, (5, 0))), "gives out blocks"),
+        (plan(2, row(1, 3, 1, (NUM_BLOCKS - 1, 2))), "assigns blocks 63-64"),
+        (plan(2, row(1, 3, 1, (5, 0))), "assigns blocks"),
         (plan(2, row(1, 3, 2)), "would have 5 tokens"),
         (plan(2, row(1, 3, 0)), "a row without tokens"),
-        (plan(2, row(1, 4, 1, (8, 1))), "goes on at position 4"),
+        (plan(2, row(1, 4, 1, (8, 1))), "continues at position 4"),
         (plan(2, row(1, 3, 1), row(1, 3, 1)), "two rows of one sequence"),
         (plan(2, row(1, 1, 1, sample=True)), "samples inside its prompt"),
-        (plan(2, row(1, 3, 1), registers=(SequenceId(2),)), "begins sequence 2, of which nothing was told"),
+        (plan(2, row(1, 3, 1), registers=(SequenceId(2),)), "begins sequence 2 without a registration"),
         (plan(2, row(1, 3, 1), copies=(BlockCopy(0, NUM_BLOCKS),)), "copies block 0 to 64"),
     ],
 )
