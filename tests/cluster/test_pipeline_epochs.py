@@ -145,7 +145,7 @@ async def test_layers_that_are_not_loaded_are_refused() -> None:
     async with stages(2) as local:
         error = await refusal(local, local.spec(1, epoch(1), slices=(wrong,)))
         assert isinstance(error, ShardMismatch)
-        assert "loaded: 4-7; wanted: 3-7" in error.fact
+        assert "loaded: 4-7; needed: 3-7" in error.fact
 
 
 async def test_another_version_is_refused_by_name() -> None:
@@ -214,9 +214,9 @@ def ring_opening(counter: int, **fields: Any) -> stage_pb2.OpenRing:
     [
         (ring_opening(1), "epoch 1@engine has been replaced"),
         (ring_opening(2, slice=0), "no other stage feeds slice 0"),
-        (ring_opening(2, hidden_size=8), "do not agree on activations"),
-        (ring_opening(2, activation_type=2), "do not agree on activations"),
-        (ring_opening(2, activation_type=7), "activation type unknown"),
+        (ring_opening(2, hidden_size=8), "disagree on activations"),
+        (ring_opening(2, activation_type=2), "disagree on activations"),
+        (ring_opening(2, activation_type=7), "unknown activation type"),
     ],
     ids=["stale", "wrong slice", "hidden size", "type", "unknown type"],
 )

@@ -138,7 +138,7 @@ async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPat
     async with stages(1) as local, make_channel(local.addresses[0], Credentials()) as channel:
         for open_stream in (StageStub(channel).Control, StageStub(channel).Ring):
             call: Any = open_stream()
-            with pytest.raises(RemoteProtocolError, match="nothing sent"), translated("the stage"):
+            with pytest.raises(RemoteProtocolError, match="sent nothing"), translated("the stage"):
                 await call.read()
         await assert_serves(local, 1)
 

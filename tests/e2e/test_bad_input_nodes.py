@@ -56,7 +56,7 @@ def test_models_and_nodes_that_are_not_there(home: tuple[Shell, Node]) -> None:
     error_of(shell.run("chat", "nothing", "-p", "x"), 7, "on its nodes: tiny")
     error_of(shell.run("stop", "tiny"), 7, "'tiny' is not served")
     error_of(shell.run("serve", "tiny", "--nodes", "99"), 2, "99 nodes cannot share 6 layers", lines=(2, 3))
-    error_of(shell.run("serve", "tiny", "--context", "257"), 2, "--context 257 is more", "takes 256 tokens")
+    error_of(shell.run("serve", "tiny", "--context", "257"), 2, "--context 257 is more", "supports 256 tokens")
     error_of(shell.run("serve", "tiny", "--nodes", "2"), 6, "2 nodes are wanted, 1 can compute")
     assert shell.status()["engines"] == []
 

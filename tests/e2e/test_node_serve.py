@@ -155,7 +155,7 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         ({"options": pb.ServeSpec(context_length=128)}, PlanInvalid, "it is served with --context "),
         ({"options": pb.ServeSpec(kv_tokens=640)}, PlanInvalid, "it is served with --kv-tokens "),
         ({"options": pb.ServeSpec(dtype="bfloat16")}, PlanInvalid, "it is served with --dtype auto"),
-        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid, "it takes "),
+        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid, "it supports "),
         ({"exclude": ["nobody"]}, PlanInvalid, "nodes: a"),
         ({"exclude": ["a"]}, PlanInvalid, "it is served as a:0-5"),
     ]

@@ -114,7 +114,7 @@ def test_what_came_before_a_failure_is_not_fetched_again(hub: FakeHub, tmp_path:
     hub.refused = {BIG}
     with pytest.raises(ModelDownloadFailed) as caught:
         pull(hub, tmp_path / "store")
-    assert "goes on where it stopped" in caught.value.next_step
+    assert "the pull resumes" in caught.value.next_step
     assert ModelStore(tmp_path / "store").list() == []
     hub.refused, hub.asked = set(), []
     pull(hub, tmp_path / "store")
@@ -145,7 +145,7 @@ def test_one_gguf_of_several_is_chosen_by_a_part_of_its_name(tmp_path: Path) -> 
     with running(FakeHub(repo=REPO, files=files)) as hub:
         with pytest.raises(ModelInvalid, match="several GGUF files"):
             pull(hub, tmp_path / "store")
-        with pytest.raises(ModelInvalid, match="no weights"):
+        with pytest.raises(ModelInvalid, match="no usable weights"):
             pull(hub, tmp_path / "store", f"{REPO}:IQ1")
         result = pull(hub, tmp_path / "store", f"{REPO}:q8_0")
     assert (result.path / "model.gguf").is_file()

@@ -161,7 +161,7 @@ def test_columns_of_different_lengths_are_refused(column: str) -> None:
 def test_blocks_for_a_row_that_is_not_there_are_refused() -> None:
     message = plan_to_wire(plan(1, row(1, 0, 1, (0, 1))), with_token_ids=False)
     message.block_row[0] = 1
-    with pytest.raises(RemoteProtocolError, match="a row it does not have"):
+    with pytest.raises(RemoteProtocolError, match="assigns blocks to a missing row"):
         plan_from_wire(message)
 
 
