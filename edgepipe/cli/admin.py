@@ -216,8 +216,8 @@ def no_node(data_dir: Path) -> NodeUnreachable:
     fact = f"nobody answers at {socket_path(data_dir)}"
     with suppress(ConfigInvalid):  # the node's start says what is wrong with its files
         if (home := home_of(data_dir)) is not None:
-            what = f"this machine belongs to '{home.cluster_name}', but its node does not run"
-            return NodeUnreachable(what, fact=fact, next_step="edgepipe node start")
+            problem = f"this machine belongs to '{home.cluster_name}', but its node does not run"
+            return NodeUnreachable(problem, fact=fact, next_step="edgepipe node start")
     return NodeUnreachable(
         "no edgepipe node runs on this machine",
         fact=fact,

@@ -214,9 +214,9 @@ class _Demo:
                         fact=device.error.fact,
                         next_step=device.error.next_step,
                     )
-                what = f"{device.profile.backend} {device.profile.device}"
+                device_name = f"{device.profile.backend} {device.profile.device}"
                 room = f"{format_bytes(device.free_bytes)} free"
-                self._say(f"      {member.node.name}  {what:<14} {device.profile.compute_dtype:<9} {room}")
+                self._say(f"      {member.node.name}  {device_name:<14} {device.profile.compute_dtype:<9} {room}")
 
     async def _serve(self, admin: Admin) -> engine_pb2.EngineState:
         from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress

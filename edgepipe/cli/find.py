@@ -126,9 +126,9 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
 
 def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
     """Nodes announce themselves, but this command cannot ask them."""
-    told = sorted(f"'{one.node_name}' at {one.address}, cluster {one.cluster_name!r}" for one in found)
-    names = "; ".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
-    if all(one.host.startswith("127.") for one in found):
+    nodes = sorted(f"'{node.node_name}' at {node.address}, cluster {node.cluster_name!r}" for node in found)
+    names = "; ".join(nodes[:_TOLD]) + (f"; and {len(nodes) - _TOLD} more" if len(nodes) > _TOLD else "")
+    if all(node.host.startswith("127.") for node in found):
         return NodeUnreachable(
             "the node of this machine uses another data directory",
             fact=f"{checked}found {names}",

@@ -56,8 +56,10 @@ async def find_inviting(listen_s: float) -> tuple[str, int]:
     """Host and pairing port of the one node that invites on this network. Raises NoPeersFound, ConfigInvalid."""
     from edgepipe.cluster.browsing import browse
 
-    found = await browse(listen_s=listen_s, until=lambda one: bool(one.pairing_port))
-    inviting = sorted({(one.host, one.pairing_port): one for one in found if one.pairing_port}.values(), key=_address)
+    found = await browse(listen_s=listen_s, until=lambda node: bool(node.pairing_port))
+    inviting = sorted(
+        {(node.host, node.pairing_port): node for node in found if node.pairing_port}.values(), key=_address
+    )
     if len(inviting) == 1:
         return inviting[0].host, inviting[0].pairing_port
     if inviting:
@@ -155,9 +157,9 @@ def split_host(host: str) -> tuple[str, int]:
     return name, int(port)
 
 
-def _address(one: Announcement) -> tuple[str, int]:
-    return one.host, one.port
+def _address(node: Announcement) -> tuple[str, int]:
+    return node.host, node.port
 
 
 def _told(found: Sequence[Announcement]) -> str:
-    return "; ".join(f"'{one.node_name}' at {one.host}, cluster '{one.cluster_name}'" for one in found[:4])
+    return "; ".join(f"'{node.node_name}' at {node.host}, cluster '{node.cluster_name}'" for node in found[:4])

@@ -145,15 +145,15 @@ async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNod
     """Wait for the node's word that it is ready. Raises its own error, or ClusterError with the last thing it wrote."""
     try:
         async with asyncio.timeout(_START_S):
-            told = await _first_document(process)
+            document = await _first_document(process)
     except TimeoutError:
-        told = {}
-    if "address" in told:
+        document = {}
+    if "address" in document:
         return StartedNode(
-            plan=node, process=process, data_dir=data_dir, address=told["address"], http_port=told["http_port"]
+            plan=node, process=process, data_dir=data_dir, address=document["address"], http_port=document["http_port"]
         )
-    if "error" in told:
-        raise told_error(told, node=node.name)
+    if "error" in document:
+        raise told_error(document, node=node.name)
     raise silent_node(data_dir.with_name(f"{node.name}.log"), node=node.name, next_step="edgepipe --debug demo")
 
 

@@ -86,9 +86,9 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     shared = ("WHERE", "COPIES") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        here = "whole" if row["whole"] else "in part"
-        where = ", ".join(one["node"] + " (part)" * (not one["whole"]) for one in row["nodes"])
-        last = (where, copies_text(row["copies"])) if members else (here,)
+        state = "whole" if row["whole"] else "in part"
+        where = ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
+        last = (where, copies_text(row["copies"])) if members else (state,)
         name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
@@ -108,8 +108,8 @@ def rm(
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    here = any(one.id == model for one in store.list())
-    if here and (nodes := served_by(folder, model)):
+    on_this_disk = any(stored.id == model for stored in store.list())
+    if on_this_disk and (nodes := served_by(folder, model)):
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
     print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
@@ -117,7 +117,7 @@ def rm(
     elsewhere = [
         member.node.name
         for member in members_of(folder)
-        if not member.self and any(one.model == model for one in member.node.models)
+        if not member.self and any(stored.model == model for stored in member.node.models)
     ]
     if elsewhere:
         print(f"it is still on {', '.join(map(one_line, elsewhere))}")
@@ -163,8 +163,8 @@ def replicate(
     elif made:
         from edgepipe.units import format_bytes
 
-        told = ", ".join(f"{format_bytes(one['num_bytes'])} to {one_line(one['node'])}" for one in made)
-        print(f"every part of {one_line(model)} is on {copies} disks now: copied {told}")
+        copied = ", ".join(f"{format_bytes(copy['num_bytes'])} to {one_line(copy['node'])}" for copy in made)
+        print(f"every part of {one_line(model)} is on {copies} disks now: copied {copied}")
     else:
         print(f"every part of {one_line(model)} is on {copies} disks already")
 

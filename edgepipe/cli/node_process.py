@@ -20,10 +20,10 @@ def node_command(*flags: str) -> list[str]:
     return [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", *flags]
 
 
-def told_error(told: dict[str, Any], *, node: str) -> EdgepipeError:
+def told_error(document: dict[str, Any], *, node: str) -> EdgepipeError:
     """The error of a node that did not start."""
-    what, fact, next_step = told["error"]["lines"]
-    return error_class(told["error"]["code"])(what, fact=fact, next_step=next_step, node=node)
+    problem, fact, next_step = document["error"]["lines"]
+    return error_class(document["error"]["code"])(problem, fact=fact, next_step=next_step, node=node)
 
 
 def silent_node(log: Path, *, node: str, next_step: str) -> ClusterError:
@@ -48,15 +48,15 @@ def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> d
             stderr=errors,
             start_new_session=True,  # ^C is for the wizard
         )
-    told = _first_document(process)
-    if "error" in told:
+    document = _first_document(process)
+    if "error" in document:
         process.wait(_START_S)
-        raise told_error(told, node=name)
-    if "address" not in told:
+        raise told_error(document, node=name)
+    if "address" not in document:
         process.kill()
         process.wait(_START_S)
         raise silent_node(log, node=name, next_step="edgepipe node start    (shows why)")
-    return {**told, "pid": process.pid}
+    return {**document, "pid": process.pid}
 
 
 def _first_document(process: subprocess.Popen[bytes]) -> dict[str, Any]:

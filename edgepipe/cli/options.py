@@ -64,7 +64,7 @@ def given_flags(context: typer.Context, *, without: Sequence[str] = ()) -> list[
             flags.append(option.opts[0] if value else option.secondary_opts[0])
         else:
             values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else (value,))
-            flags += [part for one in values for part in (option.opts[0], str(one))]
+            flags += [part for typed in values for part in (option.opts[0], str(typed))]
     return flags
 
 

@@ -22,9 +22,9 @@ _MARKS = ("error: ", "       ", "   try: ")
 
 def print_error(error: EdgepipeError) -> None:
     """What failed, the measured fact, what to type next."""
-    what, *rest = error.lines()
+    problem, *rest = error.lines()
     width = columns(sys.stderr)
-    lines = [wrapped(what, first=_MARKS[0], width=width)]
+    lines = [wrapped(problem, first=_MARKS[0], width=width)]
     for line in rest:
         is_step = line == one_line(error.next_step)  # one line, however long: it is there to be copied
         lines.append(_MARKS[2] + line if is_step else wrapped(line, first=_MARKS[1], width=width))

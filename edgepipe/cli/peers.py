@@ -136,8 +136,8 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
 
 def strangers_text(entry: AuditEntry) -> str:
     """``1 connection from an unknown machine was refused``"""
-    one = entry.detail == "1 connection"
-    return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused"
+    single = entry.detail == "1 connection"
+    return f"{entry.detail} from {'an unknown machine was' if single else 'unknown machines were'} refused"
 
 
 def _event(entry: AuditEntry, times: str) -> str:

@@ -129,8 +129,12 @@ def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> 
 def _all_memory(cluster: Cluster) -> Cluster:
     """As if nothing else ran and nothing had to stay free."""
     machines = [
-        replace(one, room=replace(one.room, free_bytes=max(one.total_bytes, one.room.free_bytes)), taken_bytes=0)
-        for one in cluster.machines
+        replace(
+            machine,
+            room=replace(machine.room, free_bytes=max(machine.total_bytes, machine.room.free_bytes)),
+            taken_bytes=0,
+        )
+        for machine in cluster.machines
     ]
     return replace(cluster, machines=tuple(machines))
 

@@ -182,7 +182,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
     clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
-    told = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
+    shown = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
     return [
         Run(
             cluster=imagine(each),
@@ -190,7 +190,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
             policy=make_policy(settings["policy"]),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
-            settings={**told, "model": settings["as-model"], "workload": workload.description},
+            settings={**shown, "model": settings["as-model"], "workload": workload.description},
         )
         for each, share in zip(clusters, shares(workload, len(clusters)), strict=True)
     ]

@@ -62,9 +62,9 @@ class ChatClient:
     async def sampling(self, model: str) -> dict[str, float]:
         """How the model's makers want its tokens drawn; empty where nobody tells."""
         try:
-            told = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
+            advice = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
             return {
-                str(name): int(value) if float(value).is_integer() else float(value) for name, value in told.items()
+                str(name): int(value) if float(value).is_integer() else float(value) for name, value in advice.items()
             }
         except (httpx.HTTPError, AttributeError, TypeError, ValueError):
             return {}  # whoever asks for an answer next is told what is wrong

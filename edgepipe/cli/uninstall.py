@@ -51,16 +51,16 @@ def uninstall(
     _print(leftovers, dry_run=dry_run)
     if dry_run:
         return
-    if not any(not one.kept for one in leftovers):
+    if not any(not leftover.kept for leftover in leftovers):
         return
     _confirm(yes=yes)
     for plan in plans:
         uninstall_service(plan)
     if socket_path(config.data_dir).exists():
         _stop_node(config.data_dir)
-    for one in leftovers:
-        if not one.kept:
-            _remove(one.path, spare=config.models_dir if not purge_models else None)
+    for leftover in leftovers:
+        if not leftover.kept:
+            _remove(leftover.path, spare=config.models_dir if not purge_models else None)
     print("\nremoved. The program itself: pip uninstall edgepipe")
     print("Other machines still trust this one's key: on one of them run 'edgepipe peers remove NAME'.")
 
@@ -86,9 +86,9 @@ def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
         print("edgepipe keeps nothing on this machine")
         return
     print("would remove:" if dry_run else "to be removed:")
-    for one in leftovers:
-        kept = "    stays; --purge-models removes it" if one.kept else ""
-        print(one_line(f"  {format_bytes(one.num_bytes):>9}  {one.what}: {one.path}{kept}"))
+    for leftover in leftovers:
+        kept = "    stays; --purge-models removes it" if leftover.kept else ""
+        print(one_line(f"  {format_bytes(leftover.num_bytes):>9}  {leftover.what}: {leftover.path}{kept}"))
 
 
 def _confirm(*, yes: bool) -> None:

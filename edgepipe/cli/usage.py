@@ -30,14 +30,14 @@ def bad_usage(error: Exception, args: Sequence[str]) -> UserError | None:
     if not hasattr(error, "format_message"):
         return None
     refusal: Any = error
-    what = str(refusal.format_message()).rstrip(".")
+    message = str(refusal.format_message()).rstrip(".")
     context: Any = getattr(error, "ctx", None)
     path = "edgepipe" if context is None else context.command_path
     fact = "" if context is None else _possible(context)
     if args and args[0] in _VERBS_ELSEWHERE:  # at the top there is no such verb, so that is what is wrong
         words = [_VERBS_ELSEWHERE[args[0]], shlex.join(_as_here(args[0], args[1:]))]
         return UserError(f"there is no verb '{args[0]}'", next_step=" ".join(words).rstrip())
-    return UserError(what[:1].lower() + what[1:], fact=fact, next_step=f"{path} --help")
+    return UserError(message[:1].lower() + message[1:], fact=fact, next_step=f"{path} --help")
 
 
 def _as_here(verb: str, words: Sequence[str]) -> list[str]:

@@ -104,8 +104,8 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        told = {name: given.pop(name) for name in names}
-        settings = {name.replace("_", "-"): str(value) for name, value in told.items() if value is not None}
+        options = {name: given.pop(name) for name in names}
+        settings = {name.replace("_", "-"): str(value) for name, value in options.items() if value is not None}
         command(settings=settings, **given)
 
     shown_as: Any = run  # typer reads both

@@ -28,8 +28,8 @@ class RequestMetrics:
         self.clock = clock
         labels = ("model",)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"edgepipe_{name}_seconds", what, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"edgepipe_{name}_seconds", description, labels, buckets=buckets, registry=registry)
 
         self.prompt_tokens = Counter("edgepipe_prompt_tokens", "Prompt tokens taken.", labels, registry=registry)
         self.output_tokens = Counter("edgepipe_generation_tokens", "Tokens generated.", labels, registry=registry)
@@ -197,13 +197,13 @@ def _used(engine: engine_pb2.EngineState) -> float:
 
 
 def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
-    for name, what, read in _ENGINE_GAUGES:
-        gauge = GaugeMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+    for name, description, read in _ENGINE_GAUGES:
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=("model",))
         for engine in engines:
             gauge.add_metric((engine.model,), read(engine))
         yield gauge
-    for name, what, read in _ENGINE_COUNTERS:
-        counter = CounterMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+    for name, description, read in _ENGINE_COUNTERS:
+        counter = CounterMetricFamily(f"edgepipe_{name}", description, labels=("model",))
         for engine in engines:
             counter.add_metric((engine.model,), read(engine))
         yield counter
@@ -211,10 +211,10 @@ def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 
 def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
     labels = ("model", "node", "stage")
-    for name, what, read in _STAGE_GAUGES:
-        yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
-    for name, what, read in _STAGE_COUNTERS:
-        yield _of_stages(CounterMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
+    for name, description, read in _STAGE_GAUGES:
+        yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
+    for name, description, read in _STAGE_COUNTERS:
+        yield _of_stages(CounterMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
 
 
 def _of_stages(

@@ -145,8 +145,8 @@ def _shown_schema(schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = "".join(
         f"<tr><td><code>{html.escape(name)}</code>{' *' if name in required else ''}</td>"
-        f"<td><code>{html.escape(_kind(one))}</code></td></tr>"
-        for name, one in schema.get("properties", {}).items()
+        f"<td><code>{html.escape(_kind(field))}</code></td></tr>"
+        for name, field in schema.get("properties", {}).items()
     )
     return f"<p>{html.escape(schema.get('description', ''))}</p><table>{rows}</table>"
 

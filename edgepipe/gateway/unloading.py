@@ -80,7 +80,7 @@ class KeepAlives:
     def _look(self) -> float | None:
         """Unload what is due. Return the seconds until the next model is due, None if none is."""
         now_s = self._clock.monotonic_s()
-        served = {one.pipeline_id: one for one in self._models.served if one.on_request}
+        served = {model.pipeline_id: model for model in self._models.served if model.on_request}
         for gone in (self._keep_s.keys() | self._used.keys()) - served.keys():
             self._keep_s.pop(gone, None)
             self._idle_since_s.pop(gone, None)

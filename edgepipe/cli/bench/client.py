@@ -97,7 +97,7 @@ class BenchClient:
         after = await self._trace(after_step=self._untimed(last, num_stages))
         self._keep(after)
         return Measured(
-            requests=tuple(one.record() for one in self._underway.values()),
+            requests=tuple(request.record() for request in self._underway.values()),
             steps=self._step_records(after, num_stages),
             preemptions=after.preemptions - before.preemptions,
         )

@@ -132,5 +132,5 @@ def _served(status: node_pb2.ClusterStatus, model: str) -> engine_pb2.EngineStat
     )
 
 
-def _titled(what: str, run: BenchRun) -> str:
-    return f"{what}: {run.label}" if run.label else what
+def _titled(title: str, run: BenchRun) -> str:
+    return f"{title}: {run.label}" if run.label else title

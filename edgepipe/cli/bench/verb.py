@@ -162,6 +162,6 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def tell(self, step: str, done: int, total: int) -> None:
         """See ``OnProgress``."""
-        self._progress.update(self._task, description=one_line(what), completed=done, total=total or None)
+        self._progress.update(self._task, description=one_line(step), completed=done, total=total or None)

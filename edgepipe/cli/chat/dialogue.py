@@ -164,8 +164,10 @@ class Dialogue:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise RequestInvalid(f"{path} is too long for a conversation")
             saved: Any = json.loads(path.read_text(encoding="utf-8"))
-            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in saved["messages"]]
-            if saved["format"] != _FORMAT or any(one["role"] not in ("user", "assistant") for one in turns):
+            turns = [
+                {"role": str(message["role"]), "content": str(message["content"])} for message in saved["messages"]
+            ]
+            if saved["format"] != _FORMAT or any(message["role"] not in ("user", "assistant") for message in turns):
                 raise ValueError(path)
             options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
             system, model = str(saved["system"]), str(saved["model"])

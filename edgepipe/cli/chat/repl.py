@@ -62,10 +62,10 @@ async def _answer(talk: Talk, settings: ChatSettings) -> None:
                 dropped += 1
     finally:
         if dropped:
-            what = (
+            omitted = (
                 "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions and answers"
             )
-            make_console(stderr=True).print(f"the context is full: left out {what}", style="dim")
+            make_console(stderr=True).print(f"the context is full: left out {omitted}", style="dim")
         dialogue.forget_unanswered()
 
 

@@ -79,7 +79,7 @@ async def _help(talk: Talk, argument: str) -> None:
         ("^C", "stop the answer"),
         ("^D", "end"),
     )
-    rows = [*keys, *((f"{one.name} {one.argument}".strip(), one.help) for one in COMMANDS.values())]
+    rows = [*keys, *((f"{command.name} {command.argument}".strip(), command.help) for command in COMMANDS.values())]
     width = max(len(left) for left, _ in rows)
     _say("\n".join(f"  {left.ljust(width)}  {right}" for left, right in rows))
 

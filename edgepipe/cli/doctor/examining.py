@@ -71,7 +71,10 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
     async with asyncio.TaskGroup() as tasks:
         multicast = tasks.create_task(_multicast(config, facts, len(others)), name="multicast")
         links = tasks.create_task(_links(config, status), name="links")
-        looks = [tasks.create_task(_examine_peer(one, facts, ports, links), name=f"peer:{one.name}") for one in others]
+        looks = [
+            tasks.create_task(_examine_peer(machine, facts, ports, links), name=f"peer:{machine.name}")
+            for machine in others
+        ]
         for look in (multicast, *looks):
             tell(*await look)
     tell(*trust_findings(config, status))
@@ -86,9 +89,9 @@ async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Li
     if tcp.reach is not Reach.OPEN:
         return found
     found.append(await _handshake(peer, facts))
-    there = Ports(node=peer.port, http=ports.http)
-    all_ports = await probe_ports(peer.host, range(peer.port, there.last + 1), timeout_s=_PORT_S)
-    found.append(range_finding(all_ports, peer.name, there))
+    peer_ports = Ports(node=peer.port, http=ports.http)
+    all_ports = await probe_ports(peer.host, range(peer.port, peer_ports.last + 1), timeout_s=_PORT_S)
+    found.append(range_finding(all_ports, peer.name, peer_ports))
     if (finding := mtu_finding(tcp, peer.name, facts)) is not None:
         found.append(finding)
     if peer.member is not None:
@@ -140,8 +143,8 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
 
     own = link_local6(facts.interface)
     if own is None:
-        what = f"{facts.interface} has no IPv6; IPv4 is enough"
-        return Finding(id="network.multicast6", level=Level.NOTE, what=what)
+        problem = f"{facts.interface} has no IPv6; IPv4 is enough"
+        return Finding(id="network.multicast6", level=Level.NOTE, what=problem)
     heard = await probe_multicast6(own.address, own.index, own=own_addresses(), listen_s=config.listen_s)
     return multicast_findings(heard, facts, known_peers=0, family="IPv6")
 
@@ -158,7 +161,11 @@ def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, _, port = member.node.address.rpartition(":")
-        if member.self or not port.isdecimal() or any((one.host, one.port) == (host, int(port)) for one in named):
+        if (
+            member.self
+            or not port.isdecimal()
+            or any((machine.host, machine.port) == (host, int(port)) for machine in named)
+        ):
             continue
         found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
     return found

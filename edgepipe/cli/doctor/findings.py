@@ -384,9 +384,9 @@ def rights_finding(path: str, *, mode: int) -> Finding:
     )
 
 
-def _same_subnet(one: str, other: str) -> bool:
+def _same_subnet(address: str, other: str) -> bool:
     try:
-        return ipaddress.ip_address(one) in ipaddress.ip_network(f"{other}/24", strict=False)
+        return ipaddress.ip_address(address) in ipaddress.ip_network(f"{other}/24", strict=False)
     except ValueError:
         return True  # a name: nothing can be said
 

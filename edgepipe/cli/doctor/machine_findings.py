@@ -73,10 +73,18 @@ def network_facts(config: Config) -> NetworkFacts:
     available = interfaces()
     usable = lan_interfaces(available)
     routed = routed_address()
-    chosen = next((one for one in usable if config.interface in (one.name, one.address)), None) or next(
-        (one for one in usable if one.address == routed), usable[0] if usable else None
+    chosen = next(
+        (interface for interface in usable if config.interface in (interface.name, interface.address)), None
+    ) or next((interface for interface in usable if interface.address == routed), usable[0] if usable else None)
+    ignored = tuple(
+        sorted(
+            {
+                interface.name
+                for interface in available
+                if interface not in usable and not interface.address.startswith("127.")
+            }
+        )
     )
-    ignored = tuple(sorted({one.name for one in available if one not in usable and not one.address.startswith("127.")}))
     name = chosen.name if chosen else ""
     release = platform.release().lower()
     return NetworkFacts(

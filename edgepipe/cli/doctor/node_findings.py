@@ -38,12 +38,12 @@ def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
 def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
     """What the engines of a node avoid, and why a model waits."""
     for engine in node.engines:
-        for one in engine.left_out:
+        for entry in engine.left_out:
             yield Finding(
                 id=f"engine.{engine.model}.left_out",
                 level=Level.PROBLEM,
-                what=f"{engine.model}: {left_out_text(one)}",
-                remedy=f"see 'edgepipe logs' on {one.node_name}; if this comes back, restart that machine",
+                what=f"{engine.model}: {left_out_text(entry)}",
+                remedy=f"see 'edgepipe logs' on {entry.node_name}; if this comes back, restart that machine",
             )
         if engine.state == "waiting":
             yield Finding(
@@ -96,12 +96,12 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
         )
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
-        one, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
+        node, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
         yield Finding(
             id="node.links",
             level=Level.PROBLEM,
-            what=f"{one} and {other} do not hear each other, though both hear this node",
-            remedy=f"on {one}: edgepipe doctor",
+            what=f"{node} and {other} do not hear each other, though both hear this node",
+            remedy=f"on {node}: edgepipe doctor",
         )
     for refused in status.refused:
         yield Finding(
@@ -144,11 +144,11 @@ def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[
     if recent:
         count, last = sum(entry.times for entry in recent), recent[-1]
         strangers = last.kind == AuditKind.HANDSHAKE_REFUSED
-        told = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
+        event = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
         yield Finding(
             id="trust.audit",
             level=Level.NOTE,
             what=f"{count} attempt{'s were' if count != 1 else ' was'} refused within a day",
-            fact=f"the last: {told}",
+            fact=f"the last: {event}",
             remedy="edgepipe peers log",
         )

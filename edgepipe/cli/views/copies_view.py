@@ -27,9 +27,9 @@ def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
     """For every model that is on any member's disk."""
     parts: dict[Key, dict[str, set[int]]] = {}  # what each node has
     for member in members:
-        for told in member.node.models:
-            here = parts.setdefault((told.model, told.manifest_hash), {}).setdefault(member.node.name, set())
-            here.update(part for run in told.parts for part in range(run.start, run.end))
+        for model in member.node.models:
+            node_parts = parts.setdefault((model.model, model.manifest_hash), {}).setdefault(member.node.name, set())
+            node_parts.update(part for run in model.parts for part in range(run.start, run.end))
     found: dict[Key, ModelCopies] = {}
     for key, nodes in parts.items():
         holding = {name: held for name, held in nodes.items() if held}
@@ -48,8 +48,10 @@ def members_of(data_dir: Path) -> Sequence[pb.MemberState]:
 def served_by(data_dir: Path, model: str) -> tuple[str, ...]:
     """Names of the nodes that hold stages of a model that is served, or whose engine has none yet."""
     status = _status(data_dir)
-    engines = [one for one in status.engines if one.model == model and one.state != "failed"] if status else []
-    holders = {stage.node_name for one in engines for stage in one.stages}
+    engines = (
+        [engine for engine in status.engines if engine.model == model and engine.state != "failed"] if status else []
+    )
+    holders = {stage.node_name for engine in engines for stage in engine.stages}
     return tuple(sorted(holders)) or ("the cluster",) * bool(engines)
 
 
@@ -86,9 +88,9 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
         async with connect(data_dir) as admin:
             async for event in admin.replicate(model, copies=copies):
                 last = event
-                for number, one in enumerate(event.copies):
+                for number, copy in enumerate(event.copies):
                     if number == len(progress.tasks):
-                        progress.add_task(one.node_name)
-                    progress.update(progress.task_ids[number], completed=one.bytes_done, total=one.bytes_total)
+                        progress.add_task(copy.node_name)
+                    progress.update(progress.task_ids[number], completed=copy.bytes_done, total=copy.bytes_total)
     made = last.copies if last is not None else ()
-    return [{"node": one.node_name, "node_id": one.node_id, "num_bytes": one.bytes_total} for one in made]
+    return [{"node": copy.node_name, "node_id": copy.node_id, "num_bytes": copy.bytes_total} for copy in made]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2
 
 
-def left_out_text(one: engine_pb2.LeftOut) -> str:
+def left_out_text(entry: engine_pb2.LeftOut) -> str:
     """``mac is left out for 28 s more: a step could not be computed``, or the same of a link."""
-    what = f"the way from {one.node_name} to {one.other_name}" if one.other_id else one.node_name
-    return f"{what} is left out for {one.seconds:.0f} s more: {one.reason}"
+    subject = f"the way from {entry.node_name} to {entry.other_name}" if entry.other_id else entry.node_name
+    return f"{subject} is left out for {entry.seconds:.0f} s more: {entry.reason}"

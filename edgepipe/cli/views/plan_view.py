@@ -63,8 +63,8 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     yield line
     table = make_table("", "", right=("",))
     kv = f"KV of {short.kv_tokens} tokens"
-    for what, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
-        table.add_row(f"  {what}", format_bytes(size))
+    for label, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
+        table.add_row(f"  {label}", format_bytes(size))
     for name, size in short.rooms:
         table.add_row(f"  free on {_short(name)}", format_bytes(size))
     table.add_row("  free", format_bytes(short.free_bytes))
@@ -73,8 +73,8 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     yield table
     yield Text()
     helps = make_table("WHAT WOULD HELP", "GAIN", "", right=("GAIN",))
-    for one in short.helps:
-        helps.add_row(f"  {one.what}", format_bytes(one.gain_bytes), "enough" if one.enough else "")
+    for change in short.helps:
+        helps.add_row(f"  {change.what}", format_bytes(change.gain_bytes), "enough" if change.enough else "")
     yield helps
     yield Text("\nor plan as if all memory were free: --force (it may swap, or be killed)", style="dim")
 
@@ -85,7 +85,7 @@ def _headline(shown: Preview) -> Text:
     aim = "one chat" if found.demand.objective is Objective.LATENCY else f"{found.demand.concurrency} chats"
     line = Text(shown.model, style="bold")
     machines = (
-        f"{_count(len(found.stages), 'slice')} on {len({one.machine.node_id for one in found.stages})} of {total}"
+        f"{_count(len(found.stages), 'slice')} on {len({stage.machine.node_id for stage in found.stages})} of {total}"
     )
     line.append(f" · {machines} machines · best for {aim}", style="not bold")
     return line
@@ -110,8 +110,10 @@ def _machines(found: Plan) -> Table:
 
 
 def _left_out(found: Plan) -> Iterator[Text]:
-    for one in found.left_out[:_MOST_LEFT_OUT]:
-        yield Text(f"{_short(one.machine.name)} ({_device(one.machine.device)}) is left out: {one.reason}", style="dim")
+    for entry in found.left_out[:_MOST_LEFT_OUT]:
+        yield Text(
+            f"{_short(entry.machine.name)} ({_device(entry.machine.device)}) is left out: {entry.reason}", style="dim"
+        )
     if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
         yield Text(f"and {_count(more, 'more machine')}", style="dim")
 
@@ -145,18 +147,18 @@ def _link(hop: Hop) -> str:
 
 def _token(found: Plan) -> Iterator[Text]:
     """Where one chat's token spends its time, as one bar."""
-    one = found.one
-    hops_s = one.turn_s - sum(one.step_s)
-    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, one.step_s, strict=True)]
+    rates = found.one
+    hops_s = rates.turn_s - sum(rates.step_s)
+    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, rates.step_s, strict=True)]
     line = Text("one token  ")
     legend = Text("           ")
     for index, (name, seconds) in enumerate([*parts, ("hops, sampling", hops_s)]):
-        cells = max(1, round(_TOKEN_CELLS * seconds / one.turn_s)) if one.turn_s else 1
+        cells = max(1, round(_TOKEN_CELLS * seconds / rates.turn_s)) if rates.turn_s else 1
         style = _COLOURS[index % len(_COLOURS)] if index < len(parts) else "dim"
         line.append(("█" if index % 2 == 0 else "▓") * cells if index < len(parts) else "░" * cells, style=style)
         legend.append(f"{name} {seconds * 1e3:.1f}", style=style)
         legend.append(" · " if index < len(parts) else "")
-    line.append(f" {format_duration_s(one.turn_s)}")
+    line.append(f" {format_duration_s(rates.turn_s)}")
     yield line
     legend.append(" ms")
     yield legend
@@ -203,15 +205,15 @@ def _compared(shown: Preview) -> Table:
     table.add_row("  this plan", *_rates(shown.plan), "")
     if shown.changed is not None:
         table.add_row("  with the changes", *_rates(shown.changed), plan_text(shown.changed)[:_WHERE_CHARS])
-    for one in shown.alternatives:
-        table.add_row(f"  {one.what}", *_alternative(one))
+    for alternative in shown.alternatives:
+        table.add_row(f"  {alternative.what}", *_alternative(alternative))
     return table
 
 
-def _alternative(one: Alternative) -> tuple[str, str, str]:
-    if one.plan is None:
+def _alternative(alternative: Alternative) -> tuple[str, str, str]:
+    if alternative.plan is None:
         return "-", "-", "does not fit"
-    return (*_rates(one.plan), plan_text(one.plan)[:_WHERE_CHARS])
+    return (*_rates(alternative.plan), plan_text(alternative.plan)[:_WHERE_CHARS])
 
 
 def _rates(found: Plan) -> tuple[str, str]:
@@ -220,14 +222,14 @@ def _rates(found: Plan) -> tuple[str, str]:
 
 def _helps(shown: Preview) -> Table:
     table = make_table("WHAT WOULD HELP MOST", "GAIN", right=("GAIN",))
-    for one in shown.helps:
-        table.add_row(f"  {one.what}", f"+{one.gain_over(shown.plan):.0%}")
+    for change in shown.helps:
+        table.add_row(f"  {change.what}", f"+{change.gain_over(shown.plan):.0%}")
     return table
 
 
-def _count(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _short(name: str) -> str:

@@ -120,5 +120,5 @@ def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return timed[max(0, middle - half) : middle + half]
 
 
-def _title(report: RunReport, what: str) -> str:
-    return f"{report.facts.label}: {what}" if report.facts.label else what
+def _title(report: RunReport, title: str) -> str:
+    return f"{report.facts.label}: {title}" if report.facts.label else title

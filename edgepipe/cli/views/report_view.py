@@ -57,9 +57,9 @@ def _table(reports: Sequence[RunReport]) -> Table:
 def _titles(reports: Sequence[RunReport]) -> tuple[str, list[str]]:
     """What is compared, and its value in each run, a line per setting; whole labels where they are of other kinds."""
     pairs = [[part.partition("=")[::2] for part in report.facts.label.split(" ")] for report in reports]
-    keys = {tuple(key for key, _ in one) for one in pairs}
+    keys = {tuple(key for key, _ in run) for run in pairs}
     if len(keys) == 1 and all(keys := keys.pop()):
-        return "\n".join(map(one_line, keys)), ["\n".join(one_line(value) for _, value in one) for one in pairs]
+        return "\n".join(map(one_line, keys)), ["\n".join(one_line(value) for _, value in run) for run in pairs]
     return "", [_title(report) for report in reports]
 
 

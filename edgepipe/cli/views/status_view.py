@@ -40,8 +40,8 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
-        one, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
-        yield Text(f"{one} and {other} do not reach each other, this machine reaches both", style="yellow")
+        node, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
+        yield Text(f"{node} and {other} do not reach each other, this machine reaches both", style="yellow")
     copies = copies_of(status.members)
     for engine in status.engines:
         yield Text()
@@ -69,11 +69,11 @@ def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
         yield "the trust store is damaged: nobody is let in until this node has reached a member of its cluster"
     if status.discovery_problem and len(status.members) == 1:
         yield f"nodes are not looked for by mDNS: {status.discovery_problem}; remembered addresses and --peer are"
-    for one in list(status.neighbours)[:_NEIGHBOURS]:
-        if one.cluster_id == status.cluster_id:
-            yield f"'{one.name}' at {one.address} is in this cluster by its own word: other version, or not paired"
+    for other in list(status.neighbours)[:_NEIGHBOURS]:
+        if other.cluster_id == status.cluster_id:
+            yield f"'{other.name}' at {other.address} is in this cluster by its own word: other version, or not paired"
         elif len(status.members) == 1:
-            yield f"found '{one.name}' at {one.address}, of cluster '{one.cluster_name}'; not paired with this one"
+            yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with this one"
 
 
 def news_of(status: pb.ClusterStatus) -> str:
@@ -87,7 +87,9 @@ def _headline(status: pb.ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
     devices = [device for member in status.members for device in member.node.devices]
-    healthy = alive == total and not status.absent and all(one.state != "failed" for one in (*status.engines, *devices))
+    healthy = (
+        alive == total and not status.absent and all(part.state != "failed" for part in (*status.engines, *devices))
+    )
     line = Text()
     line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
@@ -114,10 +116,10 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
         if not devices:
             table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
         for device in devices:
-            what, memory = _device(device)
+            device_name, memory = _device(device)
             if member.node.draining:
                 memory = Text("being drained" if device.reserved_bytes else "drained, takes no work", "yellow")
-            table.add_row(first, what, memory, rtt)
+            table.add_row(first, device_name, memory, rtt)
             first, rtt = Text(), ""
     return table
 
@@ -125,13 +127,13 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
 def _device(device: pb.DeviceState) -> tuple[Text, Text]:
     profile = device.profile
     words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
-    what = Text(" ".join(filter(None, words))[:22])
+    name = Text(" ".join(filter(None, words))[:22])
     if device.state in ("starting", "failed"):
         reason = device.error.what if device.state == "failed" else "measuring"
-        return what, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
+        return name, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
-    return what, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
+    return name, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
 
 
 def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
@@ -146,8 +148,8 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
                 yield Text(f"  {text}", style="red")
-    for one in engine.left_out:
-        yield Text(f"  {left_out_text(one)}", style="yellow")
+    for entry in engine.left_out:
+        yield Text(f"  {left_out_text(entry)}", style="yellow")
     yield from render_plan(engine)
 
 

@@ -69,9 +69,9 @@ class Terminal:
         import questionary
 
         width = columns(sys.stdout) - len(_POINTER)
-        lines = [wrapped(one_line(one.text), first="", width=width).split("\n") for one in choices]
+        lines = [wrapped(one_line(choice.text), first="", width=width).split("\n") for choice in choices]
         titles = [f"\n{' ' * (2 + len(_POINTER))}".join(parts) for parts in lines]
-        options = [questionary.Choice(title, value=one.value) for title, one in zip(titles, choices, strict=True)]
+        options = [questionary.Choice(title, value=choice.value) for title, choice in zip(titles, choices, strict=True)]
         options.append(questionary.Choice("go back", value=BACK))
         return _answer(questionary.select(question, options, default=default, instruction="(arrows, Enter)"))
 
@@ -109,8 +109,8 @@ class Defaults:
     ) -> str:
         """The default. Raises ConfigInvalid where there is none."""
         if wrong := check(default):
-            what = question.rstrip(":?").lower()
-            raise ConfigInvalid(f"a {what} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
+            wanted = question.rstrip(":?").lower()
+            raise ConfigInvalid(f"a {wanted} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
         return default
 
     def confirm(self, question: str, *, default: bool) -> bool:

@@ -52,18 +52,18 @@ def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
     found = which_fit(machines, links)
     good = [
-        Fit(source=CATALOGUE[one.model], text=_text(one), tokens_per_s=one.plan.one.tokens_per_s)
-        for one in found
-        if one.plan is not None
+        Fit(source=CATALOGUE[fit.model], text=_text(fit), tokens_per_s=fit.plan.one.tokens_per_s)
+        for fit in found
+        if fit.plan is not None
     ]
-    bad = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is None]
+    bad = [Fit(source=CATALOGUE[fit.model], text=_text(fit)) for fit in found if fit.plan is None]
     return good, bad
 
 
 def best_fit(fits: Sequence[Fit]) -> Fit | None:
     """The largest that answers as fast as people read, else the fastest."""
-    usable = next((one for one in fits if one.tokens_per_s >= _USABLE_TOKENS_PER_S), None)
-    return usable or max(fits, key=lambda one: one.tokens_per_s, default=None)
+    usable = next((fit for fit in fits if fit.tokens_per_s >= _USABLE_TOKENS_PER_S), None)
+    return usable or max(fits, key=lambda fit: fit.tokens_per_s, default=None)
 
 
 def _machines(status: pb.ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
@@ -101,13 +101,13 @@ def _worst_link(status: pb.ClusterStatus) -> LinkShape:
     return LinkShape(bytes_per_s=rate, one_way_s=worst_ms / 2e3)
 
 
-def _text(one: ModelFit) -> str:
-    size = format_bytes(one.weight_bytes)
-    name = CATALOGUE[one.model]
-    if one.plan is None:
+def _text(fit: ModelFit) -> str:
+    size = format_bytes(fit.weight_bytes)
+    name = CATALOGUE[fit.model]
+    if fit.plan is None:
         return f"{name:<36} {size:>9}  does not fit"
-    stages = one.plan.stages
+    stages = fit.plan.stages
     where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
-    rate = one.plan.one.tokens_per_s
+    rate = fit.plan.one.tokens_per_s
     speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
     return f"{name:<36} {size:>9}  {where:<10} {speed}"

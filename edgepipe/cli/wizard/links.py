@@ -56,12 +56,12 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
 def links_of(own: str, profiles: Iterable[pb.LinkProfile]) -> dict[str, Link]:
     """Both directions to each other node as one link."""
     links: dict[str, Link] = {}
-    for one in profiles:
-        if own not in (one.sender, one.receiver):
+    for profile in profiles:
+        if own not in (profile.sender, profile.receiver):
             continue
-        other = one.receiver if one.sender == own else one.sender
+        other = profile.receiver if profile.sender == own else profile.sender
         known = links.get(other)
-        rate = one.bytes_per_s if known is None else min(one.bytes_per_s, known.bytes_per_s)
-        rtt_ms = (known.rtt_ms if known else 0.0) + one.one_way_s * 1e3
+        rate = profile.bytes_per_s if known is None else min(profile.bytes_per_s, known.bytes_per_s)
+        rtt_ms = (known.rtt_ms if known else 0.0) + profile.one_way_s * 1e3
         links[other] = Link(rtt_ms=rtt_ms, bytes_per_s=rate)
     return links

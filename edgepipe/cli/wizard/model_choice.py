@@ -29,16 +29,16 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
     alive = [member.node for member in status.members if member.state == "alive"] if status is not None else []
     free = sum(device.free_bytes for node in alive for device in node.devices)
     say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
-    for one in bad:
-        say(f"       {one.text}", style="dim")
-    here, begun = on_disk(models_dir, [one.source for one in good])
-    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
-    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
+    for fit in bad:
+        say(f"       {fit.text}", style="dim")
+    whole, begun = on_disk(models_dir, [fit.source for fit in good])
+    marks = dict.fromkeys(whole, "  here") | dict.fromkeys(begun, "  begun")
+    choices = [Choice(value=fit.source, text=fit.text + marks.get(fit.source, "")) for fit in good]
     choices += [
         Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
         Choice(value=SKIP, text="none now"),
     ]
-    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
+    preferred = [fit for fit in good if fit.source in begun] or [fit for fit in good if fit.source in whole] or good
     best = best_fit(preferred)
     answer = asking.choose("Which model?", choices, default=best.source if best is not None else SKIP)
     return asking.text("Model:", check=filled) if answer == _OTHER else answer
@@ -49,8 +49,8 @@ def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str
     from edgepipe.model.store import ModelStore
 
     store = ModelStore(models_dir)
-    here = {model.id for model in store.list() if model.whole}.intersection(sources)
-    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
+    whole = {model.id for model in store.list() if model.whole}.intersection(sources)
+    return whole, {name for name in sources if name not in whole and store.interrupted_bytes(name)}
 
 
 def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:

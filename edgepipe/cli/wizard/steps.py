@@ -63,8 +63,8 @@ def machine(setup: Setup) -> None:
         settings["name"] = setup.given.name
     if settings:
         write_settings(setup.settings_file, settings)
-        what = " and ".join(sorted(settings))
-        note(f"it takes its new {what} when it starts again: edgepipe node stop, then edgepipe node start")
+        changed = " and ".join(sorted(settings))
+        note(f"it takes its new {changed} when it starts again: edgepipe node stop, then edgepipe node start")
 
 
 def cluster(setup: Setup) -> None:
@@ -193,14 +193,14 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
     own = status.node_id if status is not None else ""
     while True:
         say(f"     listening for other nodes, {setup.config.listen_s:g} s ...", style="dim")
-        found = [one for one in _browse(setup) if one.node_id != own]
+        found = [node for node in _browse(setup) if node.node_id != own]
         if not found:
             _tell_silence(setup)
         choices = [
-            Choice(value=one.address, text=f"join '{one.cluster_name}', found on {one.node_name} ({one.host})")
-            for one in _one_per_cluster(found)
+            Choice(value=node.address, text=f"join '{node.cluster_name}', found on {node.node_name} ({node.host})")
+            for node in _one_per_cluster(found)
         ]
-        inviting = [one for one in found if one.pairing_port]
+        inviting = [node for node in found if node.pairing_port]
         keep = (
             f"keep '{status.cluster_name}' of this machine" if status else "this is my first machine: create a cluster"
         )
@@ -304,9 +304,9 @@ def _start(setup: Setup, *flags: str) -> None:
     """Start this machine's node unless it runs."""
     if _status(setup) is not None:
         return
-    told = start_in_background(setup.data_dir, flags, name=setup.name)
-    setup.node_pid = told["pid"]
-    done(f"the node runs at {told['address']}")
+    ready = start_in_background(setup.data_dir, flags, name=setup.name)
+    setup.node_pid = ready["pid"]
+    done(f"the node runs at {ready['address']}")
 
 
 def _stop_own(setup: Setup) -> None:
@@ -376,19 +376,19 @@ def _diagnose(setup: Setup) -> None:
 def _browse(setup: Setup) -> list[Announcement]:
     from edgepipe.cluster.browsing import browse
 
-    return run_async(browse(listen_s=setup.config.listen_s, until=lambda one: bool(one.pairing_port)))
+    return run_async(browse(listen_s=setup.config.listen_s, until=lambda node: bool(node.pairing_port)))
 
 
 def _one_per_cluster(found: Sequence[Announcement]) -> list[Announcement]:
     """A node of each, an inviting one where there is one."""
-    ranked = sorted(found, key=lambda one: (not one.pairing_port, one.cluster_name, one.node_name))
-    return list({one.cluster_id: one for one in reversed(ranked)}.values())[::-1]
+    ranked = sorted(found, key=lambda node: (not node.pairing_port, node.cluster_name, node.node_name))
+    return list({node.cluster_id: node for node in reversed(ranked)}.values())[::-1]
 
 
 def _pairing_place(found: Sequence[Announcement], address: str) -> str:
     """HOST or HOST:PORT where that cluster can be joined."""
-    chosen = next(one for one in found if one.address == address)
-    inviting = next((one for one in found if one.cluster_id == chosen.cluster_id and one.pairing_port), None)
+    chosen = next(node for node in found if node.address == address)
+    inviting = next((node for node in found if node.cluster_id == chosen.cluster_id and node.pairing_port), None)
     return f"{inviting.host}:{inviting.pairing_port}" if inviting else chosen.host
 
 
@@ -421,7 +421,7 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
 def missing_peers(peers: Iterable[trust_pb2.PeerState], status: pb.ClusterStatus) -> list[str]:
     """Paired nodes that were not seen with a round trip yet; not those that have left, sleep or are dead."""
     seen = {member.node.node_id for member in status.members if member.rtt_ms > 0}
-    return [one.name for one in peers if not one.self and one.state not in _GONE and one.node_id not in seen]
+    return [peer.name for peer in peers if not peer.self and peer.state not in _GONE and peer.node_id not in seen]
 
 
 def _measured_links(setup: Setup) -> dict[str, Link]:
