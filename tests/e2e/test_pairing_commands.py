@@ -82,7 +82,7 @@ def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path
             assert terminal.exit_code() == 0
             assert "'studio-2' joined" in terminal.text()
             assert "It can also manage the cluster" in terminal.text()
-            assert "it calls itself 'studio', as another machine does" in terminal.text()
+            assert "its own name 'studio' belongs to another machine" in terminal.text()
         with other.node(*NODE, "--name", "studio"):
             for shell in (host, other):
                 seen = shell.until(lambda status: len(status["members"]) == 2)

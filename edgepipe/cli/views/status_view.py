@@ -71,9 +71,9 @@ def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
         yield f"nodes are not looked for by mDNS: {status.discovery_problem}; remembered addresses and --peer are"
     for other in list(status.neighbours)[:_NEIGHBOURS]:
         if other.cluster_id == status.cluster_id:
-            yield f"'{other.name}' at {other.address} is in this cluster by its own word: other version, or not paired"
+            yield f"'{other.name}' at {other.address} claims to be in this cluster: other version, or not paired"
         elif len(status.members) == 1:
-            yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with this one"
+            yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with it"
 
 
 def news_of(status: pb.ClusterStatus) -> str:
