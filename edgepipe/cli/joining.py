@@ -84,7 +84,7 @@ def show_joined(joined: Joined) -> None:
     others = f"{joined.num_peers} other node{'s' * (joined.num_peers != 1)}"
     say(f"joined '{one_line(joined.cluster_name)}', {others}", first="✓ ")
     if joined.wanted_name:
-        say(f"its name for this machine is '{joined.node_name}': another one is '{joined.wanted_name}'", first="  ")
+        say(f"this machine is named '{joined.node_name}': the cluster has another '{joined.wanted_name}'", first="  ")
     print("  next    edgepipe status" if joined.running else "  next    edgepipe node start", flush=True)
 
 

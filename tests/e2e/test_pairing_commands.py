@@ -78,7 +78,7 @@ def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path
             joined = finish(joining)
             assert joined.returncode == 0, joined.stderr
             assert "joined 'attic', 1 other node" in joined.stdout
-            assert "this machine is 'studio-2' there" in joined.stdout
+            assert "this machine is named 'studio-2'" in joined.stdout
             assert terminal.exit_code() == 0
             assert "'studio-2' joined" in terminal.text()
             assert "It can also manage the cluster" in terminal.text()
