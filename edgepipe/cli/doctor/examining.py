@@ -1,4 +1,4 @@
-"""The looks of ``edgepipe doctor``, layer by layer: machine, network, every peer, trust."""
+"""Checks of ``edgepipe doctor``, layer by layer: machine, network, every peer, trust."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Links = asyncio.Task[dict[str, Link]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Somebody to look at."""
+    """A machine to examine."""
 
     name: str
     host: str
@@ -47,9 +47,9 @@ class Peer:
 
 
 async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Finding], None]) -> list[Finding]:
-    """All findings, in the same order every time, each told to ``say`` as soon as its turn has come.
+    """Return all findings, always in the same order; pass each to ``say`` as soon as its turn comes.
 
-    What waits for the network is looked at all at once. Raises ConfigInvalid.
+    Checks that wait for the network run concurrently. Raises ConfigInvalid.
     """
     from edgepipe.cli.admin import status_if_running
 
@@ -103,7 +103,7 @@ async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Li
 
 
 async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
-    """Whose certificate the address shows."""
+    """Check which node's certificate the address shows."""
     from edgepipe.cluster.probes import probe_tls
     from edgepipe.security.certificates import peek_fingerprint
 
@@ -117,7 +117,7 @@ async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
 
 
 async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
-    """What passes between this machine and members, at the sizes of activations; by node id."""
+    """Measure links between this machine and members, with messages as large as activations. Return them by node id."""
     from edgepipe.cli.admin import connect
 
     if status is None or len(status.members) < 2:
@@ -130,7 +130,7 @@ async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, L
 
 
 async def _multicast(config: Config, facts: NetworkFacts, known_peers: int) -> list[Finding]:
-    """Both families at once; nothing where there is no network."""
+    """Probe multicast over IPv4 and IPv6 concurrently. No findings without a network."""
     if not facts.address:
         return []
     four, six = await asyncio.gather(look_at_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
@@ -157,7 +157,7 @@ def _named_peer(text: str, ports: Ports) -> Peer:
 
 
 def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
-    """Other members, but those whose address was named."""
+    """Return the other members, except those whose address the user named."""
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, _, port = member.node.address.rpartition(":")

@@ -1,4 +1,4 @@
-"""What ``edgepipe doctor`` and the setup look at on this machine: program, disk, rights, its side of the network."""
+"""Checks of this machine for ``edgepipe doctor`` and the setup: program, disk, permissions, network interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def machine_findings(config: Config) -> Iterator[Finding]:
-    """Program, backends, disk, rights, descriptors."""
+    """Check the program, backends, disk, permissions and descriptors."""
     yield Finding(
         id="machine.version",
         level=Level.OK,
@@ -38,7 +38,7 @@ def machine_findings(config: Config) -> Iterator[Finding]:
 
 
 def backend_finding() -> Finding:
-    """Whether something here can compute."""
+    """Check whether a backend is installed that can run a model."""
     mac = platform.system() == "Darwin" and platform.machine() == "arm64"
     gpu = shutil.which("nvidia-smi") is not None
     have = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
@@ -67,7 +67,7 @@ def backend_finding() -> Finding:
 
 
 def network_facts(config: Config) -> NetworkFacts:
-    """What this machine's own system says of its network."""
+    """Read this machine's network facts from its operating system."""
     from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, routed_address
 
     available = interfaces()
@@ -101,7 +101,7 @@ def network_facts(config: Config) -> NetworkFacts:
 
 
 async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> MulticastProbe:
-    """Whether other machines answer a question to everybody over IPv4."""
+    """Probe whether other machines answer multicast questions over IPv4."""
     from edgepipe.cluster.interfaces import own_addresses
     from edgepipe.cluster.probes import probe_multicast
 
@@ -109,7 +109,7 @@ async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> Multicas
 
 
 def _firewall() -> str:
-    """The one that is on, as far as an ordinary user can see."""
+    """Return the active firewall, as far as an ordinary user can see."""
     try:
         if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8"):
             return "ufw"

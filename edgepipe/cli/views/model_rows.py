@@ -1,4 +1,4 @@
-"""One row per model, whether it is here, elsewhere, or in two folders of one disk."""
+"""One row per model on any disk of the cluster, also if it is in two folders of one disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState]) -> list[dict[str, Any]]:
-    """Of this machine's models and those that the cluster's ``members`` tell of, ordered by name.
+    """Return rows of this machine's models and of models that ``members`` report, ordered by name.
 
-    A content of its own is a model of its own: two by one name are told apart by the beginning of their hash.
+    Models with the same name but different content get a row each; the first characters of their hashes differ.
     """
     own: dict[Key, list[StoredModel]] = {}
     for model in stored:
@@ -60,7 +60,7 @@ def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[pb.MemberState,
 
 
 def _nodes(reported: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> list[dict[str, Any]]:
-    """Each node once, whole where any of its folders is."""
+    """List each node once; its model is whole if any of its folders has all of it."""
     whole: dict[str, bool] = {}
     for member, model in sorted(reported, key=lambda entry: (not entry[0].self, entry[0].node.name)):
         whole[member.node.name] = whole.get(member.node.name, False) or model.complete

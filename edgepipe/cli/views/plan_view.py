@@ -1,4 +1,4 @@
-"""The picture that ``edgepipe plan`` prints: made for 80 columns, true also without colour."""
+"""Output of ``edgepipe plan``: fits 80 columns, readable without colour."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_LEFT_OUT = 6
 
 
 def render_preview(shown: Preview) -> Iterator[RenderableType]:
-    """Headline, machines, the ring, one token's time, predictions, comparisons."""
+    """Render a headline, machines, the ring, one token's time, predictions and comparisons."""
     found = shown.plan
     yield _headline(shown)
     if shown.without:
@@ -57,7 +57,7 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
 
 
 def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
-    """What is needed, what there is machine by machine, what would help."""
+    """Render the required memory, the free memory per machine, and changes that would help."""
     line = Text(f"{model} does not fit: ", style="bold red")
     line.append(f"needs {format_bytes(short.needed_bytes)}", style="not bold")
     yield line
@@ -76,7 +76,7 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     for change in short.helps:
         helps.add_row(f"  {change.what}", format_bytes(change.gain_bytes), "enough" if change.enough else "")
     yield helps
-    yield Text("\nor plan as if all memory were free: --force (it may swap, or be killed)", style="dim")
+    yield Text("\nor plan as if all memory were free: --force (the system may swap, or kill a stage)", style="dim")
 
 
 def _headline(shown: Preview) -> Text:
@@ -119,7 +119,7 @@ def _left_out(found: Plan) -> Iterator[Text]:
 
 
 def _ring(found: Plan) -> Iterator[Text]:
-    """A token's way from top to bottom, with what holds it up."""
+    """Render a token's path from top to bottom, with the bottleneck."""
     for index, stage in enumerate(found.stages):
         line = Text("  ")
         line.append(f"{_short(stage.machine.name)} {stage.part.layers}", style=_COLOURS[index % len(_COLOURS)])
@@ -146,7 +146,7 @@ def _link(hop: Hop) -> str:
 
 
 def _token(found: Plan) -> Iterator[Text]:
-    """Where one chat's token spends its time, as one bar."""
+    """Render the time of one chat's token as one bar."""
     rates = found.one
     hops_s = rates.turn_s - sum(rates.step_s)
     parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, rates.step_s, strict=True)]
@@ -176,13 +176,13 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     yield table
     yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
-        yield Text(f"  {' and '.join(busy)} did other work while measured, and may be faster than this", style="yellow")
+        yield Text(f"  {' and '.join(busy)} did other work during the measurement, and may be faster", style="yellow")
     if found.gap > 0.01:
         yield Text(f"  another order of machines might be up to {found.gap:.0%} faster", style="dim")
 
 
 def _sources(found: Plan, *, now_s: float) -> str:
-    """What the predictions rest on, and since when."""
+    """Describe the sources of the predictions, and their age."""
     measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
     links = [hop.link.measured for hop in found.one.hops]
     when = [stage.machine.speed.measured_s for stage in found.stages if stage.machine.speed.measured_s]
@@ -237,7 +237,7 @@ def _short(name: str) -> str:
 
 
 def _device(name: str) -> str:
-    """``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
+    """Shorten a device name: ``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
     for word in ("NVIDIA ", "GeForce ", "Apple ", " (emulated)", "(R)", "(TM)"):
         name = name.replace(word, "")
     return name if len(name) <= _DEVICE_CHARS else name[: _DEVICE_CHARS - 1] + "…"

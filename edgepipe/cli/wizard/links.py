@@ -1,4 +1,4 @@
-"""What a link means for a pipeline, in words. Pure."""
+"""Describes in words how a link affects a pipeline. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
 
 _HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
-_TOKEN_MS = 40.0  # of such a model over two good machines
-_FINE, _NOTICEABLE = 0.1, 0.3  # of a token's time
+_TOKEN_MS = 40.0  # time per token of such a model on two good machines
+_FINE, _NOTICEABLE = 0.1, 0.3  # shares of a token's time
 _PROMPT_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between this machine and another."""
+    """Link between this machine and another."""
 
     rtt_ms: float
     bytes_per_s: float = 0.0  # of the slower direction; 0: not measured
@@ -25,18 +25,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """For people."""
+    """Verdict on a link, for people."""
 
     text: str
     good: bool
 
 
 def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
-    """Judged by one chat with a 32B model over two stages; ``bytes_per_s`` 0: not measured."""
+    """Rate a link by one chat with a 32B model on two stages. ``bytes_per_s`` 0: not measured."""
     if rtt_ms <= 0:
         return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
     rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
-    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there, and the token back
+    added_ms = rtt_ms + (
+        2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0
+    )  # the activations out, the token back
     share = added_ms / _TOKEN_MS
     if share <= _FINE:
         verdict = "fine for 2 stages of a 32B model"
@@ -54,7 +56,7 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
 
 
 def links_of(own: str, profiles: Iterable[pb.LinkProfile]) -> dict[str, Link]:
-    """Both directions to each other node as one link."""
+    """Merge both directions to each other node into one link."""
     links: dict[str, Link] = {}
     for profile in profiles:
         if own not in (profile.sender, profile.receiver):
