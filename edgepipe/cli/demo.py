@@ -51,7 +51,7 @@ def demo(
         str, typer.Option("--model", metavar="MODEL", help="Model to serve; fetched if it is not on this disk.")
     ] = "demo",
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask.", show_default=False)
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Question for the model.", show_default=False)
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer in tokens.")] = 64,
     serve: Annotated[bool, typer.Option("--serve", help="Stay up and answer HTTP until ^C.")] = False,

@@ -41,14 +41,7 @@ from edgepipe.errors import ConfigInvalid, EdgepipeError
 from edgepipe.safe_text import one_line, visible
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNUSABLE = (
-    *_FULL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EEXIST,
-)  # the user's disk or rights, not a bug
+_UNUSABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # no bugs of edgepipe
 _SHOWN_CHARS = 60
 _INTERRUPTED = 130
 

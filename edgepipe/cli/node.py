@@ -66,7 +66,7 @@ def start(
     http_host: Annotated[
         str | None,
         typer.Option(
-            "--http-host", metavar="ADDRESS", help="Further address of the API, with a key; 0.0.0.0: all addresses."
+            "--http-host", metavar="ADDRESS", help="Also serve the API on this address, with a key; 0.0.0.0: on all."
         ),
     ] = None,
     http_name: Annotated[
@@ -255,7 +255,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node once other nodes have taken over its work. A second 'node stop' does not wait."""
+    """Stop this machine's node; other nodes take over its work if they can. A second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)

@@ -36,7 +36,7 @@ def print_bug(error: BaseException) -> None:
     kind = type(error).__name__
     print(
         f"error: edgepipe made a mistake ({kind}: {one_line(str(error), most_chars=200)}); "
-        "'edgepipe --debug ...' shows where, 'edgepipe logs' what the node saw",
+        "details: 'edgepipe --debug ...' and 'edgepipe logs'",
         file=sys.stderr,
     )
 

@@ -74,9 +74,7 @@ def _node_facts(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[
 def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     try:
         folders = [path.name for path in models_dir.iterdir() if not path.name.startswith(".")]
-        names = sorted(
-            {name.partition("@")[0].replace("--", "/") for name in folders}
-        )  # after the @: the hash of its content
+        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # after @: a hash
     except OSError:
         names = []
     return [("models", ", ".join(names) if names else "none on this disk")]

@@ -119,9 +119,7 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
         print_json(as_dict(found))
         return
     names = ("PEER", "ROLE", "STATE", "ADDRESS", "KEY", "SINCE", "LET IN BY")
-    shown = names[
-        : len(names) - sum(columns(sys.stdout) < wide for wide in (_WIDE, _MEDIUM))
-    ]  # 'peers log' has the rest
+    shown = names[: len(names) - sum(columns(sys.stdout) < wide for wide in (_WIDE, _MEDIUM))]  # 'peers log' has all
     table = make_table(*shown, whole=("ADDRESS", "KEY", "SINCE"))
     for peer in found.peers:
         since = time.strftime("%Y-%m-%d", time.localtime(peer.added_ms / 1000)) if peer.added_ms else "-"
@@ -149,5 +147,5 @@ def _event(entry: AuditEntry, times: str) -> str:
 
 
 def _short(who: str) -> str:
-    """Shorten node ids to their first characters, which tell them apart."""
+    """Shorten node ids to their first characters."""
     return " ".join(word[:_KEY_CHARS] if len(word) == 52 else word for word in who.split())

@@ -101,9 +101,7 @@ def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
     )
     text += _HARDENED if system else ""
     text += _UNIT_TAIL.format(wanted_by="multi-user.target" if system else "default.target")
-    linger = (
-        () if system else (("loginctl", "enable-linger", machine.user),)
-    )  # otherwise systemd stops it when the user logs out
+    linger = () if system else (("loginctl", "enable-linger", machine.user),)  # keeps the node running after logout
     journal = ("journalctl",) if system else ("journalctl", "--user")
     return ServicePlan(
         manager=Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER,

@@ -96,7 +96,7 @@ class ChatClient:
             return NodeUnreachable(
                 "the answer broke off",
                 fact=f"the gateway at {self._base_url} closed the connection",
-                next_step="ask again: its node starts the gateway anew    (see 'edgepipe logs')",
+                next_step="ask again: its node restarts the gateway    (see 'edgepipe logs')",
             )
         return NodeUnreachable(
             "the gateway does not answer",

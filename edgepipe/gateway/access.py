@@ -26,9 +26,7 @@ class AccessRules:
 
     keys: tuple[str, ...] = ()
     key_on_loopback: bool = False
-    host_names: frozenset[str] = field(
-        default_factory=frozenset[str]
-    )  # besides loopback names and the address that the client reached
+    host_names: frozenset[str] = field(default_factory=frozenset[str])  # besides loopback names and the reached address
 
     @classmethod
     def of(

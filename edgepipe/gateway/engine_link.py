@@ -191,9 +191,7 @@ class EngineLink:
                     if generation is None:
                         continue
                     if isinstance(event, ChoiceEnded) and isinstance(event.error, PeerClosed):
-                        self._submit_again(
-                            generation, event.attempt
-                        )  # resumed too late: the engine has forgotten the request
+                        self._submit_again(generation, event.attempt)  # the engine has forgotten the request
                     else:
                         generation.apply(event)
         except grpc.aio.AioRpcError as exc:
@@ -201,7 +199,7 @@ class EngineLink:
         return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")
 
     def _start(self, generation: Generation) -> None:
-        """Submit the request, resume it at the same engine, or continue at a new engine what an earlier one began."""
+        """Submit the request, resume it at the same engine, or continue it at a new engine."""
         request_id = generation.request.request_id
         known_by = self._submitted_to.get(request_id)
         if generation.failure is not None:

@@ -162,7 +162,7 @@ class ModelTable:
         raise ModelUnknown(
             f"the model '{name[:256]}' is not served" if name else "the request names no model",
             fact=f"served: {names}" if names else "no model is served",
-            next_step="name one of these in 'model'" if names else "serve one: edgepipe serve MODEL",
+            next_step="send one of these names in 'model'" if names else "serve one: edgepipe serve MODEL",
         )
 
     def _raise_if_coming(self, name: str | None) -> None:

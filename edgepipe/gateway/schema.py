@@ -43,7 +43,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
 MAX_SCHEMA_CHARS = 64 << 10  # of JSON
 MAX_REGEX_CHARS = 16 << 10
-MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: what a grammar of them may have
+MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: the limit of a grammar
 _MAX_KEYWORDS_CHARS = 64 << 10
 
 BodyT = TypeVar("BodyT", bound="Checked")
@@ -244,7 +244,7 @@ JSON_SIZE = "x-max-json-characters"
 """The keyword of ``JsonSize`` in the API's document."""
 
 
-# ``structured`` and ``answer_form`` check these fields. The schemas here are for the API's document.
+# ``structured`` and ``answer_form`` check these fields. These schemas are for the API's document.
 _RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
 RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
 RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]

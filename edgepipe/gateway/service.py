@@ -78,9 +78,7 @@ class Gateway:
         self._changed = asyncio.Event()
         self._entries: dict[PipelineId, ModelEntry] = {}
         self._runners: dict[PipelineId, asyncio.Task[None]] = {}
-        self._away: dict[
-            PipelineId, asyncio.Task[None]
-        ] = {}  # entries without an engine, and the tasks that remove them
+        self._away: dict[PipelineId, asyncio.Task[None]] = {}  # removes entries without an engine
         self._newest = node_pb2.ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())

@@ -236,7 +236,7 @@ def _any(rule: str, count: int) -> str:
 
 
 _TEXT = r"TEXT: /(.|\n)*/"
-"""Free text. It ends where a lazy ``opening`` matches; the grammar binds what follows."""
+"""Free text. It ends where a lazy ``opening`` matches; the grammar binds the text after it."""
 
 
 def _start(calls: str, *, several: bool) -> str:

@@ -42,9 +42,7 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
     """
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
     try:
-        _store_model(
-            folder / "models", folder / cluster.model, cluster
-        )  # real shapes, so that activations have the real size
+        _store_model(folder / "models", folder / cluster.model, cluster)  # activations have the real size
         async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
             if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
                 raise NoPeersFound(

@@ -63,7 +63,7 @@ async def bench_served(admin: Admin, runs: Sequence[BenchRun], model: str, on_pr
 
 
 async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
-    """Do runs on one emulated cluster; each run loads the model anew. Raises the error of a run."""
+    """Do runs on one emulated cluster; each run loads the model again. Raises the error of a run."""
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
         engine = await serve_model(admin, each.serve)

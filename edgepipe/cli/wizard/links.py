@@ -36,9 +36,7 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     if rtt_ms <= 0:
         return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
     rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
-    added_ms = rtt_ms + (
-        2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0
-    )  # the activations out, the token back
+    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there and back
     share = added_ms / _TOKEN_MS
     if share <= _FINE:
         verdict = "fine for 2 stages of a 32B model"
