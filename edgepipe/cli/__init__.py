@@ -1,1 +1,1 @@
-"""The command line: one module per verb. Each parses, calls and prints; heavy imports happen inside commands."""
+"""The command line: one module per verb. A verb parses, calls and prints, and does heavy imports when it runs."""

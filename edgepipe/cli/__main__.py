@@ -1,4 +1,4 @@
-"""``python -m edgepipe.cli``: the same as ``edgepipe``. Imports late, so that ^C during imports is quiet too."""
+"""``python -m edgepipe.cli``: the same as ``edgepipe``. Imports late, so that ^C during imports prints no traceback."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ def show(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Show every setting. Flags win over EDGEPIPE_* variables, those over the TOML file, that over defaults."""
+    """Show every setting. Priority: flags, EDGEPIPE_* variables, the TOML file, defaults."""
     from edgepipe.config import config_file, load_config
 
     loaded = load_config({"data_dir": data_dir})
     values = {name: _plain(value) for name, value in asdict(loaded.values).items()}
-    values["api_key"] = ["(set)"] * len(loaded.values.api_key)  # for eyes that look over a shoulder, and for logs
+    values["api_key"] = ["(set)"] * len(loaded.values.api_key)  # keys never appear on a screen or in a log
     if as_json:
         print_json({name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()})
         return
@@ -43,11 +43,11 @@ def show(
 
 @app.command("set")
 def set_value(
-    name: Annotated[str, typer.Argument(help="As 'edgepipe config show' calls it.", show_default=False)],
-    value: Annotated[str, typer.Argument(help="The new value; several with commas.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Setting, as 'edgepipe config show' names it.", show_default=False)],
+    value: Annotated[str, typer.Argument(help="The new value; separate several by commas.", show_default=False)],
     data_dir: DataDir = None,
 ) -> None:
-    """Write a setting to the settings file. A running node takes it when it starts again."""
+    """Write a setting to the settings file. A running node reads it at its next start."""
     from edgepipe.cli.settings_file import write_settings
     from edgepipe.config import config_file, load_config
     from edgepipe.daemon.machine.data_dir import socket_path
@@ -59,9 +59,9 @@ def set_value(
     say(f"{key} is set in {path}")
     loaded = load_config({"data_dir": data_dir})
     if loaded.origins[key].startswith("env "):
-        say(f"{loaded.origins[key].removeprefix('env ')} says otherwise here, and wins")
+        say(f"{loaded.origins[key].removeprefix('env ')} has another value and wins")
     if socket_path(loaded.values.data_dir).exists():
-        say("this machine's node takes it when it starts again: edgepipe node stop, then edgepipe node start")
+        say("this machine's node reads it at its next start: edgepipe node stop, then edgepipe node start")
 
 
 def _plain(value: Any) -> Any:

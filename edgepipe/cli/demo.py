@@ -43,31 +43,29 @@ def demo(
         typer.Option(
             "--backends",
             metavar="BACKENDS",
-            help="Backend of each node: torch,mlx. Repeated if too few.",
+            help="Backend of each node, such as torch,mlx. A shorter list repeats.",
             show_default=False,
         ),
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Model to serve; fetched if it is not here.")
+        str, typer.Option("--model", metavar="MODEL", help="Model to serve; fetched if it is not on this disk.")
     ] = "demo",
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask.", show_default=False)
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Question for the model.", show_default=False)
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
-    ] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer in tokens.")] = 64,
     serve: Annotated[bool, typer.Option("--serve", help="Stay up and answer HTTP until ^C.")] = False,
     http_port: Annotated[
-        int, typer.Option("--http-port", metavar="PORT", min=0, max=65535, help="0: any free port.")
+        int, typer.Option("--http-port", metavar="PORT", min=0, max=65535, help="Port of the API; 0: any free port.")
     ] = 0,
     backend_option: Annotated[
         list[str] | None,
-        typer.Option("--backend-option", metavar="KEY=VALUE", help="For the backends; repeatable."),
+        typer.Option("--backend-option", metavar="KEY=VALUE", help="Option of the backends; repeatable."),
     ] = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Show a whole cluster on this machine, start to end."""
+    """Run a whole cluster on this machine: start nodes, load a model, answer, stop."""
     from edgepipe.cli.local_cluster import ClusterPlan, NodePlan
 
     if serve and prompt is not None:
@@ -90,14 +88,14 @@ def demo(
 
 
 def choose_backends(text: str, num_nodes: int) -> list[str]:
-    """One backend per node: those named, or those installed. Raises ConfigInvalid, FeatureMissing."""
+    """Return one backend per node: the named ones, else the installed ones. Raises ConfigInvalid, FeatureMissing."""
     names = [name.strip() for name in text.split(",") if name.strip()] if text else _installed()
     if len(names) > num_nodes:
         names = names[:num_nodes] if not text else names
     if not names:
         raise FeatureMissing(
             "no backend is installed that can run a model",
-            fact="neither torch nor mlx is there",
+            fact="neither torch nor mlx is installed",
             next_step="pip install 'edgepipe[torch]'    (or [mlx] on a Mac)",
         )
     if len(names) > num_nodes:
@@ -108,7 +106,7 @@ def choose_backends(text: str, num_nodes: int) -> list[str]:
 
 
 def even_layers(num_layers: int, names: Sequence[str]) -> str:
-    """A plan in equal parts, as ``serve --plan`` takes it: all nodes share this machine, so nothing is to be measured.
+    """Divide the layers equally, in the form of ``serve --plan``. No measuring: all nodes share this machine.
 
     Raises PlanInvalid for fewer layers than nodes.
     """
@@ -116,19 +114,19 @@ def even_layers(num_layers: int, names: Sequence[str]) -> str:
 
     if num_layers < len(names):
         raise PlanInvalid(
-            f"{num_layers} layers cannot be shared by {len(names)} nodes", next_step="ask for fewer nodes"
+            f"{num_layers} layers cannot be divided among {len(names)} nodes", next_step="use fewer nodes"
         )
     bounds = [num_layers * index // len(names) for index in range(len(names) + 1)]
     return ",".join(f"{name}:{LayerRange(*ends)}" for name, ends in zip(names, pairwise(bounds), strict=True))
 
 
 def _installed() -> list[str]:
-    """Backends whose library is there; looked up, not imported."""
+    """Return the backends whose library is installed, without an import."""
     return [name for name, library in (("torch", "torch"), ("mlx", "mlx")) if find_spec(library) is not None]
 
 
 def _fetch(models_dir: Path, model: str) -> None:
-    """Pull the model unless it is here."""
+    """Pull the model unless this disk has it."""
     from edgepipe.cli.models import pull_model
     from edgepipe.model.store import ModelStore
 
@@ -139,7 +137,7 @@ def _fetch(models_dir: Path, model: str) -> None:
 
 
 async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:
-    """Run the demo; SIGINT and SIGTERM end it in order. The exit code: 0, or 128 + signal where it was cut short."""
+    """Run the demo; SIGINT and SIGTERM end it in order. Return the exit code: 0, or 128 + signal if interrupted."""
     task = asyncio.ensure_future(work)
     caught: list[int] = []
     loop = asyncio.get_running_loop()
@@ -156,7 +154,7 @@ async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:
 
 
 class _Demo:
-    """One run, told step by step on stdout."""
+    """One run; prints each step on stdout."""
 
     def __init__(self, plan: ClusterPlan, model: str) -> None:
         self._plan = plan
@@ -197,7 +195,7 @@ class _Demo:
             raise NoPeersFound(
                 "the nodes did not find each other",
                 fact=f"after {_JOIN_S:.0f} s node '{self._plan.nodes[0].name}' sees {', '.join(alive)}; "
-                "mDNS on 127.0.0.1 seems to be blocked",
+                "mDNS on 127.0.0.1 may be blocked",
                 next_step="start nodes by hand with --peer HOST:PORT",
             )
         self._done("they found each other by mDNS and measured their devices")
@@ -214,9 +212,9 @@ class _Demo:
                         fact=device.error.fact,
                         next_step=device.error.next_step,
                     )
-                what = f"{device.profile.backend} {device.profile.device}"
+                device_name = f"{device.profile.backend} {device.profile.device}"
                 room = f"{format_bytes(device.free_bytes)} free"
-                self._say(f"      {member.node.name}  {what:<14} {device.profile.compute_dtype:<9} {room}")
+                self._say(f"      {member.node.name}  {device_name:<14} {device.profile.compute_dtype:<9} {room}")
 
     async def _serve(self, admin: Admin) -> engine_pb2.EngineState:
         from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress
@@ -256,7 +254,7 @@ class _Demo:
 
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
         if read_key(node.data_dir):
-            self._say(f"      key     in {key_file(node.data_dir)}: other people have accounts on this computer")
+            self._say(f"      key     in {key_file(node.data_dir)}: this computer has several users")
         self._say(f"      chat    edgepipe chat --data-dir {node.data_dir}")
         self._say(f"      look    edgepipe status --data-dir {node.data_dir}\n")
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Where to chat: this machine's node, else one that multicast DNS knows; the model served there, or loaded now."""
+"""Find a gateway to chat with: this machine's, else one found by multicast DNS. Loads a model if none is served."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
 
 USUAL_SAMPLING: Mapping[str, float] = {"temperature": 0.7}
-"""For a model whose makers advise nothing; the likeliest word each time makes small models loop."""
+"""For models whose makers advise no sampling: small models repeat themselves under greedy sampling."""
 
-_TOLD = 2  # nodes named in an error
+_MAX_NAMED = 2  # nodes named in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A gateway and the model to ask it for."""
+    """A gateway and a model to ask it for."""
 
     base_url: str
     model: str
-    num_nodes: int = 0  # that share the model; 0: unknown
+    num_nodes: int = 0  # nodes that share the model; 0: unknown
     api_key: str = field(default="", repr=False)
-    sampling: Mapping[str, float] = field(default_factory=lambda: dict(USUAL_SAMPLING))  # where nothing else is wished
+    sampling: Mapping[str, float] = field(default_factory=lambda: dict(USUAL_SAMPLING))  # by default
 
 
 async def find_target(data_dir: Path, model: str) -> Target:
-    """A target that answers. Raises NoPeersFound with what was checked, ModelUnknown, and whatever hinders serving."""
+    """Find a target that answers. Raises NoPeersFound (its fact lists the checks), ModelUnknown, errors of serving."""
     target = await _target(data_dir, model)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         return replace(target, sampling={**USUAL_SAMPLING, **await client.sampling(target.model)})
@@ -50,13 +50,13 @@ async def _target(data_dir: Path, model: str) -> Target:
             target = await _own_target(admin, model)
             return replace(target, api_key=_given_key(data_dir) or read_key(data_dir))
     except NodeUnreachable as exc:
-        if exc.fact.startswith("nobody answers at"):
+        if exc.fact.startswith("no answer at"):
             return await _lan_target(data_dir, model)
         raise
 
 
 def _given_key(data_dir: Path) -> str:
-    """The setting. What this machine's node wrote down for its own user is for that node alone, not for the network."""
+    """Return the API key of the settings. The key file of this machine's node never goes to other machines."""
     given = load_config({"data_dir": data_dir}).values.api_key
     return given[0] if given else ""
 
@@ -74,7 +74,7 @@ async def _own_target(admin: Admin, model: str) -> Target:
 
 
 def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | None:
-    """The engine to use. Raises ModelUnknown when several are served and none is named."""
+    """Choose the engine to use. Raises ModelUnknown when several models are served and ``model`` is empty."""
     ready = [engine for engine in status.engines if engine.state == "ready"]
     if not model and len(ready) > 1:
         raise ModelUnknown(
@@ -87,7 +87,7 @@ def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | No
 
 
 def _only_model(status: pb.ClusterStatus) -> str:
-    """The model to load when none was named: the only one on any node's disk. Raises ModelUnknown."""
+    """Return the only model on the nodes' disks, to load it. Raises ModelUnknown for none or several."""
     names = sorted({entry.model for member in status.members for entry in member.node.models if entry.complete})
     if len(names) == 1:
         return names[0]
@@ -118,24 +118,24 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     checked = f"no node at {socket_path(data_dir)}; "
     if not found:
         raise NoPeersFound(
-            fact=f"{checked}nobody announced _edgepipe._tcp by mDNS within {listen_s:g} s",
-            next_step="edgepipe node start    (or, for a first look: edgepipe demo)",
+            fact=f"{checked}no node announced _edgepipe._tcp by mDNS within {listen_s:g} s",
+            next_step="edgepipe node start    (to try edgepipe first: edgepipe demo)",
         )
     raise _unusable(found, checked)
 
 
 def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
-    """Nodes announce themselves, but this command cannot ask them."""
-    told = sorted(f"'{one.node_name}' at {one.address}, cluster {one.cluster_name!r}" for one in found)
-    names = "; ".join(told[:_TOLD]) + (f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
-    if all(one.host.startswith("127.") for one in found):
+    """Build the error for nodes that announce themselves but cannot be asked from this machine."""
+    nodes = sorted(f"'{node.node_name}' at {node.address}, cluster {node.cluster_name!r}" for node in found)
+    names = "; ".join(nodes[:_MAX_NAMED]) + (f"; and {len(nodes) - _MAX_NAMED} more" if len(nodes) > _MAX_NAMED else "")
+    if all(node.host.startswith("127.") for node in found):
         return NodeUnreachable(
-            "the node of this machine uses another data directory",
+            "this machine's node uses another data directory",
             fact=f"{checked}found {names}",
-            next_step="say which: --data-dir FOLDER",
+            next_step="name its folder: --data-dir FOLDER",
         )
     return NodeUnreachable(
-        "the nodes that were found answer HTTP on their own machine only",
+        "the nodes found on the network answer HTTP on their own machine only",
         fact=f"{checked}found {names}",
-        next_step="join them: edgepipe node invite there, then edgepipe node join here",
+        next_step="join their cluster: edgepipe node invite on one of them, then edgepipe node join on this machine",
     )

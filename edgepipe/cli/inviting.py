@@ -1,4 +1,4 @@
-"""``edgepipe node invite``: a pairing code on the screen, and who uses it."""
+"""``edgepipe node invite``: shows a pairing code and the machines that use it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KEY_CHARS = 8  # of a node id: enough to compare by eye
 
 
 async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> None:
-    """Show the code, ask about whoever has it, say who joined. Raises what ends the window without a new peer."""
+    """Show the code, ask about each machine that gives it, show the new peer. Raises the error that ends it early."""
     if not (start.accept_all or sys.stdin.isatty()):
         raise ConfigInvalid(
-            "somebody has to answer whether the other machine may join",
-            fact="there is no terminal here",
-            next_step="edgepipe node invite --yes lets in whoever has the code",
+            "a person must confirm that the other machine may join",
+            fact="the input is no terminal",
+            next_step="edgepipe node invite --yes    (lets in any machine with the code)",
         )
     commands: asyncio.Queue[pb.InviteCommand] = asyncio.Queue()
     commands.put_nowait(pb.InviteCommand(start=start))
@@ -42,12 +42,12 @@ async def _each(commands: asyncio.Queue[pb.InviteCommand]) -> AsyncIterator[pb.I
 
 
 def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
-    """Print what came of an invitation so far."""
+    """Print an event of an invitation."""
     if event.HasField("opened"):
         _show_code(event.opened, long_string=start.long_string)
     elif event.HasField("failed"):
         failed = event.failed
-        who = f"{failed.name or 'somebody'} ({failed.address})"
+        who = f"{failed.name or 'a machine'} ({failed.address})"
         say(f"{who}: {failed.error.what}", first="  ✗ ")
         if failed.error.fact:
             say(failed.error.fact, first="    ")
@@ -61,9 +61,9 @@ def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
         if joined.role == "owner":
             say("It can also manage the cluster if this machine is lost.", first="    ")
         if joined.wanted_name:
-            say(f"it calls itself '{joined.wanted_name}', as another machine does", first="    ")
+            say(f"its own name '{joined.wanted_name}' belongs to another machine", first="    ")
         if joined.silent:
-            say("but it never said so; if it does not show up: edgepipe peers remove", first="    ")
+            say("it did not confirm; if it does not appear: edgepipe peers remove", first="    ")
 
 
 def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:
@@ -80,7 +80,7 @@ def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:
 
 
 async def _accepts(asks: pb.InviteAsks) -> bool:
-    """The person's answer; no answer in time is a no."""
+    """Ask whether the machine may join; no answer in time means no."""
     print(f"  ? let it join? [Y/n]  ({asks.at_most_s} s) ", end="", flush=True)
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[str] = loop.create_future()

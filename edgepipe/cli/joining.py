@@ -1,4 +1,4 @@
-"""``edgepipe node join``: with a code that another machine shows, through the running node or without one."""
+"""``edgepipe node join``: uses the code of another machine, through the running node or without it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What came of it."""
+    """Result of a join."""
 
     cluster_name: str
-    num_peers: int  # others
-    running: bool  # the node runs and starts anew by itself
-    node_name: str  # of this machine, in the cluster
-    wanted_name: str = ""  # what it is called itself, where another machine has that name; empty: the same
+    num_peers: int  # other members of the cluster
+    running: bool  # the node runs, and restarts itself as a member
+    node_name: str  # this machine's name in the cluster
+    wanted_name: str = ""  # this machine's own name, if another machine has it; empty: the same name
 
 
 async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_identity: bool, listen_s: float) -> Joined:
-    """Pair and keep the cluster. Without a host somebody inviting is listened for.
+    """Pair, and store the cluster. Without a host, find the inviting node by mDNS.
 
-    Raises NoPeersFound when nobody is seen inviting, NodeUnreachable on a member whose node is stopped, and what the
-    pairing raises.
+    Raises NoPeersFound when no node invites, NodeUnreachable on a member whose node is stopped, and errors of pairing.
     """
     from edgepipe.cluster.codes import read_code
     from edgepipe.cluster.founding import home_of
 
-    understood = read_code(code)  # before anything is looked for
-    running = await status_if_running(data_dir) is not None  # the socket of a node that was killed is still there
+    understood = read_code(code)  # a wrong code fails before the search
+    running = await status_if_running(data_dir) is not None  # a killed node leaves its socket behind
     if not (new_identity or running) and home_of(data_dir) is not None:
         error = no_node(data_dir)
         error.next_step += "    (to leave that cluster: edgepipe node join --new-identity CODE)"
@@ -53,37 +52,39 @@ async def join(data_dir: Path, *, node_name: str, code: str, host: str, new_iden
 
 
 async def find_inviting(listen_s: float) -> tuple[str, int]:
-    """Host and pairing port of the one node that invites on this network. Raises NoPeersFound, ConfigInvalid."""
+    """Find the one node that invites on this network: host, pairing port. Raises NoPeersFound, ConfigInvalid."""
     from edgepipe.cluster.browsing import browse
 
-    found = await browse(listen_s=listen_s, until=lambda one: bool(one.pairing_port))
-    inviting = sorted({(one.host, one.pairing_port): one for one in found if one.pairing_port}.values(), key=_address)
+    found = await browse(listen_s=listen_s, until=lambda node: bool(node.pairing_port))
+    inviting = sorted(
+        {(node.host, node.pairing_port): node for node in found if node.pairing_port}.values(), key=_address
+    )
     if len(inviting) == 1:
         return inviting[0].host, inviting[0].pairing_port
     if inviting:
         raise ConfigInvalid(
             f"{len(inviting)} nodes are inviting",
             fact=_told(inviting),
-            next_step=f"say which: edgepipe node join --host {inviting[0].host}:{inviting[0].pairing_port} CODE",
+            next_step=f"name one: edgepipe node join --host {inviting[0].host}:{inviting[0].pairing_port} CODE",
         )
     if found:
         raise NoPeersFound(
-            "no node invites anybody now",
+            "no node invites now",
             fact=f"found {_told(sorted(found, key=_address))}",
             next_step="on one of them: edgepipe node invite",
         )
     raise NoPeersFound(
-        fact=f"nobody announced _edgepipe._tcp by mDNS within {listen_s:g} s",
+        fact=f"no node announced _edgepipe._tcp by mDNS within {listen_s:g} s",
         next_step="name the inviting machine: edgepipe node join --host HOST CODE    (or: edgepipe doctor)",
     )
 
 
 def show_joined(joined: Joined) -> None:
-    """What a person reads afterwards."""
+    """Print the result for people."""
     others = f"{joined.num_peers} other node{'s' * (joined.num_peers != 1)}"
     say(f"joined '{one_line(joined.cluster_name)}', {others}", first="✓ ")
     if joined.wanted_name:
-        say(f"this machine is '{joined.node_name}' there: another one is called '{joined.wanted_name}'", first="  ")
+        say(f"this machine is named '{joined.node_name}': the cluster has another '{joined.wanted_name}'", first="  ")
     print("  next    edgepipe status" if joined.running else "  next    edgepipe node start", flush=True)
 
 
@@ -108,7 +109,7 @@ async def _through_node(data_dir: Path, code: str, host: str, port: int, *, new_
 
 
 async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int, *, new_identity: bool) -> Joined:
-    """Without a running node. The data directory is locked meanwhile, so that none starts."""
+    """Join without a running node. Lock the data directory meanwhile, so that no node starts."""
     from edgepipe.cluster.founding import TrustFolders
     from edgepipe.daemon.pairing.joining import join_cluster
     from edgepipe.system import SystemClock
@@ -138,11 +139,11 @@ async def _alone(data_dir: Path, node_name: str, code: str, host: str, port: int
 
 
 def _say_waiting(host_name: str) -> None:
-    say(f"code accepted; waiting for somebody at '{one_line(host_name)}' to let this machine in ...", first="  ")
+    say(f"code accepted; waiting for a person at '{one_line(host_name)}' to let this machine in ...", first="  ")
 
 
 def split_host(host: str) -> tuple[str, int]:
-    """``HOST`` or ``HOST:PORT``; port 0: the usual one. Raises ConfigInvalid."""
+    """Split ``HOST`` or ``HOST:PORT``; port 0: the default port. Raises ConfigInvalid."""
     name, colon, port = host.partition(":")
     if not colon:
         return name, 0
@@ -155,9 +156,9 @@ def split_host(host: str) -> tuple[str, int]:
     return name, int(port)
 
 
-def _address(one: Announcement) -> tuple[str, int]:
-    return one.host, one.port
+def _address(node: Announcement) -> tuple[str, int]:
+    return node.host, node.port
 
 
 def _told(found: Sequence[Announcement]) -> str:
-    return "; ".join(f"'{one.node_name}' at {one.host}, cluster '{one.cluster_name}'" for one in found[:4])
+    return "; ".join(f"'{node.node_name}' at {node.host}, cluster '{node.cluster_name}'" for node in found[:4])

@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: real ``edgepipe node start`` processes with temporary data directories."""
+"""Whole cluster on this machine: ``edgepipe node start`` processes with temporary data directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgepipe.errors import EdgepipeError
 if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
 
-_START_S = 60.0  # a first import of a backend from a cold disk
+_START_S = 60.0  # the first import of a backend, from a cold disk
 _STOP_S = 15.0  # a node gives its children 5 s
 _LOOK_S = 0.1
 
@@ -50,19 +50,19 @@ class StartedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """What all nodes share."""
+    """Settings that all nodes share."""
 
     cluster: str
     nodes: Sequence[NodePlan]
     models_dir: Path
     threads: int  # per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
-    link: str = ""  # the network to emulate between them; empty: loopback as it is
+    link: str = ""  # the network to emulate between them; empty: loopback at full speed
 
 
 @asynccontextmanager
 async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[StartedNode]]:
-    """Start all nodes at once, and leave nothing behind. Raises what hindered the first that failed."""
+    """Start all nodes at once; stop them and remove their files at the end. Raises the first node's error."""
     from edgepipe.cluster.founding import found_local_cluster
 
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-demo-"))
@@ -82,14 +82,14 @@ async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[StartedNode]]:
 
 
 async def _stop_serving(node: StartedNode) -> None:
-    """All nodes end, so none shall first move what it serves to another."""
+    """Stop all models first, so that no node moves them to another node before it ends."""
     with suppress(EdgepipeError, TimeoutError):
         async with asyncio.timeout(_STOP_S), connect(node.data_dir) as admin:
             await admin.stop_model("")
 
 
 async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -> pb.ClusterStatus | None:
-    """The status once so many nodes are alive with a measured device; None if that takes too long."""
+    """Wait for that many live nodes with a measured device. Return the status, None after ``timeout_s``."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while True:
@@ -98,7 +98,7 @@ async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -
                 measured = [node for node in alive if node.devices and node.devices[0].state != "starting"]
                 if len(measured) >= num_nodes:
                     return status
-                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
     return None
 
 
@@ -108,10 +108,10 @@ async def _process(plan: ClusterPlan, node: NodePlan, folder: Path) -> AsyncGene
     try:
         process = await asyncio.create_subprocess_exec(
             *_command(plan, node, folder),
-            stdin=PIPE,  # its end tells the node that this process is gone, however it went
+            stdin=PIPE,  # its end of file tells the node that this process has ended, even by SIGKILL
             stdout=PIPE,
             stderr=log,
-            start_new_session=True,  # ^C is for this process, which then stops the nodes in order
+            start_new_session=True,  # ^C reaches this process alone, which then stops the nodes in order
         )
     finally:
         log.close()
@@ -142,23 +142,23 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
 
 
 async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNode:
-    """Wait for the node's word that it is ready. Raises its own error, or ClusterError with the last thing it wrote."""
+    """Wait until the node reports that it is ready. Raises its own error, or ClusterError with its last log line."""
     try:
         async with asyncio.timeout(_START_S):
-            told = await _first_document(process)
+            document = await _first_document(process)
     except TimeoutError:
-        told = {}
-    if "address" in told:
+        document = {}
+    if "address" in document:
         return StartedNode(
-            plan=node, process=process, data_dir=data_dir, address=told["address"], http_port=told["http_port"]
+            plan=node, process=process, data_dir=data_dir, address=document["address"], http_port=document["http_port"]
         )
-    if "error" in told:
-        raise told_error(told, node=node.name)
+    if "error" in document:
+        raise told_error(document, node=node.name)
     raise silent_node(data_dir.with_name(f"{node.name}.log"), node=node.name, next_step="edgepipe --debug demo")
 
 
 async def _first_document(process: Process) -> dict[str, Any]:
-    """The JSON document that a node prints when it is ready or failed; empty if it ends without one."""
+    """Read the JSON document that a node prints when it is ready or failed; empty if it ends without one."""
     assert process.stdout is not None
     text = b""
     while line := await process.stdout.readline():
@@ -169,7 +169,7 @@ async def _first_document(process: Process) -> dict[str, Any]:
 
 
 async def _end(process: Process) -> None:
-    """Ask the node to stop, then end its whole group; returns when it is gone."""
+    """Ask the node to stop, then kill its whole process group. Return when the process has ended."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

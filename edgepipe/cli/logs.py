@@ -13,9 +13,9 @@ from edgepipe.safe_text import visible
 
 def logs(
     lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=1, max=2000, help="How many of the newest.")
+        int, typer.Option("--lines", "-n", metavar="N", min=1, max=2000, help="Number of newest lines.")
     ] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until ^C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new lines, until ^C.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Show the log of this machine's node."""

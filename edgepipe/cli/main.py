@@ -1,4 +1,4 @@
-"""The ``edgepipe`` command: its verbs, and how their errors end the process."""
+"""The ``edgepipe`` command: its verbs, and the exit codes of their errors."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from edgepipe.errors import ConfigInvalid, EdgepipeError
 from edgepipe.safe_text import one_line, visible
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNUSABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # not a mistake of ours
+_UNUSABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # no bugs of edgepipe
 _SHOWN_CHARS = 60
 _INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
-    """All verbs in the order in which people need them."""
+    """Build the command with all verbs, in the order in which people need them."""
     app = typer.Typer(
         name="edgepipe",
         help="One language model over the machines you already own.",
@@ -92,7 +92,7 @@ def _start(
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run a command line and exit: 0, or the code of what went wrong."""
+    """Run a command line and exit: 0, or the exit code of the error."""
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
@@ -111,21 +111,21 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Let a stream that the caller has closed (``<&-``) be empty, and no ``None``."""
+    """Open streams that the caller has closed (``<&-``) as empty files; Python sets them to None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def _accept_other_encodings() -> None:
-    """What a terminal cannot show becomes a question mark, and bytes that standard input cannot read are kept."""
+    """Print a question mark for text that a terminal cannot show; keep undecodable bytes of standard input."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def _not_confirmed(error: Exception) -> int:
-    """The exit code where a person answered a question with no, or by ^C; 0 for any other end."""
+    """Return the exit code after a person answered a question with no or ^C, 0 for any other error."""
     if not isinstance(error, typer.Abort):
         return 0
     by_key = isinstance(error.__context__, KeyboardInterrupt)
@@ -134,7 +134,7 @@ def _not_confirmed(error: Exception) -> int:
 
 
 def _show(error: Exception, args: Sequence[str]) -> int:
-    """Print the error; the exit code that it means."""
+    """Print the error. Return its exit code."""
     error = bad_usage(error, args) or _unusable_file(error) or _other_alphabet(error) or error
     if isinstance(error, EdgepipeError):
         print_error(error)
@@ -144,7 +144,7 @@ def _show(error: Exception, args: Sequence[str]) -> int:
 
 
 def _unusable_file(error: Exception) -> ConfigInvalid | None:
-    """A file that the system keeps from this user, or a full disk, as an error of ours; None for any other error."""
+    """Turn a refused file access or a full disk into ConfigInvalid; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (_UNUSABLE if error.filename else _FULL):
         return None
     fact = error.strerror or ""
@@ -153,12 +153,12 @@ def _unusable_file(error: Exception) -> ConfigInvalid | None:
     return ConfigInvalid(
         f"{error.filename} cannot be used",
         fact=fact,
-        next_step="check the rights and the free space there, or choose another folder: --data-dir, --models-dir",
+        next_step="check its permissions and free space, or choose another folder: --data-dir, --models-dir",
     )
 
 
 def _other_alphabet(error: Exception) -> ConfigInvalid | None:
-    """A name in another encoding than UTF-8, as an error of ours: no request can carry it. None for any other error."""
+    """Turn an argument that is not UTF-8 into ConfigInvalid: no request can carry it. None for any other error."""
     if not isinstance(error, UnicodeEncodeError) or error.encoding != "utf-8":
         return None
     return ConfigInvalid(
@@ -168,7 +168,7 @@ def _other_alphabet(error: Exception) -> ConfigInvalid | None:
 
 
 def _innermost(error: Exception) -> Exception:
-    """The first error of ours in a task group's wrapping, else the error itself."""
+    """Return the first EdgepipeError inside exception groups, else the error itself."""
     if not isinstance(error, ExceptionGroup):
         return error
     leaves = [_innermost(part) for part in error.exceptions]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportUnknownArgumentType]

@@ -29,12 +29,14 @@ def _group() -> None:
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="org/name of the Hub, a folder, a GGUF file, or 'demo'.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be fetched, fetch nothing.")] = False,
+    model: Annotated[str, typer.Argument(help="ORG/NAME on the Hugging Face Hub, a folder, a GGUF file, or 'demo'.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show which files a pull would fetch; fetch nothing.")
+    ] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Fetch a model, resuming what an earlier pull left."""
+    """Fetch a model; an interrupted pull resumes."""
     result = pull_model(models_dir_of(data_dir, models_dir), model, dry_run=dry_run)
     if dry_run:
         _print_plan(result)
@@ -44,7 +46,7 @@ def pull(
 
 
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
-    """Pull with a progress bar on stderr. Raises what ModelStore.pull raises."""
+    """Pull with a progress bar on stderr. Raises the errors of ModelStore.pull."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from edgepipe.model.store import ModelStore
@@ -66,7 +68,7 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
-    """List the models of the cluster and where they are; without a running node, this machine's."""
+    """List the models on the cluster's disks; without a running node, this machine's models."""
     from edgepipe.cli.views.copies_view import copies_text, members_of
     from edgepipe.cli.views.model_rows import model_rows
     from edgepipe.model.store import ModelStore
@@ -86,9 +88,9 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     shared = ("WHERE", "COPIES") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        here = "whole" if row["whole"] else "in part"
-        where = ", ".join(one["node"] + " (part)" * (not one["whole"]) for one in row["nodes"])
-        last = (where, copies_text(row["copies"])) if members else (here,)
+        state = "whole" if row["whole"] else "in part"
+        where = ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
+        last = (where, copies_text(row["copies"])) if members else (state,)
         name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
@@ -98,18 +100,18 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
 @app.command()
 def rm(
     model: Annotated[str, typer.Argument(help="The model to delete.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: a model that is served is stopped.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; stop the model if it is served.")] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Delete a model from this machine's disk. One that is served is stopped before."""
+    """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    here = any(one.id == model for one in store.list())
-    if here and (nodes := served_by(folder, model)):
+    on_this_disk = any(stored.id == model for stored in store.list())
+    if on_this_disk and (nodes := served_by(folder, model)):
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
     print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
@@ -117,14 +119,14 @@ def rm(
     elsewhere = [
         member.node.name
         for member in members_of(folder)
-        if not member.self and any(one.model == model for one in member.node.models)
+        if not member.self and any(stored.model == model for stored in member.node.models)
     ]
     if elsewhere:
         print(f"it is still on {', '.join(map(one_line, elsewhere))}")
 
 
 def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) -> None:
-    """A model that is served would be fetched again at once. Raises ConfigInvalid where nobody can be asked."""
+    """Stop a served model, which would be fetched again at once. Raises ConfigInvalid without a terminal to ask at."""
     from edgepipe.cli.admin import connect, run_async
 
     served = f"{one_line(model)} is served by {', '.join(map(one_line, nodes))}"
@@ -132,8 +134,8 @@ def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) 
         if not sys.stdin.isatty():
             raise ConfigInvalid(
                 served,
-                fact="while it is, this machine would fetch it again",
-                next_step=f"edgepipe models rm {one_line(model)} --yes stops and deletes it",
+                fact="this machine would fetch it again at once",
+                next_step=f"edgepipe models rm {one_line(model)} --yes    (stops and deletes it)",
             )
         typer.confirm(f"{served}. Stop it, and delete it from this machine?", abort=True)
 
@@ -148,12 +150,12 @@ def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) 
 def replicate(
     model: Annotated[str, typer.Argument(help="A model on any node of the cluster.", autocompletion=complete_model)],
     copies: Annotated[
-        int, typer.Option("--copies", metavar="N", min=1, max=16, help="Disks that each part shall be on.")
+        int, typer.Option("--copies", metavar="N", min=1, max=16, help="Number of disks for each part.")
     ] = 2,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a model's parts to other nodes' disks. No machine then takes the last copy along."""
+    """Copy a model's parts to other nodes' disks, so that no machine holds the only copy."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.views.copies_view import replicate_with_progress
 
@@ -163,14 +165,14 @@ def replicate(
     elif made:
         from edgepipe.units import format_bytes
 
-        told = ", ".join(f"{format_bytes(one['num_bytes'])} to {one_line(one['node'])}" for one in made)
-        print(f"every part of {one_line(model)} is on {copies} disks now: copied {told}")
+        copied = ", ".join(f"{format_bytes(copy['num_bytes'])} to {one_line(copy['node'])}" for copy in made)
+        print(f"every part of {one_line(model)} is on {copies} disks now: copied {copied}")
     else:
         print(f"every part of {one_line(model)} is on {copies} disks already")
 
 
 def tell_node(data_dir: Path) -> None:
-    """Let this machine's node, if one runs, tell the others at once that its disk has other models now."""
+    """Make this machine's node, if it runs, report its models to the other nodes at once."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
@@ -182,7 +184,7 @@ def tell_node(data_dir: Path) -> None:
         async with connect(data_dir) as admin:
             await admin.rescan_models()
 
-    with contextlib.suppress(EdgepipeError):  # it looks again when it is asked to serve something
+    with contextlib.suppress(EdgepipeError):  # a node reads its disk again before it serves a model
         run_async(tell())
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="This machine's node.")
 
-_STOP_S = 45.0  # what runs there moves away in 30 s; then children get 5 s until they are killed
+_STOP_S = 45.0  # its work moves to other nodes in 30 s; then children get 5 s until they are killed
 _LOOK_S = 0.05
 
 
@@ -39,52 +39,50 @@ def _group() -> None:
 def start(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of this node; the host's unless given.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="Name of the cluster that a new node founds; home unless given."
-        ),
+        typer.Option("--cluster", metavar="NAME", help="Name of the cluster that a new node creates.  [default: home]"),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="Device, in the backend's words (cuda:0).")
+        str | None, typer.Option("--device", metavar="DEVICE", help="Device, as the backend names it: cuda:0.")
     ] = None,
     backend: Annotated[
         str | None, typer.Option("--backend", metavar="BACKEND", help="torch, mlx, emulated, none or auto.")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = None,
     interface: Annotated[
-        str | None, typer.Option("--interface", metavar="NAME", help="Network interface or its address.")
+        str | None, typer.Option("--interface", metavar="NAME", help="Network interface: its name or its address.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", metavar="PORT", help="7117 unless given; the 15 above it are used too.")
+        int | None,
+        typer.Option("--port", metavar="PORT", help="Port; the node also uses the 15 above it.  [default: 7117]"),
     ] = None,
     http_port: Annotated[
-        int | None, typer.Option("--http-port", metavar="PORT", help="8117 unless given; 0: any free one.")
+        int | None,
+        typer.Option("--http-port", metavar="PORT", help="Port of the API; 0: any free port.  [default: 8117]"),
     ] = None,
     http_host: Annotated[
         str | None,
         typer.Option(
-            "--http-host", metavar="ADDRESS", help="Address that HTTP listens on too; 0.0.0.0: all. Asks for a key."
+            "--http-host", metavar="ADDRESS", help="Also serve the API on this address, with a key; 0.0.0.0: on all."
         ),
     ] = None,
     http_name: Annotated[
         list[str] | None,
-        typer.Option("--http-name", metavar="NAME", help="Name under which HTTP may be asked; repeatable."),
+        typer.Option("--http-name", metavar="NAME", help="Host name that clients may use for the API; repeatable."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            "--api-key", metavar="KEY", help="Key that HTTP asks for, better in EDGEPIPE_API_KEY; repeatable."
-        ),
+        typer.Option("--api-key", metavar="KEY", help="Key of the API, better set in EDGEPIPE_API_KEY; repeatable."),
     ] = None,
     local_key: Annotated[
         str | None,
         typer.Option(
             "--local-key",
             metavar="WHEN",
-            help="Ask this computer's own clients for a key: auto (if it has several users), yes or no.",
+            help="Require a key from clients on this computer: auto (if it has several users), yes or no.",
         ),
     ] = None,
     peer: Annotated[
@@ -93,25 +91,32 @@ def start(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     discovery: Annotated[
-        bool | None, typer.Option("--discovery/--no-discovery", help="Announce and browse by mDNS.", show_default=False)
+        bool | None,
+        typer.Option(
+            "--discovery/--no-discovery", help="Announce this node and find others by mDNS.", show_default=False
+        ),
     ] = None,
     copies: Annotated[
         int | None,
         typer.Option(
-            "--copies", metavar="N", help="Disks that keep each part of what is served from here; 2 unless given."
+            "--copies",
+            metavar="N",
+            help="Number of disks for each part of a model served from this node.  [default: 2]",
         ),
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most that models take here (8GB).")
+        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most memory for models: 8GB.")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Compute threads of a stage.")] = None,
     backend_option: Annotated[
         list[str] | None,
-        typer.Option("--backend-option", metavar="KEY=VALUE", help="One of the backend's own; repeatable."),
+        typer.Option("--backend-option", metavar="KEY=VALUE", help="Option of the backend; repeatable."),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option("--link", metavar="LINK", help="Emulate a slower network for what this node sends (1gbit,0.3ms)."),
+        typer.Option(
+            "--link", metavar="LINK", help="Emulate a slower network for data that this node sends: 1gbit,0.3ms."
+        ),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
@@ -119,7 +124,7 @@ def start(
     background: Annotated[
         bool, typer.Option("--background", help="Return when the node is ready; 'node stop' ends it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON that the node is ready.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON that the node is ready.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     quiet_when_ready: Annotated[bool, typer.Option("--quiet-when-ready", hidden=True)] = False,
 ) -> None:
@@ -178,21 +183,28 @@ def start(
 @app.command()
 def invite(
     long_string: Annotated[
-        bool, typer.Option("--long", help="A long string instead of a code, for a machine without a person.")
+        bool, typer.Option("--long", help="Show a join string instead of a code, for a machine without a person.")
     ] = False,
     valid: Annotated[
         int,
         typer.Option(
-            "--valid", metavar="MINUTES", min=1, max=1440, help="Minutes; a code at most 60, a long string a day."
+            "--valid",
+            metavar="MINUTES",
+            min=1,
+            max=1440,
+            help="Minutes: at most 60 for a code, 1440 for a join string.",
         ),
     ] = 5,
     role: Annotated[
         str,
         typer.Option(
-            "--role", metavar="ROLE", help="owner or member; the second machine becomes an owner.", show_default=False
+            "--role",
+            metavar="ROLE",
+            help="owner or member.  [default: owner for the second machine, then member]",
+            show_default=False,
         ),
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Let in whoever has the code, ask nobody.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; let in any machine with the code.")] = False,
     data_dir: DataDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
 ) -> None:
@@ -207,19 +219,22 @@ def invite(
 
 @app.command()
 def join(
-    code: Annotated[str, typer.Argument(help="As 'edgepipe node invite' shows it.", show_default=False)],
+    code: Annotated[
+        str, typer.Argument(help="Code from 'edgepipe node invite' on another machine.", show_default=False)
+    ],
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="HOST or HOST:PORT that invites; found by mDNS unless given.")
+        str,
+        typer.Option("--host", metavar="HOST", help="Inviting machine: HOST or HOST:PORT.  [default: found by mDNS]"),
     ] = "",
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of this node; the host's unless given.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
     ] = None,
     new_identity: Annotated[
-        bool, typer.Option("--new-identity", help="Leave the present cluster, with a new key.")
+        bool, typer.Option("--new-identity", help="Leave the present cluster and take a new key.")
     ] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Join the cluster of a machine that invites."""
+    """Join another machine's cluster."""
     from edgepipe.cli import joining
     from edgepipe.cli.admin import run_async
     from edgepipe.config import load_config
@@ -240,7 +255,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node. Others take over what they can first; a second 'node stop' does not wait."""
+    """Stop this machine's node; other nodes take over its work if they can. A second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)
@@ -249,13 +264,13 @@ def stop(data_dir: DataDir = None) -> None:
 
 @app.command()
 def drain(
-    undo: Annotated[bool, typer.Option("--undo", help="Let the node take work again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the node accept work again.")] = False,
     wait: Annotated[
-        int, typer.Option("--wait", metavar="SECONDS", min=1, help="Seconds until the work must have moved.")
+        int, typer.Option("--wait", metavar="SECONDS", min=1, help="Longest wait for the work to move, in seconds.")
     ] = 600,
     data_dir: DataDir = None,
 ) -> None:
-    """Move everything that runs here to other machines. Returns when this one can be switched off."""
+    """Move all work of this machine to other machines. Returns when it is safe to switch it off."""
     from edgepipe.cli.admin import run_async
 
     run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))
@@ -263,7 +278,7 @@ def drain(
 
 
 async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:
-    """Raises NoFeasiblePlacement when it does not get done in time; the node takes work again then."""
+    """Drain the node. Raises NoFeasiblePlacement after ``wait_s``; the node then accepts work again."""
     from edgepipe.cli.admin import connect
     from edgepipe.errors import NoFeasiblePlacement
 
@@ -290,7 +305,7 @@ async def _shut_down(data_dir: Path) -> None:
 
 
 def _wait_until_gone(data_dir: Path) -> None:
-    """The node removes its lock last. Raises ClusterError if that takes too long."""
+    """Wait until the node has removed its lock, its last step. Raises ClusterError if that takes too long."""
     deadline_s = time.monotonic() + _STOP_S
     while (data_dir / "daemon.lock").exists():
         if time.monotonic() > deadline_s:
@@ -303,12 +318,12 @@ def _wait_until_gone(data_dir: Path) -> None:
 
 
 def _show_ready(ready: Mapping[str, Any]) -> None:
-    """For people: the node of this process, or one in the background, which has a ``pid``."""
+    """Print for people that a node is ready: this process, or one in the background, which has a ``pid``."""
     print(f"node '{ready['name']}' of cluster '{ready['cluster']}' is ready at {ready['address']}")
     host = ready["http_host"] if ready["http_host"] not in ("0.0.0.0", "::") else socket.gethostname()
     print(f"  API     http://{host}:{ready['http_port']}/v1")
     if ready["key_file"]:
-        where = ", needed on this computer, too" if ready["key_on_loopback"] else ""
+        where = ", needed also on this computer" if ready["key_on_loopback"] else ""
         print(f"  key     in {ready['key_file']}{where}")
     end = "edgepipe node stop ends it" if "pid" in ready else "^C stops the node"
     print(f"  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       ({end})", flush=True)
@@ -336,14 +351,14 @@ def _as_dict(ready: NodeReady) -> dict[str, Any]:
 
 
 def _leave_stderr() -> None:
-    """What is logged goes to the log file, too, and that one is bounded."""
+    """Stop logging to stderr. The log file has the same lines, and a bounded size."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stderr.fileno())
     os.close(nowhere)
 
 
 def _end_with_stdin() -> None:
-    """Stop the node when whoever started it is gone, even if it was killed."""
+    """Stop the node when its parent process ends, even by SIGKILL."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

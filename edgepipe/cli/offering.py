@@ -1,4 +1,4 @@
-"""A conversation in a cluster without a model: offer those that fit, and fetch the one that is chosen."""
+"""Offers models that fit to a person whose cluster has no model, and fetches the chosen model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _INTERRUPTED = 130
 def offer_model(data_dir: Path, models_dir: Path) -> str:
     """Fetch a model for a person at a terminal whose cluster has none. Return its name.
 
-    Empty where there is no node, no person, a model already, or where none is wanted. Raises typer.Exit(130) where
-    the person stops, and what ``ModelStore.pull`` raises.
+    Return an empty name without a node, without a terminal, if the cluster has a model, or if the person wants none.
+    Raises typer.Exit(130) if the person stops, and the errors of ``ModelStore.pull``.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
     status = run_async(status_if_running(data_dir))
-    if status is None or status.engines or any(one.complete for it in status.members for one in it.node.models):
+    if status is None or status.engines or any(model.complete for it in status.members for model in it.node.models):
         return ""
     return fetch_chosen(Terminal(), data_dir, models_dir)
 
 
 def fetch_chosen(asking: Asking, data_dir: Path, models_dir: Path) -> str:
-    """Ask which model to fetch, and fetch it. Return its name; empty: none is wanted. Raises as ``offer_model``."""
+    """Ask which model to fetch, and fetch it. Return its name, empty for no model. Raises as ``offer_model``."""
     say("No machine of this cluster has a model yet.")
     try:
         chosen = choose_model(asking, data_dir=data_dir, models_dir=models_dir)

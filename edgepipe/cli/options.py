@@ -18,11 +18,11 @@ DataDir = Annotated[
 ]
 ModelsDir = Annotated[
     Path | None,
-    typer.Option("--models-dir", metavar="FOLDER", help="Folder of the models; DATA_DIR/models unless given."),
+    typer.Option("--models-dir", metavar="FOLDER", help="Folder of the models.  [default: DATA_DIR/models]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 ObjectiveName = Annotated[
-    str, typer.Option("--objective", metavar="GOAL", help="latency: one chat's speed; throughput: of all.")
+    str, typer.Option("--objective", metavar="GOAL", help="latency: speed of one chat; throughput: tokens/s of all.")
 ]
 Exclude = Annotated[
     str, typer.Option("--exclude", metavar="NODES", help="Nodes to leave out: a,b.", show_default=False)
@@ -33,28 +33,28 @@ First = Annotated[
 
 
 def checked_dtype(dtype: str) -> str:
-    """What ``--dtype`` may be; empty: each device's own. Raises ConfigInvalid."""
+    """Check the value of ``--dtype``. Return it, empty for auto. Raises ConfigInvalid."""
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
     return "" if dtype == "auto" else dtype
 
 
 def data_dir_of(given: Path | None) -> Path:
-    """The data directory in effect."""
+    """Return the data directory in effect."""
     from edgepipe.config import load_config
 
     return load_config({"data_dir": given}).values.data_dir
 
 
 def models_dir_of(data_dir: Path | None, models_dir: Path | None) -> Path:
-    """The folder of models in effect."""
+    """Return the folder of models in effect."""
     from edgepipe.config import load_config
 
     return load_config({"data_dir": data_dir, "models_dir": models_dir}).values.models_dir
 
 
 def given_flags(context: typer.Context, *, without: Sequence[str] = ()) -> list[str]:
-    """The options that were typed, as they may be typed again; those of the parameters in ``without`` left out."""
+    """Return the options that the user typed, ready to type again, without the parameters in ``without``."""
     flags: list[str] = []
     for option in context.command.params:
         value: Any = context.params.get(option.name or "")
@@ -64,12 +64,12 @@ def given_flags(context: typer.Context, *, without: Sequence[str] = ()) -> list[
             flags.append(option.opts[0] if value else option.secondary_opts[0])
         else:
             values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else (value,))
-            flags += [part for one in values for part in (option.opts[0], str(one))]
+            flags += [part for typed in values for part in (option.opts[0], str(typed))]
     return flags
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Models on this machine's disk, for the shell's completion: it says nothing rather than an error."""
+    """Complete the name of a model on this machine's disk in a shell. Return no names on any error."""
     from edgepipe.errors import EdgepipeError
     from edgepipe.model.store import ModelStore
 

@@ -1,4 +1,4 @@
-"""What every verb prints alike: errors in three lines on stderr, JSON on stdout, tables."""
+"""Output that all verbs share: errors in three lines on stderr, JSON on stdout, tables."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ _MARKS = ("error: ", "       ", "   try: ")
 
 
 def print_error(error: EdgepipeError) -> None:
-    """What failed, the measured fact, what to type next."""
-    what, *rest = error.lines()
+    """Print an error: what failed, the measured fact, the command to type next."""
+    problem, *rest = error.lines()
     width = columns(sys.stderr)
-    lines = [wrapped(what, first=_MARKS[0], width=width)]
+    lines = [wrapped(problem, first=_MARKS[0], width=width)]
     for line in rest:
-        is_step = line == one_line(error.next_step)  # one line, however long: it is there to be copied
+        is_step = line == one_line(error.next_step)  # one line of any length, so that it can be copied
         lines.append(_MARKS[2] + line if is_step else wrapped(line, first=_MARKS[1], width=width))
     print("\n".join(lines), file=sys.stderr)
 
 
 def print_bug(error: BaseException) -> None:
-    """One line for a mistake of our own."""
+    """Print one line for a bug of edgepipe."""
     kind = type(error).__name__
     print(
         f"error: edgepipe made a mistake ({kind}: {one_line(str(error), most_chars=200)}); "
-        "'edgepipe --debug ...' shows where, 'edgepipe logs' what the node saw",
+        "details: 'edgepipe --debug ...' and 'edgepipe logs'",
         file=sys.stderr,
     )
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json_text(value))
 
 
 def say(text: str, *, first: str = "") -> None:
-    """A sentence on stdout behind ``first``, broken between words where the terminal ends."""
+    """Print a sentence on stdout after ``first``; lines break between words at the terminal's width."""
     print(wrapped(text, first=first, width=columns(sys.stdout)), flush=True)
 
 
 def columns(stream: TextIO) -> int:
-    """How wide the terminal is that the stream goes to; without end where it goes elsewhere."""
+    """Return the columns of the stream's terminal; for a pipe or a file, more than any line has."""
     return shutil.get_terminal_size().columns if stream.isatty() else sys.maxsize
 
 
 def wrapped(text: str, *, first: str, width: int) -> str:
-    """The text behind ``first``, broken between words where ``width`` columns end."""
+    """Put the text after ``first``; lines break between words at ``width`` columns."""
     rest = " " * len(first)
     wrapper = textwrap.TextWrapper(
         width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
@@ -70,7 +70,7 @@ def wrapped(text: str, *, first: str, width: int) -> str:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A protobuf message as plain values: every field by its name in the .proto, numbers as numbers, bytes as text."""
+    """Convert a protobuf message to plain values: fields by their .proto names, numbers as numbers, bytes as text."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value: Any = getattr(message, field.name)
@@ -84,28 +84,28 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Bytes in what is shown are certificates, which are text."""
+    """Convert bytes to text: every bytes field in such messages is a certificate in PEM."""
     return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A rich console that lets numbers be numbers and text be text: a name in brackets is no markup, and no link.
+    """Build a rich console that prints text as it is: no colored numbers, no markup from names in brackets, no links.
 
-    Lines that go to a pipe or a file are not broken: paths and commands in them stay whole.
+    In a pipe or a file, lines do not break, so that paths and commands stay whole.
     """
     from rich.console import Console
     from rich.theme import Theme
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else shutil.get_terminal_size((_PIPE_COLUMNS, 24)).columns
-    theme = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
+    theme = Theme({"markdown.code": "bold cyan"})  # rich's default has a black background
     return Console(stderr=stderr, width=width, highlight=False, emoji=False, markup=False, theme=theme)
 
 
 def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
-    """A table without lines; the columns in ``right`` hold numbers, those in ``whole`` what is to be copied.
+    """Build a table without lines. Columns in ``right`` hold numbers, columns in ``whole`` hold text to copy.
 
-    In a narrow terminal the others break, and none is cut.
+    In a narrow terminal the other columns break; no text is cut.
     """
     from rich.table import Table
 
@@ -121,7 +121,7 @@ def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = 
 
 
 def bar(fraction: float, *, width: int) -> str:
-    """``▕███▌      ▏``"""
+    """Draw a bar: ``▕███▌      ▏``."""
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
     full, rest = divmod(eighths, 8)
     partial = " ▏▎▍▌▋▊▉"[rest] if rest else ""

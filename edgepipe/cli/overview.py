@@ -1,4 +1,4 @@
-"""What a bare ``edgepipe`` prints: what stands here now, and what to type next."""
+"""Output of ``edgepipe`` without a verb: this machine's node, cluster and models, and the next commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def overview() -> None:
-    """One screen. Never fails because something is missing: it says what is."""
+    """Print the node, the models and the next commands on one screen. Missing parts are shown, not errors."""
     from edgepipe.config import load_config
 
     config = load_config().values
@@ -31,7 +31,7 @@ def overview() -> None:
 
 
 def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
-    """The running node's view, or None. The network is loaded only if a node seems to run."""
+    """Return the cluster as the running node sees it, or None. Imports gRPC only if the node's socket exists."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
@@ -42,7 +42,7 @@ def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
 
 
 def _home(data_dir: Path) -> str:
-    """The cluster that this machine shares with others, while its node does not run; empty if there is none."""
+    """Return the name of the cluster that this stopped node shares with other machines; empty without one."""
     if not (data_dir / "trust").exists():
         return ""
     from edgepipe.cluster.founding import home_of
@@ -51,7 +51,7 @@ def _home(data_dir: Path) -> str:
     try:
         home = home_of(data_dir)
     except ConfigInvalid:
-        return ""  # the node's start says what is wrong with its files
+        return ""  # 'node start' reports what is wrong with its files
     return home.cluster_name if home is not None else ""
 
 
@@ -74,23 +74,23 @@ def _node_facts(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[
 def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     try:
         folders = [path.name for path in models_dir.iterdir() if not path.name.startswith(".")]
-        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # behind it: a part's content
+        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # after @: a hash
     except OSError:
         names = []
     return [("models", ", ".join(names) if names else "none on this disk")]
 
 
 def _next_steps(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[str, str]]:
-    demo = ("edgepipe demo", "two nodes and a small model, here and now")
+    demo = ("edgepipe demo", "two nodes and a small model on this machine")
     if home:
-        return [("edgepipe node start", f"start this machine's node in '{home}'"), ("edgepipe doctor", "what is wrong")]
+        return [("edgepipe node start", f"start this machine's node in '{home}'"), ("edgepipe doctor", "find problems")]
     if status is None:
         setup = ("edgepipe setup", "make this machine a node, step by step")
-        return [demo, setup, ("edgepipe node start", "the same node, by hand")]
+        return [demo, setup, ("edgepipe node start", "start a node without questions")]
     if any(engine.state == "ready" for engine in status.engines):
         return [("edgepipe chat", "talk to the model"), ("edgepipe status", "nodes, memory, stages, links")]
     return [
         ("edgepipe models pull MODEL", "fetch a model (demo: a small one)"),
-        ("edgepipe serve MODEL", "load it over the nodes"),
+        ("edgepipe serve MODEL", "load a model on the nodes"),
         ("edgepipe status", "nodes, memory, stages, links"),
     ]

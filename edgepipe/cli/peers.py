@@ -1,4 +1,4 @@
-"""``edgepipe peers``: who belongs to the cluster, and what happened to that."""
+"""``edgepipe peers``: lists, removes and promotes members of the cluster, and shows the trust log."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     from edgepipe.telemetry.audit import AuditEntry
     from edgepipe.wire.v1 import trust_pb2 as pb
 
-app = typer.Typer(help="Who belongs to the cluster.", invoke_without_command=True)
+app = typer.Typer(help="List and change the members of the cluster.", invoke_without_command=True)
 
 _KEY_CHARS = 8
 _LOG_LINES = 50
-_WIDE, _MEDIUM = 100, 78  # columns of a terminal that has room for all, or for all but who let a peer in
+_WIDE, _MEDIUM = 100, 78  # columns of a terminal with room for the whole table, or for all but LET IN BY
 
 
 @app.callback()
 def peers(context: typer.Context, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Who belongs to the cluster; alone: list them."""
+    """List and change the members of the cluster. Without a command: list them."""
     if context.invoked_subcommand is None:
         _list(data_dir, as_json)
 
 
 @app.command("list")
 def list_peers(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Show the peers, their roles, and when each was seen."""
+    """List the peers with their roles and when each was last seen."""
     _list(data_dir, as_json)
 
 
 @app.command()
 def remove(
-    peer: Annotated[str, typer.Argument(help="Its name, or the beginning of its key.", show_default=False)],
+    peer: Annotated[str, typer.Argument(help="Its name, or the first characters of its key.", show_default=False)],
     keep_added: Annotated[
         bool | None,
         typer.Option(
-            "--keep-added/--drop-added", help="What becomes of those whom it alone let in.", show_default=False
+            "--keep-added/--drop-added", help="Keep or drop nodes that only this peer let in.", show_default=False
         ),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Remove a peer for ever: its key is never let in again."""
+    """Remove a peer for ever: the cluster never accepts its key again."""
     from edgepipe.cli.admin import connect, run_async
 
     others = {None: "", True: "keep", False: "drop"}[keep_added]
@@ -66,10 +66,10 @@ def remove(
 
 @app.command()
 def promote(
-    peer: Annotated[str, typer.Argument(help="Its name, or the beginning of its key.", show_default=False)],
+    peer: Annotated[str, typer.Argument(help="Its name, or the first characters of its key.", show_default=False)],
     data_dir: DataDir = None,
 ) -> None:
-    """Make a peer an owner: it may invite, remove and promote too."""
+    """Make a peer an owner, which may invite, remove and promote peers."""
     from edgepipe.cli.admin import connect, run_async
 
     async def work() -> str:
@@ -82,12 +82,12 @@ def promote(
 @app.command()
 def log(
     lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=1, max=10000, help="How many of the newest.")
+        int, typer.Option("--lines", "-n", metavar="N", min=1, max=10000, help="Number of newest entries.")
     ] = _LOG_LINES,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Show who was let in, removed or refused, as this machine saw it."""
+    """Show which machines this one saw join, leave or be refused."""
     from dataclasses import asdict
 
     from edgepipe.cluster.founding import TrustFolders
@@ -98,10 +98,10 @@ def log(
         print_json([asdict(entry) for entry in entries])
         return
     if not entries:
-        print("nothing happened yet")
+        print("no entries yet")
         return
     console = make_console()
-    for entry in entries:  # lines, not a table: nothing of a log is cut off in a narrow window
+    for entry in entries:  # lines, not a table: a narrow terminal cuts no text off
         when = datetime.fromtimestamp(entry.at_s).astimezone().isoformat(" ", "seconds")[:19]
         times = f" ({entry.times} times)" if entry.times > 1 else ""
         console.print(one_line(f"{when}  {_event(entry, times)}"), soft_wrap=True)
@@ -119,7 +119,7 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
         print_json(as_dict(found))
         return
     names = ("PEER", "ROLE", "STATE", "ADDRESS", "KEY", "SINCE", "LET IN BY")
-    shown = names[: len(names) - sum(columns(sys.stdout) < wide for wide in (_WIDE, _MEDIUM))]  # 'peers log' tells it
+    shown = names[: len(names) - sum(columns(sys.stdout) < wide for wide in (_WIDE, _MEDIUM))]  # 'peers log' has all
     table = make_table(*shown, whole=("ADDRESS", "KEY", "SINCE"))
     for peer in found.peers:
         since = time.strftime("%Y-%m-%d", time.localtime(peer.added_ms / 1000)) if peer.added_ms else "-"
@@ -135,9 +135,9 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
 
 
 def strangers_text(entry: AuditEntry) -> str:
-    """``1 connection from an unknown machine was refused``"""
-    one = entry.detail == "1 connection"
-    return f"{entry.detail} from {'an unknown machine was' if one else 'unknown machines were'} refused"
+    """Format an entry: ``1 connection from an unknown machine was refused``."""
+    single = entry.detail == "1 connection"
+    return f"{entry.detail} from {'an unknown machine was' if single else 'unknown machines were'} refused"
 
 
 def _event(entry: AuditEntry, times: str) -> str:
@@ -147,5 +147,5 @@ def _event(entry: AuditEntry, times: str) -> str:
 
 
 def _short(who: str) -> str:
-    """Node ids are long; their beginning tells them apart."""
+    """Shorten node ids to their first characters."""
     return " ".join(word[:_KEY_CHARS] if len(word) == 52 else word for word in who.split())

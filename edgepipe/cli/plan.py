@@ -1,4 +1,4 @@
-"""``edgepipe plan``: where every layer would go and how fast that would be, before anything is loaded."""
+"""``edgepipe plan``: shows where each layer would go, and the predicted speed, without loading a model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
     from edgepipe.planner.demand import Demand
     from edgepipe.planner.plan import Wishes
 
-_CONVERSATION_TOKENS = 4096  # a long chat, when nobody says
-_READ_TOKENS = 1024  # that a token attends to on average, when nobody says
+_CONVERSATION_TOKENS = 4096  # a long chat; the default context
+_READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known shape: qwen2.5-32b, ...")],
+    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known model: qwen2.5-32b, ...")],
     objective: ObjectiveName = "",
     context: Annotated[
-        int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens that must fit; 0: as many as do.")
+        int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
     ] = 0,
-    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats side by side.")] = 16,
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes share it; 0: as is best.")
-    ] = 0,
+    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats at the same time.")] = 16,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
     exclude: Exclude = "",
     first: First = "",
     layers: Annotated[
@@ -42,35 +40,39 @@ def plan(
         typer.Option(
             "--what-if",
             metavar="CHANGES",
-            help='Compare: "add rtx4090, link 2.5gbit, memory a 64GB".',
+            help='Compare with changes: "add rtx4090, link 2.5gbit, memory a 64GB".',
             show_default=False,
         ),
     ] = "",
     emulate: Annotated[
         str,
         typer.Option(
-            "--emulate", metavar="DEVICES", help='Devices of the table: "4x rtx4090".  [default: the cluster]'
+            "--emulate", metavar="DEVICES", help='Plan for known devices: "4x rtx4090".  [default: the cluster]'
         ),
     ] = "",
-    link: Annotated[str, typer.Option("--link", metavar="LINK", help="Between those devices: 1gbit,0.3ms.")] = "",
+    link: Annotated[
+        str, typer.Option("--link", metavar="LINK", help="Link between emulated devices: 1gbit,0.3ms.")
+    ] = "",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Show where layers would go and how fast that would be."""
+    """Show where layers would go, and the predicted speed."""
     from edgepipe.planner.plan import Wishes
 
     if link and not emulate:
-        raise ConfigInvalid("--link goes with --emulate", fact="links of a running cluster are measured")
+        raise ConfigInvalid("--link goes with --emulate", fact="a running cluster measures its links")
     if emulate and measure:
-        raise ConfigInvalid("--emulate and --measure contradict each other", fact="devices of the table are known")
+        raise ConfigInvalid(
+            "--emulate and --measure contradict each other", fact="data sheets describe emulated devices"
+        )
     if emulate and data_dir is not None:
-        raise ConfigInvalid("--emulate imagines a cluster of its own", next_step="leave --data-dir out, or --emulate")
+        raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
     dtype = checked_dtype(dtype)
     if emulate and dtype == "float32":
-        raise ConfigInvalid("--emulate plans in bfloat16", fact="the data sheets tell no other rates")
+        raise ConfigInvalid("--emulate plans in bfloat16", fact="data sheets give rates for bfloat16 only")
     wishes = Wishes(
         num_nodes=nodes,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -86,7 +88,7 @@ def plan(
 
 
 def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: int) -> Demand:
-    """What the flags ask for. Raises ConfigInvalid."""
+    """Build the demand from the flags. Raises ConfigInvalid."""
     from edgepipe.planner.demand import Demand, Objective
 
     kinds = {"": Objective.LATENCY, **{kind.value: kind for kind in Objective}}
@@ -114,7 +116,7 @@ def _imagined(model: str, devices: str, link: str) -> Cluster:
 
 
 def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
-    """The cluster of this machine's node, with what is not known measured first."""
+    """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.wire.profiles import cluster_from_wire
 
@@ -127,10 +129,14 @@ def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> 
 
 
 def _all_memory(cluster: Cluster) -> Cluster:
-    """As if nothing else ran and nothing had to stay free."""
+    """Treat all memory as free for models."""
     machines = [
-        replace(one, room=replace(one.room, free_bytes=max(one.total_bytes, one.room.free_bytes)), taken_bytes=0)
-        for one in cluster.machines
+        replace(
+            machine,
+            room=replace(machine.room, free_bytes=max(machine.total_bytes, machine.room.free_bytes)),
+            taken_bytes=0,
+        )
+        for machine in cluster.machines
     ]
     return replace(cluster, machines=tuple(machines))
 
@@ -163,7 +169,7 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
 
 
 def _show_shortage(cluster: Cluster, demand: Demand, wishes: Wishes, *, as_json: bool) -> None:
-    """The arithmetic, where it is memory that is missing."""
+    """Show the memory arithmetic when memory is too small."""
     from edgepipe.cli.views.plan_view import render_shortage
     from edgepipe.planner.plan import choose_machines
     from edgepipe.planner.preview import shortage_as_dict

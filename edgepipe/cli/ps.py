@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List the models that are served, and where."""
+    """List the served models and their nodes."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.cli.views.status_view import news_of
     from edgepipe.wire.v1 import node_pb2

@@ -21,7 +21,7 @@ _MOVES = {"": "UNCHANGED", "now": "UNCHANGED", "auto": "AUTO", "off": "OFF"}
 
 
 class ServeCommand(TyperCommand):
-    """``--rebalance`` may stand alone; then it means now."""
+    """``--rebalance`` without a value means now."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See ``click.Command.parse_args``."""
@@ -37,12 +37,10 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model of 'edgepipe models list' on any node of the cluster.", autocompletion=complete_model
+            help="A model on any node of the cluster: see 'edgepipe models list'.", autocompletion=complete_model
         ),
     ],
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=0, help="How many nodes share it; 0: as is best.")
-    ] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
     plan: Annotated[
         str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
     ] = "",
@@ -50,36 +48,39 @@ def serve(
     first: First = "",
     objective: ObjectiveName = "",
     concurrency: Annotated[
-        int, typer.Option("--concurrency", metavar="N", min=0, help="Chats side by side; 0: some.")
+        int, typer.Option("--concurrency", metavar="N", min=0, help="Chats at the same time; 0: automatic.")
     ] = 0,
     micro_batches: Annotated[
-        str, typer.Option("--micro-batches", metavar="K", help="Micro-batches in flight: auto or K.")
+        str, typer.Option("--micro-batches", metavar="K", help="Number of micro-batches in flight, or auto.")
     ] = "auto",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="POLICY", help="Of the scheduler: throttled, sarathi or throttled-tiles.")
+        str, typer.Option("--policy", metavar="POLICY", help="Scheduler policy: throttled, sarathi or throttled-tiles.")
     ] = "throttled",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
     ] = 0,
     kv_tokens: Annotated[
-        int, typer.Option("--kv-tokens", metavar="TOKENS", min=0, help="Tokens kept for all; 0: by memory.")
+        int,
+        typer.Option(
+            "--kv-tokens", metavar="TOKENS", min=0, help="KV cache of all conversations, in tokens; 0: by memory."
+        ),
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     activations: Annotated[
-        str, typer.Option("--activations", metavar="TYPE", help="bf16 or float32, between stages.")
+        str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
     ] = "bf16",
     rebalance: Annotated[
         str,
         typer.Option(
             "--rebalance",
             metavar="[now|auto|off]",
-            help="Place a model anew that is served already; auto: and whenever another placement is clearly better.",
+            help="Place a served model again: now, auto (again whenever another placement is clearly better) or off.",
             show_default=False,
         ),
     ] = "",
     data_dir: DataDir = None,
 ) -> None:
-    """Load a model over the nodes; returns when it answers."""
+    """Load a model on the nodes. Returns when the model can answer."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.wire.v1 import node_pb2
 
@@ -132,7 +133,7 @@ def serve_request(
     dtype: str = "auto",
     activations: str = "bf16",
 ) -> node_pb2.ServeRequest:
-    """The request that the flags mean. Raises ConfigInvalid."""
+    """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.wire.v1 import common_pb2, node_pb2
 
@@ -152,7 +153,7 @@ def serve_request(
 
 
 async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
-    """Serve, with a progress bar on stderr. Raises what hinders it."""
+    """Serve, with a progress bar on stderr. Raises the node's error."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = make_console(stderr=True)
@@ -174,18 +175,18 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
 
 
 def describe_stages(engine: engine_pb2.EngineState) -> str:
-    """``layers 0-14 on a (torch), 15-29 on b (mlx)``"""
+    """Describe the placement: ``layers 0-14 on a (torch), 15-29 on b (mlx)``."""
     parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend})" for stage in engine.stages]
     return f"layers {', '.join(parts)}"
 
 
 def layers_of(stage: engine_pb2.StageState) -> str:
-    """``0-14``: a stage's layers as people write them."""
+    """Format a stage's layers, both ends included: ``0-14``."""
     return ",".join(f"{part.layers.start}-{part.layers.end - 1}" for part in stage.slices)
 
 
 def _micro_batches(text: str) -> int:
-    """0 is the engine's own choice."""
+    """Parse ``--micro-batches``; 0 lets the engine choose. Raises ConfigInvalid."""
     if text == "auto":
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= 1024:

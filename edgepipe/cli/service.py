@@ -19,11 +19,11 @@ from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
 from edgepipe.safe_text import one_line, visible
 
-app = typer.Typer(help="Run the node at boot, without anybody logged in.")
+app = typer.Typer(help="Run the node at boot, also while no user is logged in.")
 
 System = Annotated[
     bool,
-    typer.Option("--system", metavar="TEXT", help="On Linux: for the machine (needs root), not for this user alone."),
+    typer.Option("--system", metavar="TEXT", help="On Linux: a service of the machine (needs root), not of this user."),
 ]
 
 _COMMAND_S = 60.0
@@ -33,14 +33,14 @@ Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 @app.callback()
 def _group() -> None:
-    """Run the node at boot, without anybody logged in."""
+    """Run the node at boot, also while no user is logged in."""
 
 
 @app.command()
 def install(
     system: System = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be written and run, do nothing.")
+        bool, typer.Option("--dry-run", help="Print the file and the commands; change nothing.")
     ] = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -57,7 +57,7 @@ def install(
 
 @app.command()
 def status(system: System = False, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Say whether the service is installed and runs. Exit code 3 if it does not run."""
+    """Show whether the service is installed and runs. Exit code 3 if it does not run."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     state = read_state(plan, run_command)
     if as_json:
@@ -70,11 +70,11 @@ def status(system: System = False, data_dir: DataDir = None, as_json: Json = Fal
 
 @app.command()
 def logs(
-    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1, help="So many of the newest lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1, help="Number of newest lines.")] = 50,
     system: System = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Show what the service printed. Also when the node could not start."""
+    """Show the service's output, also that of a failed start."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     done = run_command((*plan.logs, str(lines)))
     print(visible(done.stdout.rstrip("\n"), keep="\n"))
@@ -82,23 +82,23 @@ def logs(
 
 @app.command()
 def uninstall(system: System = False, data_dir: DataDir = None) -> None:
-    """Stop the node and do not start it at boot. Settings, keys and models stay."""
+    """Stop the node and no longer start it at boot. Settings, keys and models stay."""
     plan = service_plan(data_dir_of(data_dir), system=system)
     if not plan.path.exists():
         print(f"no service is installed: {plan.path} does not exist")
         return
     uninstall_service(plan)
-    print(f"removed {plan.path}; identity, settings and models are still there")
+    print(f"removed {plan.path}; identity, settings and models stay")
 
 
 def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
-    """The plan for this machine. Raises FeatureMissing where neither systemd nor launchd runs."""
+    """Make the plan for this machine. Raises FeatureMissing without systemd and launchd."""
     if sys.platform == "darwin":
         manager = Manager.LAUNCHD
     elif sys.platform == "linux":
         manager = Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER
     else:
-        raise FeatureMissing(f"there is no service for {sys.platform}", next_step="edgepipe node start")
+        raise FeatureMissing(f"{sys.platform} has no supported service manager", next_step="edgepipe node start")
     asked_by = asking_user()  # the node never needs to be root
     user = asked_by or getpass.getuser()
     home = Path(f"~{asked_by}").expanduser() if asked_by else Path.home()
@@ -107,7 +107,7 @@ def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
 
 
 def install_service(plan: ServicePlan, run: Run | None = None) -> None:
-    """Write the file and start it; may be repeated. Raises ConfigInvalid, FeatureMissing; then all is as before."""
+    """Write the file and start the service; may be repeated. Raises ConfigInvalid, FeatureMissing, and undoes all."""
     run = run or run_command
     before = _read(plan.path)
     _write(plan, plan.text)
@@ -123,7 +123,7 @@ def install_service(plan: ServicePlan, run: Run | None = None) -> None:
 
 
 def uninstall_service(plan: ServicePlan, run: Run | None = None) -> None:
-    """Stop it and remove the file. Raises ConfigInvalid, FeatureMissing."""
+    """Stop the service and remove its file. Raises ConfigInvalid, FeatureMissing."""
     run = run or run_command
     for command in plan.uninstall:
         run(command)
@@ -136,7 +136,7 @@ def uninstall_service(plan: ServicePlan, run: Run | None = None) -> None:
 
 
 def read_state(plan: ServicePlan, run: Run) -> dict[str, str]:
-    """``{"state": "active" | "inactive" | "failed" | "not installed" | ..., "pid": ..., "path": ...}``"""
+    """Return ``{"state": "active" | "inactive" | "failed" | "not installed" | ..., "pid": ..., "path": ...}``."""
     if not plan.path.exists():
         return {"state": "not installed", "pid": "", "path": str(plan.path)}
     try:
@@ -157,7 +157,7 @@ def read_state(plan: ServicePlan, run: Run) -> dict[str, str]:
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of a plan's commands. Raises FeatureMissing with what it said if it fails or is not there."""
+    """Run one of a plan's commands. Raises FeatureMissing with its output if the command fails or is missing."""
     step = "edgepipe node start    (runs it without a service)"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
@@ -188,5 +188,5 @@ def _write(plan: ServicePlan, text: str) -> None:
 
 
 def _not_written(plan: ServicePlan, exc: OSError) -> ConfigInvalid:
-    step = "run it with sudo" if plan.needs_root else "look at the folder's rights"
+    step = "run it with sudo" if plan.needs_root else "check the folder's permissions"
     return ConfigInvalid(f"{plan.path} cannot be changed", fact=exc.strerror or "", next_step=step)

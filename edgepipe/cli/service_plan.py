@@ -1,4 +1,4 @@
-"""What the service is on each system: one file, and the commands that make it run. Does nothing itself."""
+"""The service on each system: one file, and the commands that start and stop it. Pure: writes and runs nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Type=exec
 {user}ExecStart={command}
 Restart=on-failure
 RestartSec=2
-# The node ends its children itself, in order; whoever is left after that is killed.
+# The node ends its children itself, in order; systemd then kills the remaining processes.
 KillMode=mixed
 TimeoutStopSec=45
-# A stage that takes too much memory is killed alone; the node plans anew without it.
+# If a stage takes too much memory, the system kills that stage only; the node plans again without it.
 OOMPolicy=continue
 LimitNOFILE=65536
 NoNewPrivileges=yes
@@ -44,7 +44,7 @@ WantedBy={wanted_by}
 
 
 class Manager(Enum):
-    """Who starts the node."""
+    """Service manager that starts the node."""
 
     SYSTEMD_USER = "systemd, for this user"
     SYSTEMD_SYSTEM = "systemd, for the machine"
@@ -53,7 +53,7 @@ class Manager(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the plan depends on."""
+    """Facts of this machine that the plan depends on."""
 
     user: str
     home: Path
@@ -66,20 +66,20 @@ class ServicePlan:
     """The service of one machine."""
 
     manager: Manager
-    path: Path  # of the one file
+    path: Path  # of the service's file
     text: str
     needs_root: bool
     install: tuple[tuple[str, ...], ...]  # commands after the file is written
     uninstall: tuple[tuple[str, ...], ...]  # commands before the file is removed
-    forget: tuple[tuple[str, ...], ...]  # commands after that
+    forget: tuple[tuple[str, ...], ...]  # commands after the file is removed
     status: tuple[str, ...]
-    logs: tuple[str, ...]  # followed by a number of lines
+    logs: tuple[str, ...]  # the command; the number of lines comes after it
 
 
 def make_plan(manager: Manager, machine: Machine) -> ServicePlan:
-    """The service of ``machine``.
+    """Make the service of ``machine``.
 
-    On a Mac it is a LaunchDaemon that runs as the user: Local Network privacy cuts a LaunchAgent off from the LAN.
+    On a Mac, use a LaunchDaemon that runs as the user: Local Network privacy cuts a LaunchAgent off from the LAN.
     """
     if manager is Manager.LAUNCHD:
         return _launchd(machine)
@@ -101,7 +101,7 @@ def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
     )
     text += _HARDENED if system else ""
     text += _UNIT_TAIL.format(wanted_by="multi-user.target" if system else "default.target")
-    linger = () if system else (("loginctl", "enable-linger", machine.user),)  # else it ends when the user logs out
+    linger = () if system else (("loginctl", "enable-linger", machine.user),)  # keeps the node running after logout
     journal = ("journalctl",) if system else ("journalctl", "--user")
     return ServicePlan(
         manager=Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER,
@@ -126,7 +126,7 @@ def _launchd(machine: Machine) -> ServicePlan:
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 5,
         "ExitTimeOut": 45,
-        "ProcessType": "Interactive",  # else macOS slows it down
+        "ProcessType": "Interactive",  # otherwise macOS slows it down
         "SoftResourceLimits": {"NumberOfFiles": 65536},
         "EnvironmentVariables": {"HOME": str(machine.home)},
         "StandardOutPath": "/dev/null",  # the node keeps and rotates its own log
@@ -147,6 +147,6 @@ def _launchd(machine: Machine) -> ServicePlan:
 
 
 def _quoted(word: str) -> str:
-    """A word of ExecStart: systemd.service(5), "Command lines"."""
+    """Quote a word of ExecStart: systemd.service(5), "Command lines"."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if any(char in word for char in " \t'\";") else escaped

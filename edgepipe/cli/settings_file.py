@@ -1,4 +1,4 @@
-"""Changes single settings in the settings file; comments and order of the others stay."""
+"""Changes single settings in the settings file; comments and order stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgepipe.errors import ConfigInvalid
 
 
 def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | list[str]]) -> None:
-    """Set top-level keys. Raises ConfigInvalid if the file cannot be read as TOML or not written."""
+    """Set top-level keys. Raises ConfigInvalid if the file is no valid TOML or cannot be written."""
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
@@ -22,7 +22,7 @@ def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | 
             return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(path.name + ".part")
-        part.touch(mode=0o600)  # it may hold a key
+        part.touch(mode=0o600)  # the file may hold an API key
         part.write_text(tomlkit.dumps(document), encoding="utf-8")
         part.replace(path)
     except (OSError, TOMLKitError) as exc:

@@ -10,22 +10,22 @@ from edgepipe.cli.options import DataDir, ModelsDir
 
 
 def setup(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: flags, else defaults.")] = False,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Of this machine.", show_default=False)] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; use flags, else defaults.")] = False,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of this machine.", show_default=False)] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="NAME", help="Create one of this name.", show_default=False)
+        str, typer.Option("--cluster", metavar="NAME", help="Create a cluster of this name.", show_default=False)
     ] = "",
     join: Annotated[
-        str, typer.Option("--join", metavar="CODE", help="Join with this pairing code.", show_default=False)
+        str, typer.Option("--join", metavar="CODE", help="Join a cluster with this pairing code.", show_default=False)
     ] = "",
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Where to join, if mDNS finds nobody.", show_default=False)
+        str, typer.Option("--host", metavar="HOST", help="Machine to join, if mDNS finds none.", show_default=False)
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Pull this one ('none': no model).", show_default=False)
+        str, typer.Option("--model", metavar="MODEL", help="Pull this model; none: no model.", show_default=False)
     ] = "",
     service: Annotated[
-        bool | None, typer.Option("--service/--no-service", help="Start at boot.", show_default=False)
+        bool | None, typer.Option("--service/--no-service", help="Start the node at boot.", show_default=False)
     ] = None,
     invite: Annotated[
         bool | None, typer.Option("--invite/--no-invite", help="Let another machine in.", show_default=False)
@@ -33,7 +33,7 @@ def setup(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Make this machine a node of your cluster. At most six questions; may be repeated."""
+    """Make this machine a node of your cluster. Asks at most six questions; may be repeated."""
     from edgepipe.cli.wizard.asking import Defaults, Terminal
     from edgepipe.cli.wizard.run import run_setup
     from edgepipe.cli.wizard.state import Given, Setup
@@ -41,7 +41,7 @@ def setup(
     from edgepipe.errors import ConfigInvalid
 
     if cluster and join:
-        raise ConfigInvalid("--cluster creates one and --join joins another", next_step="give one of them")
+        raise ConfigInvalid("--cluster and --join contradict each other", next_step="give one of them")
     if host and not join:
         raise ConfigInvalid("--host goes with --join", next_step="edgepipe setup --host HOST --join CODE")
     given = Given(

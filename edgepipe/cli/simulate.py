@@ -1,4 +1,4 @@
-"""``edgepipe simulate``: what a cluster would do, worked out in seconds, before anybody buys or moves a machine."""
+"""``edgepipe simulate``: predicts a cluster's speed within seconds, before a machine is bought or moved."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from edgepipe.simulation.report import RunReport
     from edgepipe.simulation.simulator import Run
 
-_DEVICES = "4x rtx4090"  # where none are named
-_STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # of schedules, where nothing is said
-_DRAWING_COLUMNS = 200  # of a schedule, however wide the terminal or endless the pipe is
+_DEVICES = "4x rtx4090"  # the default
+_STAGES, _MICRO_BATCHES, _SLICES = 4, 8, 2  # defaults of schedules
+_DRAWING_COLUMNS = 200  # width of a drawn schedule, also in a wider terminal or a pipe
 _KEYS = ("devices", "layout", "slices", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
 
 
@@ -49,25 +49,25 @@ def simulate(
         typer.Option(
             "--schedule",
             metavar="NAMES",
-            help="Compare and draw schedules: all, or naive, gpipe, 1f1b, interleaved, dualpipe, decode.",
+            help="Compare and draw textbook schedules: all, or naive, gpipe, 1f1b, interleaved, dualpipe, decode.",
             show_default=False,
         ),
     ] = None,
     stages: Annotated[
         int | None,
-        typer.Option("--stages", metavar="P", help="Of schedules: P.  [default: 4]", min=1, show_default=False),
+        typer.Option("--stages", metavar="P", help="Stages of a schedule.  [default: 4]", min=1, show_default=False),
     ] = None,
     slices: Annotated[
         int | None,
         typer.Option(
-            "--slices", metavar="V", help="Per device, interleaved: V.  [default: 2]", min=1, show_default=False
+            "--slices", metavar="V", help="Slices per device, interleaved.  [default: 2]", min=1, show_default=False
         ),
     ] = None,
     compare: options.Compare = None,
     plot: options.Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Predict what a cluster would do, without it."""
+    """Predict the speed of a cluster that need not exist."""
     from edgepipe.cli.views.report_plot import check_plot, plot_reports
     from edgepipe.cli.views.report_view import render_reports, reports_as_json
     from edgepipe.simulation.layouts import verdict
@@ -106,13 +106,15 @@ def simulate(
 
 
 def _refuse(flags: Sequence[str], why: str) -> None:
-    """Raises ConfigInvalid for the first of the flags, which contradict the rest."""
+    """Raise ConfigInvalid for the first of ``flags``; do nothing without flags."""
     if flags:
-        raise ConfigInvalid(f"--{flags[0]} {why}", fact="--schedule draws textbook schedules, without it devices run")
+        raise ConfigInvalid(
+            f"--{flags[0]} {why}", fact="--schedule draws textbook schedules; without it, edgepipe simulates devices"
+        )
 
 
 def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | None, as_json: bool) -> None:
-    """Raises ConfigInvalid."""
+    """Compare and draw textbook schedules. Raises ConfigInvalid."""
     from edgepipe.cli.views.schedule_plot import plot_schedules
     from edgepipe.cli.views.schedule_view import render_schedules, schedules_as_json
     from edgepipe.simulation.schedule_runs import Sizes, compare_schedules, read_schedules
@@ -130,7 +132,7 @@ def _compare_schedules(text: str, *, sizes: tuple[int, int, int], plot: Path | N
 
 
 def _simulate_all(settings: Mapping[str, str], variants: tuple[Variant, ...]) -> list[RunReport]:
-    """All runs are made ready before the first begins: a mistake in the last is told at once."""
+    """Simulate all runs. Build every run before the first one starts, so that a mistake in any shows at once."""
     made = [_make_variant(settings, variant) for variant in variants]
     reports: list[RunReport] = []
     with make_console(stderr=True).status("simulating") as status:
@@ -141,7 +143,7 @@ def _simulate_all(settings: Mapping[str, str], variants: tuple[Variant, ...]) ->
 
 
 def _make_variant(settings: Mapping[str, str], variant: Variant) -> list[Run]:
-    """Raises what ``_make_runs`` does, saying which of the compared ones cannot be."""
+    """Make a variant's runs. Raises the errors of ``_make_runs``, with the variant's label."""
     try:
         return _make_runs({**settings, **variant.changes}, variant.label)
     except EdgepipeError as error:
@@ -150,7 +152,7 @@ def _make_variant(settings: Mapping[str, str], variant: Variant) -> list[Run]:
 
 
 def _timed(runs: Sequence[Run]) -> RunReport:
-    """Of pipelines that serve one workload together."""
+    """Simulate pipelines that serve one workload together."""
     from dataclasses import replace
 
     from edgepipe.simulation.layouts import merged
@@ -163,16 +165,16 @@ def _timed(runs: Sequence[Run]) -> RunReport:
 
 
 def _fixed_micro_batches(text: str) -> int:
-    """K, or 0 for ``auto``. Raises ConfigInvalid."""
+    """Return K, or 0 for ``auto``. Raises ConfigInvalid."""
     if text == "auto":
         return 0
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigInvalid(f"'{text}' is no value for --micro-batches", fact="it is auto, or a number of 1 or more")
+        raise ConfigInvalid(f"--micro-batches cannot be '{text}'", fact="it is auto, or a number of 1 or more")
     return int(text)
 
 
 def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
-    """One per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+    """Make one run per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
     from edgepipe.scheduler import make_policy
     from edgepipe.simulation.imagined import imagine
     from edgepipe.simulation.layouts import Layout, clusters_of, shares
@@ -182,7 +184,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
     clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
-    told = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
+    shown = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
     return [
         Run(
             cluster=imagine(each),
@@ -190,7 +192,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
             policy=make_policy(settings["policy"]),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
-            settings={**told, "model": settings["as-model"], "workload": workload.description},
+            settings={**shown, "model": settings["as-model"], "workload": workload.description},
         )
         for each, share in zip(clusters, shares(workload, len(clusters)), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The client's side of a streamed chat: bytes of server-sent events to pieces of the answer."""
+"""Client side of a streamed chat: turns server-sent events into pieces of the answer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SILENCE_S = 600.0  # the first word of a long prompt on a slow machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one event brings."""
+    """Content of one event."""
 
     text: str = ""
     finish_reason: str | None = None
     completion_tokens: int | None = None  # so far
     prompt_tokens: int | None = None
-    note: str = ""  # a comment: what the gateway tells beside the answer
+    note: str = ""  # a comment in the stream: progress of the request
 
 
 class ChatClient:
-    """Asks one gateway. Use as an asynchronous context manager."""
+    """Client of one gateway. Use as an asynchronous context manager."""
 
     def __init__(self, base_url: str, *, api_key: str = "") -> None:
         self._base_url = base_url
@@ -50,7 +50,7 @@ class ChatClient:
         await self._http.aclose()
 
     async def models(self) -> list[str]:
-        """Names of the models served. Raises NodeUnreachable, RemoteProtocolError."""
+        """Return the names of the served models. Raises NodeUnreachable, RemoteProtocolError."""
         try:
             response = await self._http.get("/v1/models")
             return [str(card["id"]) for card in response.json()["data"]]
@@ -60,20 +60,20 @@ class ChatClient:
             raise RemoteProtocolError(f"{self._base_url} is no edgepipe gateway") from exc
 
     async def sampling(self, model: str) -> dict[str, float]:
-        """How the model's makers want its tokens drawn; empty where nobody tells."""
+        """Return the sampling parameters that the model's makers advise; empty without advice."""
         try:
-            told = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
+            advice = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
             return {
-                str(name): int(value) if float(value).is_integer() else float(value) for name, value in told.items()
+                str(name): int(value) if float(value).is_integer() else float(value) for name, value in advice.items()
             }
         except (httpx.HTTPError, AttributeError, TypeError, ValueError):
-            return {}  # whoever asks for an answer next is told what is wrong
+            return {}  # the next request raises the error
 
     async def stream(
         self, messages: Sequence[Mapping[str, str]], *, model: str, options: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """The answer as it comes. Leaving the iterator stops the work. Raises the gateway's error as its own class."""
-        usage = {"include_usage": True, "continuous_usage_stats": True}  # an answer that is stopped has figures, too
+        """Yield pieces of the answer. Closing the iterator cancels the request. Raises the gateway's error."""
+        usage = {"include_usage": True, "continuous_usage_stats": True}  # a cancelled answer has token counts, too
         body = {"model": model, "messages": list(messages), "stream": True, "stream_options": usage}
         body |= {name: value for name, value in options.items() if value is not None}
         try:
@@ -96,7 +96,7 @@ class ChatClient:
             return NodeUnreachable(
                 "the answer broke off",
                 fact=f"the gateway at {self._base_url} closed the connection",
-                next_step="ask again: its node starts the gateway anew    (see 'edgepipe logs')",
+                next_step="ask again: its node restarts the gateway    (see 'edgepipe logs')",
             )
         return NodeUnreachable(
             "the gateway does not answer",
@@ -106,8 +106,7 @@ class ChatClient:
 
 
 async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
-    """The lines of a stream of events, which end with ``LF`` alone: text may hold U+0085 or U+2028, which end lines
-    elsewhere, also in httpx."""
+    """Yield the lines of an event stream, split at ``LF`` only: text may hold U+0085 or U+2028, where httpx splits."""
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -118,7 +117,7 @@ async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def piece_from_event(data: str) -> Piece:
-    """One event of a chat stream. Raises the error that it carries, RemoteProtocolError if it cannot be read."""
+    """Parse one event of a chat stream. Raises the error in the event, RemoteProtocolError for an invalid event."""
     try:
         body: Any = json.loads(data)
         if "error" in body:
@@ -132,16 +131,16 @@ def piece_from_event(data: str) -> Piece:
             prompt_tokens=usage.get("prompt_tokens"),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise RemoteProtocolError("the gateway sent something that is no chat stream", fact=data[:100]) from exc
+        raise RemoteProtocolError("the gateway sent an invalid chat stream", fact=data[:100]) from exc
 
 
 def error_from_body(data: bytes, *, status: int) -> EdgepipeError:
-    """The gateway's error as the class whose code it carries."""
+    """Convert the gateway's error to the class of its code."""
     try:
         error = json.loads(data)["error"]
         kind = error_class(str(error["code"]))
         if kind is EdgepipeError and 400 <= status < 500:
-            kind = RequestInvalid  # a field's value: the gateway has codes of OpenAI's for these
+            kind = RequestInvalid  # a field's invalid value: the gateway uses OpenAI's codes for it
         parts = error.get("edgepipe")
         return kind(**{name: str(text) for name, text in parts.items()}) if parts else kind(str(error["message"]))
     except (ValueError, KeyError, TypeError):

@@ -12,12 +12,12 @@ from edgepipe.errors import ConfigInvalid
 
 def stop(
     model: Annotated[
-        str, typer.Argument(help="The model to stop serving; needed where several are served.", show_default=False)
+        str, typer.Argument(help="The model to stop; required if several are served.", show_default=False)
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Stop every model.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Stop serving a model: the one that is served, unless there are several."""
+    """Stop serving a model. Without a name, stop the only served model."""
     from edgepipe.cli.admin import connect, run_async
 
     if model and everything:

@@ -1,4 +1,4 @@
-"""``edgepipe uninstall``: everything that edgepipe keeps on this machine, listed, then removed."""
+"""``edgepipe uninstall``: lists, then removes, all files that edgepipe keeps on this machine."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from edgepipe.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """Something that edgepipe made."""
+    """A file or folder that edgepipe made."""
 
     path: Path
     what: str
     num_bytes: int
-    kept: bool = False  # unless asked
+    kept: bool = False  # the user did not ask to remove it
 
 
 def uninstall(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go, remove nothing.")] = False,
-    purge_models: Annotated[bool, typer.Option("--purge-models", help="Models go, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files; remove nothing.")] = False,
+    purge_models: Annotated[bool, typer.Option("--purge-models", help="Also delete downloaded models.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Remove what edgepipe keeps on this machine. Service, identity, settings, logs; models stay unless told."""
+    """Remove edgepipe's service, identity, settings and logs from this machine. Models stay by default."""
     from edgepipe.cli.service import service_plan, uninstall_service
     from edgepipe.config import default_config_file, load_config
     from edgepipe.daemon.machine.data_dir import socket_path
@@ -51,16 +51,16 @@ def uninstall(
     _print(leftovers, dry_run=dry_run)
     if dry_run:
         return
-    if not any(not one.kept for one in leftovers):
+    if not any(not leftover.kept for leftover in leftovers):
         return
     _confirm(yes=yes)
     for plan in plans:
         uninstall_service(plan)
     if socket_path(config.data_dir).exists():
         _stop_node(config.data_dir)
-    for one in leftovers:
-        if not one.kept:
-            _remove(one.path, spare=config.models_dir if not purge_models else None)
+    for leftover in leftovers:
+        if not leftover.kept:
+            _remove(leftover.path, spare=config.models_dir if not purge_models else None)
     print("\nremoved. The program itself: pip uninstall edgepipe")
     print("Other machines still trust this one's key: on one of them run 'edgepipe peers remove NAME'.")
 
@@ -68,7 +68,7 @@ def uninstall(
 def find_leftovers(
     *, services: Sequence[Path], data_dir: Path, models_dir: Path, config_file: Path, purge_models: bool
 ) -> list[Leftover]:
-    """All that is there, with its size."""
+    """Find edgepipe's files and folders, with their sizes."""
     found = [Leftover(path=path, what="service", num_bytes=_size(path)) for path in services]
     if data_dir.exists():
         inside = _size(models_dir) if models_dir.is_relative_to(data_dir) else 0
@@ -86,17 +86,17 @@ def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
         print("edgepipe keeps nothing on this machine")
         return
     print("would remove:" if dry_run else "to be removed:")
-    for one in leftovers:
-        kept = "    stays; --purge-models removes it" if one.kept else ""
-        print(one_line(f"  {format_bytes(one.num_bytes):>9}  {one.what}: {one.path}{kept}"))
+    for leftover in leftovers:
+        kept = "    stays; --purge-models removes it" if leftover.kept else ""
+        print(one_line(f"  {format_bytes(leftover.num_bytes):>9}  {leftover.what}: {leftover.path}{kept}"))
 
 
 def _confirm(*, yes: bool) -> None:
-    """Raises ConfigInvalid without a yes, typer.Abort on a no."""
+    """Ask for confirmation. Raises ConfigInvalid without a terminal, typer.Abort if the answer is no."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigInvalid("nobody is there to confirm", next_step="edgepipe uninstall --yes")
+        raise ConfigInvalid("there is no terminal to confirm at", next_step="edgepipe uninstall --yes")
     typer.confirm("Remove all of it?", abort=True)
 
 
@@ -107,11 +107,11 @@ def _stop_node(data_dir: Path) -> None:
     try:
         stop(data_dir)
     except NodeUnreachable:
-        return  # a socket that a killed node left
+        return  # a killed node leaves its socket behind
 
 
 def _remove(path: Path, *, spare: Path | None) -> None:
-    """A file, or a folder without ``spare`` below it. Raises ConfigInvalid."""
+    """Remove a file, or a folder except ``spare`` below it. Raises ConfigInvalid."""
     try:
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def _remove(path: Path, *, spare: Path | None) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file or of all files below a folder, as far as they can be read."""
+    """Return the bytes of a file or of all readable files below a folder."""
     if not path.is_dir():
         return path.lstat().st_size if path.exists() else 0
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())

@@ -1,4 +1,4 @@
-"""A command line that typer refuses, told in three lines as every other error."""
+"""Converts typer's usage errors to errors of edgepipe, printed in three lines like every other error."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _VERBS_ELSEWHERE = {
     "join": "edgepipe node join",
     "invite": "edgepipe node invite",
 }
-"""What other programs call a verb, and how it is called here."""
+"""Verbs of other programs, and the commands of edgepipe for them."""
 
 
 def bad_usage(error: Exception, args: Sequence[str]) -> UserError | None:
-    """What typer says of a wrong verb, flag or value, as an error of ours; None for any other error.
+    """Convert typer's error about a verb, flag or value to a UserError. Return None for any other error.
 
-    Typer has moved these classes from one module to another, so they are known by what they offer.
+    Typer has moved its error classes between modules, so this checks for their methods.
     """
     if not hasattr(error, "format_message"):
         return None
     refusal: Any = error
-    what = str(refusal.format_message()).rstrip(".")
+    message = str(refusal.format_message()).rstrip(".")
     context: Any = getattr(error, "ctx", None)
     path = "edgepipe" if context is None else context.command_path
     fact = "" if context is None else _possible(context)
-    if args and args[0] in _VERBS_ELSEWHERE:  # at the top there is no such verb, so that is what is wrong
+    if args and args[0] in _VERBS_ELSEWHERE:  # no such verb at the top level, so the verb is wrong
         words = [_VERBS_ELSEWHERE[args[0]], shlex.join(_as_here(args[0], args[1:]))]
         return UserError(f"there is no verb '{args[0]}'", next_step=" ".join(words).rstrip())
-    return UserError(what[:1].lower() + what[1:], fact=fact, next_step=f"{path} --help")
+    return UserError(message[:1].lower() + message[1:], fact=fact, next_step=f"{path} --help")
 
 
 def _as_here(verb: str, words: Sequence[str]) -> list[str]:
-    """``run MODEL PROMPT`` is ``chat MODEL --prompt PROMPT`` here, and help a flag; other verbs take the same words."""
+    """Translate a verb's arguments: ``run MODEL PROMPT`` is ``chat MODEL --prompt PROMPT``, and ``help`` a flag."""
     if verb == "help":
         return [*words, "--help"]
     if verb == "run" and len(words) > 1 and not any(word.startswith("-") for word in words):
@@ -50,7 +50,7 @@ def _as_here(verb: str, words: Sequence[str]) -> list[str]:
 
 
 def _possible(context: Any) -> str:
-    """The verbs of a group, the pattern of a verb."""
+    """List a group's verbs, or show a verb's usage."""
     if verbs := getattr(context.command, "commands", None):
         return f"commands: {', '.join(verbs)}"
     return "usage: " + " ".join(context.get_usage().split()).removeprefix("Usage: ")

@@ -11,7 +11,7 @@ from edgepipe.cli.output import print_json
 
 
 def version(as_json: Json = False) -> None:
-    """Show versions and the backends that are here."""
+    """Show versions and the installed backends."""
     from edgepipe.daemon.machine.backends import installed_backends
 
     backends = list(installed_backends())

@@ -1,4 +1,4 @@
-"""Options that say what ``bench`` and ``simulate`` run, and the cluster and the workload that they mean."""
+"""Options of ``bench`` and ``simulate`` for the cluster and the workload, and the values that they describe."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("fixed", "poisson", "closed")
 _REQUESTS = 256
-_USERS = 16  # of a closed loop, when nothing is said
-_TOKENS = 128  # of a prompt and of an output, when nothing is said
+_USERS = 16  # default users of a closed loop
+_TOKENS = 128  # default tokens of a prompt, and of an output
 
 Compare = Annotated[
     list[str] | None,
     typer.Option(
         "--compare",
         metavar="KEY=A,B",
-        help="KEY=A,B runs each, side by side; KEY is a flag of this command. Repeatable.",
+        help="KEY=A,B runs each value and compares; KEY is a flag of this command. Repeatable.",
     ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture, such as out.png.", show_default=False)
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a chart, such as out.png.", show_default=False)
 ]
 
 
 def _option(flag: str, value: str, kind: Any, text: str, **more: Any) -> inspect.Parameter:
-    """An option that is left out of the settings unless it is given. ``value``: what it takes, as the help calls it."""
+    """Make an option without a default, absent from the settings unless given. ``value``: its name in the help."""
     annotation = Annotated[kind | None, typer.Option(f"--{flag}", metavar=value, help=text, show_default=False, **more)]
     name = flag.replace("-", "_")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 _CLUSTER = (
-    _option(
-        "as-model", "MODEL", str, "Whose shape they serve: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"
-    ),
-    _option("link", "LINK", str, "Between any two of them: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
-    _option("micro-batches", "K", str, "In flight: auto or K.  [default: auto]"),
-    _option("policy", "POLICY", str, "throttled, sarathi or throttled-tiles.  [default: throttled]"),
+    _option("as-model", "MODEL", str, "Model to imitate: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"),
+    _option("link", "LINK", str, "Link between any two devices: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
+    _option("micro-batches", "K", str, "Number of micro-batches in flight, or auto.  [default: auto]"),
+    _option("policy", "POLICY", str, "Scheduler policy: throttled, sarathi or throttled-tiles.  [default: throttled]"),
     _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
-    _option("jitter", "SHARE", float, "Of step times, over their mean.  [default: 0.05]", min=0.0),
+    _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),
     _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),
-    _option("kv-tokens", "TOKENS", int, "Tokens kept for all.  [default: by memory]", min=1),
+    _option("kv-tokens", "TOKENS", int, "KV cache of all conversations, in tokens.  [default: by memory]", min=1),
 )
 _WORKLOAD = (
     _option(
@@ -61,14 +59,14 @@ _WORKLOAD = (
         "fixed (all at once), poisson (--rate), closed (--concurrency), or a trace: "
         "a file of lines arrival_s,prompt_tokens,output_tokens.",
     ),
-    _option("requests", "N", int, "How many requests.  [default: 256]", min=1),
+    _option("requests", "N", int, "Number of requests.  [default: 256]", min=1),
     _option("rate", "R", float, "Requests per second, Poisson."),
-    _option("concurrency", "N", int, "Requests under way at any time.", min=1),
-    _option("lengths", "LENGTHS", str, "fixed, sharegpt or azure.  [default: fixed]"),
-    _option("prompt-tokens", "N", int, "Of fixed lengths.  [default: 128]", min=1),
-    _option("output-tokens", "N", int, "Of fixed lengths.  [default: 128]", min=1),
-    _option("prefix-tokens", "N", int, "Shared by prompts, before their own.", min=0),
-    _option("prefixes", "N", int, "How many different shared prefixes.  [default: 1]", min=1),
+    _option("concurrency", "N", int, "Requests in flight at any time.", min=1),
+    _option("lengths", "LENGTHS", str, "Lengths of prompts and outputs: fixed, sharegpt or azure.  [default: fixed]"),
+    _option("prompt-tokens", "N", int, "Tokens per prompt, for fixed lengths.  [default: 128]", min=1),
+    _option("output-tokens", "N", int, "Tokens per output, for fixed lengths.  [default: 128]", min=1),
+    _option("prefix-tokens", "N", int, "Tokens of a shared prefix, before each prompt's own tokens.", min=0),
+    _option("prefixes", "N", int, "Number of different shared prefixes.  [default: 1]", min=1),
     _option("seed", "N", int, "Equal seeds give equal requests and jitter.  [default: 0]", min=0),
 )
 CLUSTER_DEFAULTS = {
@@ -79,7 +77,7 @@ CLUSTER_DEFAULTS = {
     "jitter": "0.05",
     "seed": "0",
 }
-"""What an emulated or imagined cluster is where nothing else is said."""
+"""Default settings of an emulated or simulated cluster."""
 
 
 def _keys(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
@@ -87,13 +85,13 @@ def _keys(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
 
 
 CLUSTER_KEYS = _keys(_CLUSTER)
-"""What ``imagined_cluster`` and the commands themselves read from a run's settings."""
+"""Settings that ``imagined_cluster`` and the commands read."""
 WORKLOAD_KEYS = _keys(_WORKLOAD)
-"""What ``make_workload_of`` reads from a run's settings."""
+"""Settings that ``make_workload_of`` reads."""
 
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say what is run; it gets those that were given as texts, in ``settings``."""
+    """Add the run options to a command. It gets the given ones as texts in ``settings``."""
     own = inspect.signature(command, eval_str=True)
     added = (*_CLUSTER, *_WORKLOAD)
     names = [parameter.name for parameter in added]
@@ -104,18 +102,18 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        told = {name: given.pop(name) for name in names}
-        settings = {name.replace("_", "-"): str(value) for name, value in told.items() if value is not None}
+        options = {name: given.pop(name) for name in names}
+        settings = {name.replace("_", "-"): str(value) for name, value in options.items() if value is not None}
         command(settings=settings, **given)
 
-    shown_as: Any = run  # typer reads both
+    shown_as: Any = run  # typer reads the signature and the annotations
     shown_as.__signature__ = own.replace(parameters=parameters)
     shown_as.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
 def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCluster:
-    """The cluster that settings describe, with ``CLUSTER_DEFAULTS`` among them. Raises ConfigInvalid, ModelUnknown."""
+    """Build the cluster that settings over ``CLUSTER_DEFAULTS`` describe. Raises ConfigInvalid, ModelUnknown."""
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.shapes import named_shape
     from edgepipe.simulation.imagined import ImaginedCluster
@@ -134,7 +132,7 @@ def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCl
 
 
 def make_workload_of(settings: Mapping[str, str]) -> Workload:
-    """The workload that settings describe; those not given are left out. Raises ConfigInvalid."""
+    """Build the workload that settings describe; absent settings take defaults. Raises ConfigInvalid."""
     from edgepipe.simulation.workload import Arrivals, WorkloadSpec, make_workload
 
     seed = count_of(settings, "seed", 0, least=0)
@@ -161,7 +159,7 @@ def make_workload_of(settings: Mapping[str, str]) -> Workload:
 
 
 def count_of(settings: Mapping[str, str], key: str, default: int, *, least: int = 1) -> int:
-    """A whole number of at least ``least``. Raises ConfigInvalid."""
+    """Parse a whole number of at least ``least``. Raises ConfigInvalid."""
     text = settings.get(key)
     if text is None:
         return default
@@ -171,7 +169,7 @@ def count_of(settings: Mapping[str, str], key: str, default: int, *, least: int 
 
 
 def number_of(settings: Mapping[str, str], key: str) -> float:
-    """A finite number of zero or more. Raises ConfigInvalid."""
+    """Parse a finite number of zero or more. Raises ConfigInvalid."""
     from edgepipe.backend.devices import number_setting
 
     if key not in settings:
@@ -183,7 +181,7 @@ def number_of(settings: Mapping[str, str], key: str) -> float:
 
 
 def _arrivals(settings: Mapping[str, str]) -> Arrivals:
-    """As named, or as ``--rate`` and ``--concurrency`` imply."""
+    """Return the named arrivals, or those that ``--rate`` and ``--concurrency`` imply."""
     from edgepipe.simulation.workload import Arrivals
 
     rate, users = "rate" in settings, "concurrency" in settings
@@ -215,16 +213,16 @@ def _trace(path: Path, settings: Mapping[str, str], seed: int) -> Workload:
 
     for key in ("rate", "concurrency", "prompt-tokens", "output-tokens"):
         if key in settings:
-            raise ConfigInvalid(f"--{key} does not go with a trace", fact=f"{path} says what arrives when")
+            raise ConfigInvalid(f"--{key} does not go with a trace", fact=f"{path} lists the arrivals")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(
             f"'{path}' is no workload",
-            fact=f"it is none of {', '.join(WORKLOADS)}, and no file that can be read: {_reason(error)}",
+            fact=f"it is not {', '.join(WORKLOADS)}, and not a readable file: {_reason(error)}",
         ) from error
     return read_trace(text.splitlines(), name=path.name, seed=seed)
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return error.strerror or "unreadable" if isinstance(error, OSError) else "it is no text"
+    return error.strerror or "unreadable" if isinstance(error, OSError) else "it is not text"

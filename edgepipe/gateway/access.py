@@ -1,4 +1,4 @@
-"""Who may ask: the guard before every route. What it does not let through, no handler sees."""
+"""Access control: a guard before every route. Handlers see only requests that it accepts."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgepipe.gateway.problems import HttpProblem, problem_response
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-OPEN_PATHS = frozenset({"/health", "/ready"})  # what supervisors poll; they say nothing about anybody
+OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
 _BEARER = b"bearer "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRules:
-    """What a request must show.
+    """Rules that a request must meet.
 
-    Keys: whoever is not on this machine needs one, always. On this machine one is needed if ``key_on_loopback``.
+    Clients on other machines always need a key. Clients on this machine need a key if ``key_on_loopback``.
     """
 
     keys: tuple[str, ...] = ()
     key_on_loopback: bool = False
-    host_names: frozenset[str] = field(default_factory=frozenset[str])  # besides loopback's and the address asked at
+    host_names: frozenset[str] = field(default_factory=frozenset[str])  # besides loopback names and the reached address
 
     @classmethod
     def of(
         cls, *, keys: Iterable[str] = (), key_on_loopback: bool = False, host_names: Iterable[str] = ()
     ) -> AccessRules:
-        """Rules from settings; names in any case."""
+        """Build rules from settings; names in any case."""
         names = frozenset(name.lower() for name in host_names)
         return cls(keys=tuple(keys), key_on_loopback=key_on_loopback, host_names=names)
 
 
 class Guard:
-    """Refuses what a foreign web page may have caused (Host and Origin must name this machine, always), messages whose
-    length is told twice, and whoever lacks a key. The key's fingerprint becomes ``scope["state"]["owner"]``."""
+    """Guard that refuses requests of foreign web pages, ambiguous body lengths and clients without a required key.
+
+    Host and Origin must always name this machine. The key's fingerprint becomes ``scope["state"]["owner"]``.
+    """
 
     def __init__(self, app: ASGIApp, *, rules: AccessRules) -> None:
         self._app = app
@@ -64,7 +66,7 @@ class Guard:
         self._check_names(headers, scope)
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and b"content-length" in names:
-            raise HttpProblem(status=400, message="the body's length is told twice", code="invalid_http")
+            raise HttpProblem(status=400, message="the request has two body lengths", code="invalid_http")
         if scope["path"] in OPEN_PATHS or (is_local(scope) and not self._key_on_loopback):
             return ""
         return self._owner_by_key([value for name, value in headers if name == b"authorization"])
@@ -73,23 +75,25 @@ class Guard:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         allowed = self._names | _own_address(scope)
         if len(hosts) != 1 or host_name(hosts[0]) not in allowed:
-            raise HttpProblem(
-                status=421, message="this server does not answer for that Host", code="misdirected_request"
-            )
+            raise HttpProblem(status=421, message="this server does not serve that Host", code="misdirected_request")
         for name, value in headers:
             if name == b"origin" and host_name(value.decode("latin-1").partition("://")[2]) not in allowed:
-                raise HttpProblem(status=403, message="this Origin may not ask here", code="origin_not_allowed")
+                raise HttpProblem(
+                    status=403, message="this server refuses requests from that Origin", code="origin_not_allowed"
+                )
 
     def _owner_by_key(self, values: list[bytes]) -> str:
         given = values[0][len(_BEARER) :].strip() if len(values) == 1 and values[0].lower().startswith(_BEARER) else b""
         owner = ""
-        for key, fingerprint in self._keys:  # all of them, each in constant time: how long it takes tells nothing
+        for key, fingerprint in self._keys:  # compare with all keys in constant time, so that timing reveals nothing
             if hmac.compare_digest(key, given):
                 owner = fingerprint
         if not owner:
             raise HttpProblem(
                 status=401,
-                message="a key is needed: send it as 'Authorization: Bearer KEY'" if not given else "the key is wrong",
+                message="the request needs a key: send 'Authorization: Bearer KEY'"
+                if not given
+                else "the key is wrong",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -97,7 +101,7 @@ class Guard:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the client is on this machine."""
+    """Return whether the client is on this machine."""
     client = scope.get("client")
     try:
         return client is not None and ipaddress.ip_address(client[0]).is_loopback
@@ -106,7 +110,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def host_name(value: str) -> str | None:
-    """The name in a Host header, lower case, without its port; None if it is malformed."""
+    """Return the name in a Host header, lower case, without its port; None if it is malformed."""
     name, colon, port = value.strip().lower().rpartition(":")
     if not colon or value.endswith("]"):
         return value.strip().lower()
@@ -114,8 +118,10 @@ def host_name(value: str) -> str | None:
 
 
 def _own_address(scope: Scope) -> set[str]:
-    """The address that the client reached. A page on another site cannot have its browser put that there: rebinding
-    needs a name."""
+    """Return the address that the client reached, as a valid Host.
+
+    It is safe: DNS rebinding by a page of another site needs a name in Host, not an address.
+    """
     server = scope.get("server")
     if server is None or server[1] is None:
         return set()
@@ -123,5 +129,5 @@ def _own_address(scope: Scope) -> set[str]:
 
 
 def _fingerprint(key: str) -> str:
-    """Tells keys apart in accounts without being one."""
+    """Derive an identifier of a key that does not reveal the key."""
     return hashlib.sha256(key.encode()).hexdigest()[:12]

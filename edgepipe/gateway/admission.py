@@ -1,4 +1,4 @@
-"""How many requests run at once, and how many wait for that."""
+"""Admission control: bounds the running and the waiting requests per key, and their memory."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from edgepipe.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Per key, but for the memory; whoever asks without one shares the place of nobody's key."""
+    """Limits per key, except the memory. All requests without a key share one set of limits."""
 
     max_running: int = 256  # prompts; each may have several choices
     max_waiting: int = 64  # requests
-    max_bytes: int = 384 << 20  # of all requests of all keys: the largest body of token ids fits alone
+    max_bytes: int = 384 << 20  # requests of all keys together; a body with the most token ids fits alone
 
 
 @dataclass(slots=True)
 class _Line:
-    """One key's requests."""
+    """Requests of one key."""
 
     running: int = 0
     waiting: deque[Ticket] = field(default_factory=deque["Ticket"])
 
 
 class Admission:
-    """Lets requests run in the order in which they came, per key. Runs on one event loop."""
+    """Starts requests in order of arrival, per key. Runs on one event loop."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
-        self._lines: dict[str, _Line] = {}  # of keys that have a request
+        self._lines: dict[str, _Line] = {}  # keys with a request
         self._held_bytes = 0
 
     @property
     def num_running(self) -> int:
-        """Prompts that run."""
+        """Number of running prompts."""
         return sum(line.running for line in self._lines.values())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return sum(len(line.waiting) for line in self._lines.values())
 
     def enter(self, owner: str, *, num_prompts: int = 1, num_bytes: int = 0) -> Ticket:
-        """A place for a request. Raises QueueFull. The ticket is a context manager: leaving it gives the place back.
+        """Reserve a place for a request. Raises QueueFull. Leaving the ticket, a context manager, frees the place.
 
-        ``num_bytes``: what the request takes of this process's memory, as far as it is known.
+        ``num_bytes``: the request's memory in this process, as far as known.
         """
         if self._held_bytes + num_bytes > self._limits.max_bytes:
             raise QueueFull(
-                "the requests that run and wait here are too large together",
-                fact=f"they take {self._held_bytes >> 20} MiB of memory, this one {num_bytes / (1 << 20):.1f}; "
-                f"{self._limits.max_bytes >> 20} MiB are the most",
+                "this gateway's requests would need too much memory",
+                fact=f"they hold {self._held_bytes >> 20} MiB, this one needs {num_bytes / (1 << 20):.1f}; "
+                f"the limit is {self._limits.max_bytes >> 20} MiB",
                 next_step="try again in a moment",
             )
         line = self._lines.setdefault(owner, _Line())
@@ -75,11 +75,11 @@ class Admission:
         return ticket
 
     def grow(self, more_bytes: int) -> None:
-        """A request takes more memory than before, or less."""
+        """Add to a request's memory; negative: subtract."""
         self._held_bytes += more_bytes
 
     def leave(self, ticket: Ticket) -> None:
-        """The request has ended, or does not wait any longer."""
+        """Free the place of a request that ended or stopped waiting."""
         line = self._lines[ticket.owner]
         self.grow(-ticket.held_bytes)
         if ticket.admitted.is_set():
@@ -95,7 +95,7 @@ class Admission:
 
 
 class Ticket:
-    """One request's place."""
+    """Place of one request."""
 
     def __init__(self, admission: Admission, owner: str, weight: int) -> None:
         self.owner = owner
@@ -105,7 +105,7 @@ class Ticket:
         self._admission = admission
 
     def grow(self, more_bytes: int) -> None:
-        """The request takes so much more memory."""
+        """Add to the request's memory."""
         self.held_bytes += more_bytes
         self._admission.grow(more_bytes)
 

@@ -1,5 +1,8 @@
-"""Turn the field that binds an answer's form into a grammar: OpenAI's ``response_format``, vLLM's
-``structured_outputs`` and ``guided_*``, llama.cpp's ``json_schema``. A bad field is a 400 that names it."""
+"""Turn the field that binds an answer's form into a grammar.
+
+Fields: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``, llama.cpp's ``json_schema``. An
+invalid field is a 400 that names it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ _JSON_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer is bound to."""
+    """Form that binds an answer."""
 
     grammar: GrammarSpec
-    param: str  # where the request says so
+    param: str  # the request's field
 
     @property
     def field(self) -> str:
@@ -60,7 +63,7 @@ def _response_format(value: Mapping[str, Any], name: str) -> AnswerForm | None:
 
 
 def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | None:
-    """vLLM's field: exactly one form. Options of vLLM's backends are refused unless they change nothing."""
+    """Read vLLM's field: exactly one form. Refuse options of vLLM's backends unless they change nothing."""
     forms = [key for key in _STRUCTURED if value.get(key) not in (None, False)]
     for key, option in value.items():
         if key not in _STRUCTURED and key != "disable_fallback" and option not in (None, False):
@@ -74,7 +77,7 @@ def _structured_outputs(value: Mapping[str, Any], name: str) -> AnswerForm | Non
 
 
 def _json(value: object, param: str) -> AnswerForm:
-    """A schema, or the text of one."""
+    """Read a schema, or its text."""
     schema = parse_json_object(value.encode(), name=param, param=param) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param} must be an object", param=param)

@@ -1,4 +1,4 @@
-"""Routes and the guard before them, and errors in one shape for everything."""
+"""Routes, the guard before them, and one JSON shape for all errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_app(
     rules: AccessRules,
     timeouts: StreamTimeouts | None = None,
 ) -> ASGIApp:
-    """The ASGI application."""
+    """Build the ASGI application."""
     handlers = OpenAIHandlers(service=service, bodies=bodies, timeouts=timeouts or StreamTimeouts())
     endpoints = _endpoints(handlers, status_handlers)
     document = make_document(endpoints)
@@ -89,7 +89,7 @@ def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[E
             path="/v1/chat/completions",
             handler=handlers.chat,
             group="OpenAI",
-            summary="The next turn of a conversation.",
+            summary="Continue a conversation.",
             body=ChatBody,
             answer=_ANSWER,
             streams=_EVENTS,
@@ -99,7 +99,7 @@ def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[E
             path="/v1/completions",
             handler=handlers.complete,
             group="OpenAI",
-            summary="Continuations of prompts.",
+            summary="Continue prompts.",
             body=CompletionBody,
             answer=_ANSWER,
             streams=_EVENTS,
@@ -109,7 +109,7 @@ def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[E
             path="/v1/models",
             handler=status_handlers.list_models,
             group="OpenAI",
-            summary="Models that answer now.",
+            summary="List the served models.",
             answer=_LIST,
         ),
         Endpoint(
@@ -117,7 +117,7 @@ def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[E
             path="/v1/models/{id:path}",
             handler=status_handlers.one_model,
             group="OpenAI",
-            summary="One of them.",
+            summary="Show one model.",
             answer=_CARD,
         ),
     ]
@@ -132,7 +132,7 @@ def _status(status_handlers: StatusHandlers) -> list[Endpoint]:
             path="/health",
             handler=status_handlers.health,
             group=group,
-            summary="This gateway lives.",
+            summary="Report that this gateway runs.",
             answer=status,
             open=True,
         ),
@@ -141,7 +141,7 @@ def _status(status_handlers: StatusHandlers) -> list[Endpoint]:
             path="/ready",
             handler=status_handlers.ready,
             group=group,
-            summary="A model answers; 503 while none does.",
+            summary="Report whether a model is served; 503 if not.",
             answer=status,
             open=True,
         ),
@@ -150,7 +150,7 @@ def _status(status_handlers: StatusHandlers) -> list[Endpoint]:
             path="/version",
             handler=status_handlers.version,
             group=group,
-            summary="Versions of edgepipe and of its protocol.",
+            summary="Show the versions of edgepipe and its protocol.",
             answer=fields("version", "protocol", version="string", protocol="integer"),
         ),
         Endpoint(
@@ -158,7 +158,7 @@ def _status(status_handlers: StatusHandlers) -> list[Endpoint]:
             path="/metrics",
             handler=status_handlers.scrape,
             group=group,
-            summary="Figures for Prometheus.",
+            summary="Metrics for Prometheus.",
             media_type="text/plain",
         ),
     ]
@@ -172,7 +172,7 @@ def _tokens(tokens: TokenHandlers) -> list[Endpoint]:
             path="/tokenize",
             handler=tokens.tokenize,
             group=group,
-            summary="Token ids of a text or of a conversation.",
+            summary="Tokenize a text or a conversation.",
             body=TokenizeBody,
             answer=fields("count", "max_model_len", "tokens", count="integer", tokens="array"),
         ),
@@ -181,7 +181,7 @@ def _tokens(tokens: TokenHandlers) -> list[Endpoint]:
             path="/detokenize",
             handler=tokens.detokenize,
             group=group,
-            summary="The text of token ids.",
+            summary="Convert token ids to text.",
             body=DetokenizeBody,
             answer=fields("prompt", prompt="string"),
         ),
@@ -190,7 +190,7 @@ def _tokens(tokens: TokenHandlers) -> list[Endpoint]:
             path="/tokenizer_info",
             handler=tokens.tokenizer_info,
             group=group,
-            summary="Special tokens and chat template.",
+            summary="Show special tokens and the chat template.",
             answer=fields("model", model="string"),
             query=("model",),
         ),
@@ -207,7 +207,7 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
             path="/api/chat",
             handler=ollama.chat,
             group=group,
-            summary="The next turn of a conversation.",
+            summary="Continue a conversation.",
             body=OllamaChatBody,
             answer=fields("model", "message", "done", done="boolean"),
             streams=_LINES,
@@ -217,21 +217,33 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
             path="/api/generate",
             handler=ollama.generate,
             group=group,
-            summary="An answer to a prompt.",
+            summary="Answer a prompt.",
             body=OllamaGenerateBody,
             answer=fields("model", "response", "done", done="boolean"),
             streams=_LINES,
         ),
         Endpoint(
-            method="GET", path="/api/tags", handler=ollama.tags, group=group, summary="Models served.", answer=models
+            method="GET",
+            path="/api/tags",
+            handler=ollama.tags,
+            group=group,
+            summary="List the served models.",
+            answer=models,
         ),
-        Endpoint(method="GET", path="/api/ps", handler=ollama.ps, group=group, summary="Models loaded.", answer=models),
+        Endpoint(
+            method="GET",
+            path="/api/ps",
+            handler=ollama.ps,
+            group=group,
+            summary="List the loaded models.",
+            answer=models,
+        ),
         Endpoint(
             method="POST",
             path="/api/show",
             handler=ollama.show,
             group=group,
-            summary="What is known of a model.",
+            summary="Show a model's details.",
             body=ShowBody,
             answer=fields("details", "model_info", "capabilities", details="object", capabilities="array"),
         ),
@@ -240,21 +252,21 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
             path="/api/version",
             handler=ollama.version,
             group=group,
-            summary="Version of edgepipe.",
+            summary="Show the version of edgepipe.",
             answer=fields("version", version="string"),
         ),
     ]
 
 
 def _response(request: Request, problem: HttpProblem) -> Response:
-    """In OpenAI's shape, or in the one line that Ollama's clients read."""
+    """Build the response of a problem in OpenAI's shape, or in Ollama's, which has a message only."""
     if request.url.path.startswith("/api/"):
         return JSONResponse({"error": _one_line(problem)}, status_code=problem.status, headers=dict(problem.headers))
     return problem_response(problem)
 
 
 def _one_line(problem: HttpProblem) -> str:
-    """The message with the field at fault, which has no place of its own in Ollama's errors."""
+    """Add the name of the invalid field to the message: Ollama's errors have no field for it."""
     param = problem.param or ""
     name = "format" if param.startswith("response_format") else param
     return problem.message if name in problem.message else f"{name}: {problem.message}"
@@ -279,5 +291,7 @@ async def _show_http(request: Request, exc: Exception) -> Response:
 
 
 async def _show_bug(request: Request, exc: Exception) -> Response:
-    problem = HttpProblem(status=500, message="edgepipe made a mistake; its log has the details", code="internal_error")
+    problem = HttpProblem(
+        status=500, message="internal error of edgepipe; its log has the details", code="internal_error"
+    )
     return _response(request, problem)

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, read from its local files."""
+"""Tokenizer and chat template of a model, read from its local files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
 
 
 class ModelAssets:
-    """``edgepipe.gateway.models.Assets`` over the model room's tokenizer and template."""
+    """Implements ``edgepipe.gateway.models.Assets`` with the tokenizer and template of ``edgepipe.model``."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class ModelAssets:
         }
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
-        """See Assets. The child that renders is started by the first call and kept."""
+        """See Assets. The first call starts the child process that renders; it stays."""
         return await self._renderer.render(messages, **keywords)
 
     async def close(self) -> None:
-        """End the children."""
+        """End the child processes."""
         await self._renderer.close()
         await self._long_texts.close()
 

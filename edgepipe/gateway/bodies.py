@@ -1,4 +1,4 @@
-"""From a request to its checked body, without holding up the loop."""
+"""Reads and checks a request's body without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.schema import BodyT, validate
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
-_INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; larger bodies are read in a child
-_READ_S = 30.0  # 8 MB of small things take 3-4 s of CPU
-_MOST_BYTES = 8 * MAX_BODY_BYTES  # of a checked body: lists of one token id each grow most, threefold
-_START_S = 20.0  # an interpreter starting on a starved machine
+_INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; a child process reads larger bodies
+_READ_S = 30.0  # 8 MB of small values take 3-4 s of CPU
+_MOST_BYTES = 8 * MAX_BODY_BYTES  # checked bodies grow at most threefold: lists of one token id each
+_START_S = 20.0  # start of an interpreter on an overloaded machine
 
 
 def _new_child() -> WarmChild:
@@ -27,13 +27,13 @@ def _new_child() -> WarmChild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyReader:
-    """Reads and checks. Everything that is wrong with a body is an HttpProblem."""
+    """Reads and checks bodies. Raises HttpProblem for every invalid body."""
 
     models: ModelTable
     child: WarmChild = field(default_factory=_new_child)  # started by the first large body
 
     async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
-        """The body as a checked value; ``of_any_type``: whatever its Content-Type says. Raises HttpProblem."""
+        """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""
         body = await read_body(request, of_any_type=of_any_type)
         if len(body) <= _INLINE_BYTES:
             return validate(kind, parse_json_object(body))
@@ -42,7 +42,7 @@ class BodyReader:
         try:
             answer = await self.child.ask(asked, b"\n", body, within_s=_READ_S, most_bytes=_MOST_BYTES)
         except (TimeoutError, ChildEnded) as exc:
-            raise busy("the body could not be read: this machine has too little time or memory now") from exc
+            raise busy("the body could not be read: this machine has too little CPU time or memory now") from exc
         if answer[:1] != GOOD:
             raise HttpProblem(**cast("dict[str, Any]", json.loads(answer[1:])))
         return unpack(kind, memoryview(answer)[1:])

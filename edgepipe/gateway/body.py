@@ -1,4 +1,4 @@
-"""Request bodies: bounded, then JSON without the things that Python's parser lets through."""
+"""Request bodies: bounded in size, then parsed as JSON more strictly than Python's parser does."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
 BODY_TIMEOUT_S = 30.0
-_DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # of a body that is refused, before the connection closes
-_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
+_DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # bounds of reading on after a refused body, before the connection closes
+_CLOSE = {"Connection": "close"}  # the gateway does not wait for the rest of the body
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, *, of_any_type: bool = False) -> bytes:
-    """The whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 broken off.
+    """Read the whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 incomplete.
 
-    ``of_any_type``: the client need not say that it is JSON.
+    ``of_any_type``: accept any Content-Type.
     """
     if not of_any_type:
         _check_content_type(request.headers.get("content-type", ""))
@@ -47,12 +47,12 @@ async def read_body(request: Request, *, of_any_type: bool = False) -> bytes:
             status=408, message="the body did not arrive in time", code="request_timeout", headers=_CLOSE
         ) from exc
     except ClientDisconnect as exc:
-        raise bad_request("the body broke off", code="body_incomplete") from exc
+        raise bad_request("the body is incomplete", code="body_incomplete") from exc
     return bytes(body)
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Swallow the rest for a moment: who still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
+    """Read on for a moment: a client that still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
     left = _DRAIN_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
@@ -61,9 +61,9 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 
 def parse_json_object(body: bytes, *, name: str = "the body", param: str | None = None) -> dict[str, Any]:
-    """The body as an object. Refuses NaN, Infinity, keys given twice, lone surrogates and deep nesting with a 400.
+    """Parse a JSON object. Raises HttpProblem 400, also for NaN, Infinity, equal keys, lone surrogates, deep nesting.
 
-    ``name`` and ``param`` are for that problem, where the JSON is the text of a field.
+    ``name`` and ``param`` are for the problem, if the JSON is the text of a field.
     """
     try:
         value: object = json.loads(
@@ -103,7 +103,7 @@ def _too_large() -> HttpProblem:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return value
 
 
@@ -114,7 +114,7 @@ def _no_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large a number")
+        raise ValueError(f"{text[:20]} is too large")
     return value
 
 
@@ -126,7 +126,7 @@ def _check_depth(value: object, left: int) -> None:
     else:
         return
     if left == 0:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        raise ValueError(f"it has more than {MAX_DEPTH} levels of nesting")
     for item in items:
         if isinstance(item, (dict, list)):
             _check_depth(cast("object", item), left - 1)

@@ -1,8 +1,8 @@
-"""The child process that reads large bodies: ``python -m edgepipe.gateway.body_child``.
+"""Child process that reads large bodies: ``python -m edgepipe.gateway.body_child``.
 
-Python's parsers hold the interpreter's lock: in the gateway itself 8 MB of JSON would hold up every stream for a fifth
-of a second, in a thread, too. A question (``edgepipe.model.frames``) is a line of JSON, ``{"kind", "context"}``, and
-the body; the answer is a byte and what ``pack`` makes of the checked body, or the problem with it as JSON.
+Python's parsers hold the interpreter's lock: in the gateway process, 8 MB of JSON would block every stream for a fifth
+of a second, also in a thread. A question (``edgepipe.model.frames``) is a line of JSON, ``{"kind", "context"}``, and
+the body. The answer is a byte, then the checked body from ``pack``, or its problem as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GOOD, BAD = b"+", b"-"
 
 
 def kind_name(kind: type[Checked]) -> str:
-    """By which the child finds the type."""
+    """Return the name by which the child finds the type."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def pack(body: Checked) -> bytes:
-    """A checked body in little time to read: its JSON, and token ids (``pack_ids``) behind it."""
+    """Encode a checked body for fast decoding: its JSON, then its token ids (``pack_ids``)."""
     lists: Sequence[list[int]] = ()
     if isinstance(body, CompletionBody):
         lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
@@ -41,7 +41,7 @@ def pack(body: Checked) -> bytes:
 
 
 def unpack(kind: type[BodyT], data: memoryview) -> BodyT:
-    """The body that was packed."""
+    """Decode a packed body."""
     (size,) = HEAD.unpack_from(data)
     at = HEAD.size + size
     body = kind.model_validate_json(bytes(data[HEAD.size : at]))
@@ -59,7 +59,7 @@ def unpack(kind: type[BodyT], data: memoryview) -> BodyT:
 
 
 def answer(question: bytes) -> bytes:
-    """To one question; whatever is wrong with the body is in it."""
+    """Answer one question; the answer to an invalid body holds its problem."""
     head, _, body = question.partition(b"\n")
     asked = cast("dict[str, Any]", json.loads(head))
     module, _, name = asked["kind"].partition(":")
@@ -74,7 +74,7 @@ def answer(question: bytes) -> bytes:
 
 
 def _check_length(body: Checked, context_length: int) -> None:
-    """More ids than any model takes need not be carried over. Raises HttpProblem."""
+    """Refuse more token ids than the context holds, before they are encoded. Raises HttpProblem."""
     if not isinstance(body, CompletionBody) or not context_length:
         return
     for prompt in body.prompt:

@@ -1,4 +1,4 @@
-"""Check the JSON schemas of a request before they become grammars. A bad schema is a 400 that names the field."""
+"""Check the JSON schemas of a request before they become grammars. An invalid schema is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _check_schema(schema: Schema, *, param: str) -> None:
 
 
 def _check_references(schema: Schema, *, param: str) -> None:
-    """Refuse a part that consists of itself: it would bind the output to nothing at all."""
+    """Refuse a part that refers only to itself: it would not bind the output."""
     parts = {id(part): part for part in _objects(schema)}
     needs = {key: [id(other) for other in needed_parts(schema, part)] for key, part in parts.items()}
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as exc:
         references = [str(parts[key]["$ref"]) for key in exc.args[1] if "$ref" in parts[key]]
-        text = f"'{references[0][:64]}' refers to nothing but itself"
+        text = f"'{references[0][:64]}' refers only to itself"
         raise bad_request(text, param=param, code="invalid_schema") from exc
 
 

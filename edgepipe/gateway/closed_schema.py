@@ -1,8 +1,8 @@
 """Close the objects of a JSON schema: an object that names keys but not ``additionalProperties`` allows no other keys.
 
-JSON Schema itself allows any other key, and small models invent some. Other servers close objects, so clients expect
-it. Several parts may describe one object (``allOf``, or ``anyOf`` beside ``properties``): then the parts stay as they
-are, and the schema that joins them allows the keys of all parts. An object that names no keys stays free.
+JSON Schema allows any other key, and small models invent keys. Other servers close objects, so clients expect that.
+Several parts may describe one object (``allOf``, or ``anyOf`` beside ``properties``): then the parts stay open,
+and the schema that joins them allows the keys of all parts. An object that names no keys stays open.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _INDEX = re.compile(r"[0-9]{1,5}")
 
 
 def closed_schema(schema: Schema) -> Schema:
-    """Return the schema with its objects closed. Raises RequestInvalid if its parts refer to too many others."""
+    """Return the schema with its objects closed. Raises RequestInvalid for too many references between its parts."""
     return _Closer(schema).copy(schema)
 
 
 def closed_parameters(schema: Schema) -> Schema:
-    """Return a function's parameters with their objects closed. A function that names none takes ``{}``.
+    """Return a function's parameters with their objects closed. A function without named parameters takes ``{}``.
 
     Raises RequestInvalid, see ``closed_schema``.
     """
@@ -56,7 +56,7 @@ def resolved(root: Schema, reference: str) -> Schema | None:
 
 
 def needed_parts(root: Schema, node: Schema) -> Iterator[Schema]:
-    """Yield the schemas that every value of this one must fit, as far as it names them."""
+    """Yield the schemas by name that every value of this schema must also match."""
     yield from _list(node, "allOf")
     for key in ("anyOf", "oneOf"):
         if len(choices := list(_list(node, key))) == 1:
@@ -73,8 +73,8 @@ class _Closer:
         self._root = root
         self._steps = 0
         self._names: dict[int, frozenset[str]] = {}
-        self._targets: dict[str, Schema | None] = {}  # of references
-        self._joined: set[int] = set()  # parts that others close, since they describe an object together
+        self._targets: dict[str, Schema | None] = {}  # schemas by reference
+        self._joined: set[int] = set()  # parts of joined objects, which the joining schema closes
         left = [root]
         while left:
             node = left.pop()
@@ -83,7 +83,7 @@ class _Closer:
                 self._joined |= {id(part) for part in self._all_parts(node)}
 
     def copy(self, node: Schema) -> dict[str, Any]:
-        """Copy a schema and those in it, closed."""
+        """Copy a schema and its inner schemas, with closed objects."""
         fields = dict(node)
         for key, value in node.items():
             if key in _MAPS and isinstance(value, dict):
@@ -107,14 +107,14 @@ class _Closer:
         return fields | {"properties": own | missing, "additionalProperties": False}
 
     def _joins(self, node: Schema) -> bool:
-        """Whether several parts of the schema describe one object together."""
+        """Return whether several parts of the schema describe one object."""
         parts = sum(bool(self._names_of(part)) for part in self._all_of(node))
         choices = sum(any(map(self._names_of, _list(node, key))) for key in ("anyOf", "oneOf"))
         own = bool({"properties", *_OPENING} & node.keys())
         return own + parts + choices > 1
 
     def _names_of(self, node: Schema) -> frozenset[str]:
-        """Return the keys that a schema names, those of its parts included."""
+        """Return the keys that a schema and its parts name."""
         if id(node) not in self._names:
             named = (_own_names(each) for each in [node, *self._all_parts(node)])
             self._names[id(node)] = frozenset().union(*named)
@@ -122,12 +122,12 @@ class _Closer:
         return self._names[id(node)]
 
     def _is_open(self, node: Schema) -> bool:
-        """Whether the schema itself says which further keys it allows, or a part of it does."""
+        """Return whether the schema or a part of it sets the further keys that it allows."""
         says = {*_OPENING, "patternProperties"}
         return bool({*_OPENING} & node.keys()) or any(says & part.keys() for part in self._all_parts(node))
 
     def _all_parts(self, node: Schema) -> list[Schema]:
-        """Return the schemas that describe the same value as this one, and their parts. A schema may hold itself."""
+        """Return the schemas that describe the same value as this one, and their parts. Handles recursive schemas."""
         found: dict[int, Schema] = {}
         left = [*self._parts(node)]
         while left:
@@ -143,12 +143,12 @@ class _Closer:
         if self._steps > _MAX_STEPS:
             raise RequestInvalid(
                 "the output cannot be bound to this schema",
-                fact="its parts refer to each other too often",
-                next_step="write what belongs together in one place",
+                fact="its parts have too many references to each other",
+                next_step="replace references by the schemas that they refer to",
             )
 
     def _parts(self, node: Schema) -> Iterator[Schema]:
-        """Yield the schemas that describe the same value as this one, as far as it names them."""
+        """Yield the schemas by name that describe the same value as this one."""
         yield from self._all_of(node)
         for key in ("anyOf", "oneOf"):
             yield from _list(node, key)

@@ -1,4 +1,4 @@
-"""One HTTP request's way through the engine: prompts in, deltas of all its choices out."""
+"""Runs one HTTP request through the engine: takes prompts, yields deltas of all choices."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from edgepipe.sampling import LogprobLog
 from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
 
-_TOKEN_BYTES = 64  # an integer, its places, its text
+_TOKEN_BYTES = 64  # an integer, its references, its text
 _CHOICE_BYTES = 8192  # detokenizer, scanner, the engine's link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a client asked for, checked and tokenised. Choices are numbered prompt by prompt."""
+    """A checked and tokenised request. Choices are numbered prompt by prompt."""
 
     model: str
     requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
-    tool_format: ToolFormat | None = None  # set: calls are looked for in the text
-    only_scores: bool = False  # of the prompts: the one token that engines make at least is not shown
-    continues: bool = False  # the answer goes on with the prompt's text; a chat's answer begins a text
+    tool_format: ToolFormat | None = None  # set: find tool calls in the text
+    only_scores: bool = False  # scores of the prompts only; hides the one token that engines always generate
+    continues: bool = False  # the answer continues the prompt's text; in a chat it begins a new text
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Number of tokens of all prompts, each prompt counted once."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of this process's memory before its first output token, about."""
+        """Estimated memory in this process before the first output token, in bytes."""
         sampling = self.requests[0].sampling
         grammar = len(sampling.grammar.text) if sampling.grammar is not None else 0
         scores = logprob_bytes(sampling.top_logprobs) if sampling.prompt_logprobs else 0
@@ -48,33 +48,33 @@ class Completion:
 
     @property
     def token_bytes(self) -> int:
-        """What each output token adds to that, about: an answer that is sent whole is gathered beside its log."""
+        """Estimated memory per output token, in bytes; an unstreamed answer is held beside its log."""
         sampling = self.requests[0].sampling
         return 2 * (_TOKEN_BYTES + (logprob_bytes(sampling.top_logprobs) if sampling.logprobs else 0))
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts."""
+        """Number of choices of all prompts."""
         return sum(request.num_choices for request in self.requests)
 
     def prompt_of(self, choice: int) -> int:
-        """Index of the prompt that a choice answers."""
+        """Return the index of the prompt that a choice answers."""
         return choice // self.requests[0].num_choices
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What a request has come to: a function of the log."""
+    """Token counts of a request so far: a function of the log."""
 
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
-    read_prompt_tokens: int = 0  # of prompts that take several steps, while they are computed
+    read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
     prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])  # by prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class _Track:
-    """A choice on its way: which generation feeds it, and how far its text is."""
+    """A running choice: the generation that feeds it, and its text so far."""
 
     generation: Generation
     prompt: int  # index
@@ -86,9 +86,9 @@ class _Track:
 async def run_completion(
     completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts, meter: RequestMeter
 ) -> AsyncGenerator[Delta]:
-    """Deltas of all choices as they become visible; the last of each has its finish reason.
+    """Yield deltas of all choices as they become visible; the last delta of a choice has its finish reason.
 
-    Raises the engine's error when a choice cannot be finished. Closing the generator stops what still runs.
+    Raises the engine's error if a choice cannot be finished. Closing the generator stops the running choices.
     """
     changed = asyncio.Event()
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def _scanner(completion: Completion, generation: Generation, choice: int) -> Too
 
 
 def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None:
-    """What is new of one choice, or None. Raises the request's failure once everything before it was told."""
+    """Return the new part of one choice, or None. Raises the request's failure after all earlier tokens."""
     log = track.generation.log
     before = track.text.num_tokens
     ids = log.tokens(track.choice, start=before)
@@ -166,7 +166,7 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None
 
 
 def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
-    """The delta with its calls taken out of its text."""
+    """Move tool calls from the delta's text to its calls."""
     scanned = scanner.push(delta.text)
     content, reason = scanned.content, delta.finish_reason
     if reason is not None:

@@ -1,4 +1,4 @@
-"""The request path that all protocols share: validate, admit, run, meter."""
+"""Shared request path of all protocols: validate, admit, run, meter."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from edgepipe.sampling.params import MAX_COUNT
 from edgepipe.wire.intake import MAX_REQUEST_IDS, MAX_SCORES, submission_refusal
 from edgepipe.wire.requests import Submission
 
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
-_INLINE_CHARS = 4 << 10  # longer texts are tokenised in a thread
-_LONG_CHARS = 128 << 10  # and beyond this in another process
-_OWN_KEYWORDS = frozenset({"tools", "documents"})  # of templates; a request has fields for the first
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+_INLINE_CHARS = 4 << 10  # a thread tokenises longer texts
+_LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
+_OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
 
 @dataclass(slots=True, kw_only=True)
 class PreparedCompletion:
-    """A completion that is ready to run, and what it has come to."""
+    """A completion that is ready to run, and its counts so far."""
 
     completion: Completion
     entry: ModelEntry
     assets: Assets
     ticket: Ticket
     meter: RequestMeter
-    texts: tuple[str, ...] = ()  # of the prompts, where the answer repeats them
+    texts: tuple[str, ...] = ()  # texts of the prompts, if the answer echoes them
     counts: Counts = field(default_factory=Counts)
-    keep_s: float | None = None  # how long the model stays after it; None: as was said before
+    keep_s: float | None = None  # how long the model stays loaded afterwards; None: as an earlier request set
 
     def news(self) -> News:
-        """What its client may be told beside the answer."""
+        """Return the news for the client's stream."""
         read, total = self.counts.read_prompt_tokens, self.completion.num_prompt_tokens
         reading = f"{read / total:.0%}".replace("%", " %") if read and not self.counts.completion_tokens else ""
         return replace(self.entry.news, reading=reading)
@@ -59,7 +59,7 @@ class PreparedCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionService:
-    """Takes orders. Everything that can be refused is refused before there is one."""
+    """Prepares and runs completions. Refuses invalid requests before it prepares one."""
 
     models: ModelTable
     loads: ModelLoads
@@ -72,7 +72,7 @@ class CompletionService:
     compiler: GrammarCompiler
 
     async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
-        """A conversation's next turn. Raises HttpProblem, EdgepipeError."""
+        """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         plan = await plan_output(
@@ -96,7 +96,7 @@ class CompletionService:
         return self._prepared(completion, entry, assets, owner)
 
     async def complete(self, body: CompletionBody, *, owner: str) -> PreparedCompletion:
-        """Continuations of prompts. Raises HttpProblem, EdgepipeError."""
+        """Prepare continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         plan = await plan_output(form=answer_form(body), tool_format=assets.tool_format, compiler=self.compiler)
@@ -123,7 +123,7 @@ class CompletionService:
         return self._prepared(completion, entry, assets, owner, texts=texts)
 
     async def run(self, prepared: PreparedCompletion) -> AsyncGenerator[Delta]:
-        """Deltas as they become visible. The caller holds the order's ticket. Raises the engine's error."""
+        """Yield deltas as they become visible. The caller holds the ticket. Raises the engine's error."""
         meter = prepared.meter
         try:
             with self.keep_alives.use(prepared.entry.served, prepared.keep_s):
@@ -142,7 +142,7 @@ class CompletionService:
     def _prepared(
         self, completion: Completion, entry: ModelEntry, assets: Assets, owner: str, *, texts: tuple[str, ...] = ()
     ) -> PreparedCompletion:
-        """The last step: nothing waits between this and the caller's hold of the ticket."""
+        """Do the last step of preparing, without awaiting: the caller takes the ticket right after."""
         entry.link.check_room(len(completion.requests))
         return PreparedCompletion(
             completion=completion,
@@ -163,7 +163,7 @@ class CompletionService:
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
-        """What the request says, else the model, else OpenAI's API."""
+        """Take sampling parameters from the request, else from the model, else OpenAI's defaults."""
         own = assets.sampling
         return SamplingParams(
             temperature=_or(body.temperature, own.get("temperature", 1.0)),
@@ -205,7 +205,10 @@ class CompletionService:
             for prompt in prompts
         ]
         if sampling.min_tokens > min(limits):
-            raise bad_request(f"min_tokens is more than the {min(limits)} tokens that may come", param="min_tokens")
+            raise bad_request(
+                f"min_tokens is more than the {min(limits)} tokens that this request may generate",
+                param="min_tokens",
+            )
         requests = tuple(
             Submission(
                 request_id=RequestId(self.ids.new("request")),
@@ -228,12 +231,12 @@ class CompletionService:
 
 
 async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
-    """The prompt of a conversation. Raises TemplateFailed, HttpProblem for keywords that no template has."""
+    """Render the prompt of a conversation. Raises TemplateFailed, HttpProblem for reserved template keywords."""
     keywords = dict(body.chat_template_kwargs or {})
     for name in keywords:
         if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
             raise bad_request(
-                f"'{name[:64]}' cannot be given to a chat template", param=f"chat_template_kwargs.{name[:64]}"
+                f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
             )
     if body.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", body.reasoning_effort)
@@ -254,8 +257,10 @@ class TooManyTokens(Exception):
 
 
 async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int) -> list[int]:
-    """Ids of a text, without holding up the loop. Of a long text that has more than ``at_most`` raises TooManyTokens;
-    a shorter one's number is looked at later."""
+    """Tokenise a text without blocking the event loop.
+
+    Raises TooManyTokens for a long text with more than ``at_most`` tokens. The caller checks the length of short texts.
+    """
     if len(text) <= _INLINE_CHARS:
         return assets.encode(text, special_tokens=special_tokens)
     if len(text) <= _LONG_CHARS:
@@ -276,8 +281,10 @@ async def _encode_prompt(
 
 
 def _message_for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: no content is an empty one, arguments of calls are objects, not their text, and what
-    older clients call functions are tools."""
+    """Convert a message for templates: missing content is empty, a call's arguments are an object, functions are tools.
+
+    Older clients call tools "functions".
+    """
     fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
     if message.role == "function":
         fields["role"] = "tool"
@@ -306,17 +313,17 @@ def _echoed(assets: Assets, prompt: str | list[int]) -> str:
 
 
 def _scored_limit(prompts: list[list[int]], sampling: SamplingParams, *, num_choices: int) -> int:
-    """Output tokens of each choice whose log-probabilities can be sent. Raises HttpProblem if the prompts' cannot."""
+    """Return the most output tokens per choice with log-probabilities. Raises HttpProblem for too long prompts."""
     scored = sum(map(len, prompts)) if sampling.prompt_logprobs else 0
     most = MAX_SCORES // (1 + sampling.top_logprobs)
     if scored >= most:
-        message = f"logprobs: {scored} prompt tokens were given; with so many alternatives at most {most} can be used"
+        message = f"logprobs: the prompts have {scored} tokens; with that many alternatives the limit is {most}"
         raise bad_request(message, param="logprobs")
     return max(1, (most - scored) // (num_choices * len(prompts))) if sampling.logprobs else MAX_COUNT
 
 
 def _check(request: Submission, model: ModelBounds, *, prompt_param: str) -> None:
-    """Raise HttpProblem 400 that names the field and its bound, as the engine would refuse it."""
+    """Raise HttpProblem 400 with the field and its bound, if the engine would refuse the request."""
     if (refused := submission_refusal(request, model)) is not None:
         param = {"prompt": prompt_param, "num_choices": "n"}.get(refused.field, refused.field)
         raise bad_request(f"{param}: {refused.fact}", param=param)

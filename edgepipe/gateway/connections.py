@@ -1,4 +1,4 @@
-"""Connections before they are requests: how many, how long a header may take, errors in one shape from the start."""
+"""Connections before requests: limits their number and the time of headers; errors have the usual JSON shape."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from uvicorn.server import ServerState
 from edgepipe.gateway.problems import HttpProblem
 
 MAX_HEADER_BYTES = 16 << 10
-SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: what a client that reads slowly may leave there
-_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between two that find out whether a client has left
+SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: data that a slow client has not read yet
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between probes for clients that have left
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one gateway holds open."""
+    """Limits of one gateway's connections."""
 
     max_connections: int = 512  # idle ones included; each costs some 50 KB
     header_s: float = 10.0  # from the connection, or from a later request's first byte, to the end of its header
@@ -34,17 +34,17 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Those that stand. One too many takes the place of the one that idles longest; if none idles, it is refused."""
+    """Open connections. At the limit, a new connection replaces the longest idle one, or is refused if none is idle."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._open: dict[LimitedProtocol, None] = {}  # the one that was last in use at the end
+        self._open: dict[LimitedProtocol, None] = {}  # in order of last use
 
     def __len__(self) -> int:
         return len(self._open)
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Count it; False if there is no room."""
+        """Count a connection. Return False at the limit."""
         if len(self._open) >= self.limits.max_connections:
             idle = next((other for other in self._open if other.idle), None)
             if idle is None:
@@ -55,17 +55,17 @@ class Connections:
         return True
 
     def touch(self, connection: LimitedProtocol) -> None:
-        """It was in use until now."""
+        """Mark a connection as used now."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
     def remove(self, connection: LimitedProtocol) -> None:
-        """It is closed."""
+        """Forget a closed connection."""
         self._open.pop(connection, None)
 
     def protocol(self) -> type[LimitedProtocol]:
-        """What uvicorn makes per connection, counted here."""
+        """Return the protocol class for uvicorn, whose connections this object counts."""
 
         class Counted(LimitedProtocol):
             registry = self
@@ -74,7 +74,7 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """Uvicorn's protocol with a deadline for headers, a cap on connections, and JSON for what is no HTTP.
+    """Uvicorn's protocol with a deadline for headers, a limit of connections, and JSON errors for invalid HTTP.
 
     A request finds its connection as ``scope["state"]["connection"]``.
     """
@@ -90,16 +90,16 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._header_deadline: asyncio.TimerHandle | None = None
-        self._half_closed = False  # by the client, that waits for its answer or has left
+        self._half_closed = False  # the client sends no more: it waits for its answer, or has left
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way. A header that has begun counts as idle: whoever connects must go on."""
+        """Whether no request runs. An incomplete header counts as idle, so idle clients cannot hold connections."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is None or cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, or refuse it."""
+        """Count or refuse the connection."""
         super().connection_made(transport)
         if not self.registry.admit(self):
             self._refuse(
@@ -114,13 +114,13 @@ class LimitedProtocol(H11Protocol):
         self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Forget the connection."""
         self.registry.remove(self)
         self._header_came()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a header or of a body."""
+        """Take bytes of a header or of a body."""
         if self.transport.is_closing():
             return
         if self.idle and self._header_deadline is None:
@@ -131,8 +131,10 @@ class LimitedProtocol(H11Protocol):
                 super().data_received(data[start : start + size])
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whether its half of the connection was all that it closed is not to be seen: so the
-        answer that it waits for is still made, and news that nobody reads tell one who has left."""
+        """Handle that the client sends no more. It waits for its answer, or has left; the event does not show which.
+
+        So keep computing the answer, and probe whether the client has left.
+        """
         waits = self.conn.their_state is h11.DONE and self.scope["http_version"] == "1.1"
         if self.idle or self.cycle.response_started or not waits:
             return False
@@ -141,14 +143,14 @@ class LimitedProtocol(H11Protocol):
         return True
 
     def handle_events(self) -> None:
-        """Requests that are complete up to their header begin here, later ones of a pipeline too."""
+        """Start requests whose header is complete, also later requests of a pipeline."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
             self._header_came()
 
     def on_response_complete(self) -> None:
-        """The connection idles from now on, or goes on with what the client sent ahead."""
+        """Mark the connection as idle, or continue with a request that the client has sent already."""
         self.registry.touch(self)
         super().on_response_complete()
         if self.idle and self._half_closed:
@@ -157,22 +159,24 @@ class LimitedProtocol(H11Protocol):
             self._expect_header()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or its header is too large."""
+        """Refuse invalid HTTP, or a header that is too large."""
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         code = "header_too_large" if status == 431 else "invalid_http"
         text = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB" if status == 431 else "this is not valid HTTP"
         self._refuse(HttpProblem(status=status, message=text, code=code))
 
     def abort(self) -> None:
-        """Close at once, dropping what was not sent."""
+        """Close at once and drop unsent data."""
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing of WebSockets: the request is answered as if it had not asked for one."""
+        """Log nothing: a request for a WebSocket gets the same answer as without."""
 
     def _find_leaver(self, next_s: float) -> None:
-        """Say that the answer is under way (102), until it begins. The system of a client that has left refuses it, and
-        the write after that closes the connection."""
+        """Send "102 Processing" until the answer begins, to detect a client that has left.
+
+        The client's system then refuses the data, and the next write closes the connection.
+        """
         if self.transport.is_closing() or self.idle or self.cycle.response_started:
             return
         processing = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
@@ -193,7 +197,7 @@ class LimitedProtocol(H11Protocol):
             self.abort()
 
     def _refuse(self, problem: HttpProblem) -> None:
-        """Answer without a request, then close."""
+        """Send an error without a request, then close."""
         self._header_came()
         body = json.dumps(problem.body()).encode()
         headers: Mapping[str, str] = {
@@ -208,7 +212,7 @@ class LimitedProtocol(H11Protocol):
         try:
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:  # in the middle of an answer
+        except h11.LocalProtocolError:  # an answer is partly sent
             self.abort()
         else:
             self.transport.close()

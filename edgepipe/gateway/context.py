@@ -1,4 +1,4 @@
-"""How much of a model's context a request gets."""
+"""Share of a model's context that a request gets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from edgepipe.gateway.problems import from_error
 
 
 def check_length(num_prompt_tokens: int, context_length: int, *, wanted: int | None = None, param: str) -> int:
-    """``limit_tokens``, its errors as HttpProblem that names the field."""
+    """Call ``limit_tokens``; raise its errors as HttpProblem with the field."""
     try:
         return limit_tokens(num_prompt_tokens=num_prompt_tokens, wanted=wanted, context_length=context_length)
     except RequestInvalid as exc:
@@ -15,8 +15,10 @@ def check_length(num_prompt_tokens: int, context_length: int, *, wanted: int | N
 
 
 def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: int) -> int:
-    """Output tokens that a request gets: what it asks for, cut to what the context leaves. Raises PromptTooLong,
-    RequestInvalid for an empty prompt."""
+    """Return the output tokens of a request: ``wanted``, at most the rest of the context after the prompt.
+
+    Raises PromptTooLong, and RequestInvalid for an empty prompt.
+    """
     if num_prompt_tokens == 0:
         raise RequestInvalid("the prompt is empty", next_step="send at least one token")
     left = context_length - num_prompt_tokens
@@ -26,7 +28,7 @@ def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: 
 
 
 def prompt_too_long(num_prompt_tokens: int, context_length: int) -> PromptTooLong:
-    """Make the error of a prompt that leaves no room for an answer. Clients look for the first words of it."""
+    """Build the error of a prompt that leaves no room for an answer. Clients search for its first words."""
     return PromptTooLong(
         f"This model's maximum context length is {context_length} tokens",
         fact=f"the prompt has {num_prompt_tokens}, and the answer needs at least one",

@@ -1,4 +1,4 @@
-"""Every endpoint, once: its route and what the API's document says of it come from the same line."""
+"""Endpoints: one definition gives the route and the entry in the API's document."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Endpoint:
     answer: dict[str, Any] | None = None  # JSON schema of a 200; None: no JSON
     streams: str = ""  # media type of a streamed answer
     media_type: str = "application/json"
-    query: tuple[str, ...] = ()  # optional parameters, all text
+    query: tuple[str, ...] = ()  # optional parameters, all of them texts
     open: bool = False  # needs no key
 
 
 def fields(*required: str, **types: str) -> dict[str, Any]:
-    """Schema of an object: required names, and the types of some."""
+    """Build the schema of an object: its required names, and the types of some names."""
     properties = {name: {"type": kind} for name, kind in types.items()}
     return {"type": "object", "required": [*required], "properties": properties}

@@ -1,4 +1,4 @@
-"""The one stream from this gateway to an engine. It carries all requests, and outlives breaks by resuming them."""
+"""Stream from this gateway to an engine. It carries all requests, and resumes them after a break."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 class LinkLimits:
     """Bounds of one engine link."""
 
-    resume_window_s: float = 60.0  # an engine is started again, on its node or elsewhere, within some seconds
-    answer_s: float = 3.0  # until an engine greets
-    again_s: float = 0.2  # between two tries, unless there is news of the engine
-    max_requests: int = 4096  # prompts in flight, of all keys; each may hold a context of ids
+    resume_window_s: float = 60.0  # a node starts a new engine within some seconds
+    answer_s: float = 3.0  # deadline of the engine's first message
+    again_s: float = 0.2  # between two attempts, unless news of the engine arrives
+    max_requests: int = 4096  # prompts in flight, of all keys; each may hold a whole context of ids
     max_outbox: int = 16384  # messages waiting for the stream: one submit and a few cancels per request
 
 
@@ -46,28 +46,28 @@ class EngineLink:
         self._security = security
         self._limits = limits
         self._active: dict[RequestId, Generation] = {}
-        self._submitted_to: dict[RequestId, str] = {}  # engine id
-        self._outbox: asyncio.Queue[engine_pb2.GatewayMessage] | None = None  # while a stream stands
+        self._submitted_to: dict[RequestId, str] = {}  # engine id by request
+        self._outbox: asyncio.Queue[engine_pb2.GatewayMessage] | None = None  # set while a stream is open
         self._engine_id = ""
         self._address = served.address
-        self._greeting: asyncio.Timeout | None = None  # while nobody has answered yet
-        self._call: Any = None  # while a stream stands or is opened
+        self._greeting: asyncio.Timeout | None = None  # set until the engine greets
+        self._call: Any = None  # set while a stream is open or opening
         self._wanted = asyncio.Event()
-        self._news = asyncio.Event()  # of the engine's place
-        self._broken_since_s: float | None = None  # on the loop's clock; None while messages come
+        self._news = asyncio.Event()  # the engine's address has changed
+        self._broken_since_s: float | None = None  # on the loop's clock; None while messages arrive
 
     def check_room(self, num_requests: int) -> None:
-        """Raise QueueFull unless so many more requests may be opened."""
+        """Raise QueueFull if that many more requests would exceed the limit."""
         if len(self._active) + num_requests > self._limits.max_requests:
             raise QueueFull(
                 "too many requests are running",
-                fact=f"{len(self._active)} are running here, at most {self._limits.max_requests} may",
+                fact=f"{len(self._active)} run on this gateway, the limit is {self._limits.max_requests}",
                 next_step="try again in a moment",
             )
 
     @contextmanager
     def open(self, request: Submission, *, changed: asyncio.Event) -> Generator[Generation]:
-        """Send the request; leaving the block stops what of it still runs. Raises QueueFull."""
+        """Send the request; leaving the block stops its running choices. Raises QueueFull."""
         self.check_room(1)
         generation = Generation(request, changed=changed, send_cancel=self._cancel)
         self._active[request.request_id] = generation
@@ -82,20 +82,20 @@ class EngineLink:
             self._submitted_to.pop(request.request_id, None)
 
     def move(self, served: ServedModel | None) -> None:
-        """Where the engine is now; None while nobody tells of one. A stream that stands is left alone until it breaks
-        or there is a newer engine."""
+        """Set the engine's address; None while no engine is known. An open stream stays until it breaks or a newer
+        engine appears."""
         known = (self._address, self._served.certificate)
         newer = served is not None and (served.address, served.certificate) != known
         if served is not None:
             self._served, self._address = served, served.address
         if newer and self._call is not None:
             self._call.cancel()
-        if newer and self._greeting is not None:  # a call that is not connected yet does not notice its cancellation
+        if newer and self._greeting is not None:  # a call that has not connected yet does not notice its cancellation
             self._greeting.reschedule(asyncio.get_running_loop().time())
         self._news.set()
 
     async def run(self) -> None:
-        """Keep the stream while anybody wants it. Ends by cancellation only."""
+        """Keep the stream open while requests need it. Ends by cancellation only."""
         while True:
             await self._wanted.wait()
             self._after_break(await self._try())
@@ -103,14 +103,14 @@ class EngineLink:
                 await self._news_within(self._limits.again_s)
 
     def fail_all(self, error: EdgepipeError) -> None:
-        """There is no engine any more: every request ends with ``error``."""
+        """End every request with ``error``."""
         self._wanted.clear()
         self._broken_since_s = None
         for generation in self._active.values():
             generation.fail(error)
 
     async def _try(self) -> EdgepipeError:
-        """One stream, where the engine is; returns why there is none any more."""
+        """Run one stream to the engine's address. Return the error that ended it."""
         self._news.clear()
         try:
             credentials = self._security.to_process(self._served.certificate)
@@ -120,7 +120,7 @@ class EngineLink:
             return await self._session(engine_pb2_grpc.EngineStub(channel))
 
     def _after_break(self, error: EdgepipeError) -> None:
-        """Requests wait for the engine, or for another one, as long as the window is open."""
+        """Let requests wait for an engine within the resume window; fail them after it."""
         now_s = asyncio.get_running_loop().time()
         self._broken_since_s = now_s if self._broken_since_s is None else self._broken_since_s
         if not self._active:
@@ -137,7 +137,7 @@ class EngineLink:
                 await self._news.wait()
 
     async def _session(self, stub: engine_pb2_grpc.EngineAsyncStub) -> EdgepipeError:
-        """One stream from its opening to its end; returns why it ended."""
+        """Run one stream from its opening to its end. Return the error that ended it."""
         call = self._call = stub.Generate(wait_for_ready=True)
         try:
             await self._greet(call)
@@ -191,7 +191,7 @@ class EngineLink:
                     if generation is None:
                         continue
                     if isinstance(event, ChoiceEnded) and isinstance(event.error, PeerClosed):
-                        self._submit_again(generation, event.attempt)  # resumed too late: the engine forgot it
+                        self._submit_again(generation, event.attempt)  # the engine has forgotten the request
                     else:
                         generation.apply(event)
         except grpc.aio.AioRpcError as exc:
@@ -199,7 +199,7 @@ class EngineLink:
         return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")
 
     def _start(self, generation: Generation) -> None:
-        """Submit the request, resume it if it was written to this engine before, or continue what another one began."""
+        """Submit the request, resume it at the same engine, or continue it at a new engine."""
         request_id = generation.request.request_id
         known_by = self._submitted_to.get(request_id)
         if generation.failure is not None:
@@ -227,7 +227,7 @@ class EngineLink:
         )
 
     async def _write(self, call: Any, outbox: asyncio.Queue[engine_pb2.GatewayMessage]) -> None:
-        """Write what waits, in order. A broken stream ends this quietly: the reader tells why."""
+        """Write waiting messages in order. Return quietly if the stream breaks: the reader reports the error."""
         try:
             while True:
                 message = await outbox.get()
@@ -239,17 +239,17 @@ class EngineLink:
 
     def _put(self, command: GatewayCommand) -> None:
         if self._outbox is None:
-            return  # no stream: the engine forgets what nobody resumes
+            return  # no stream: the engine forgets requests that no gateway resumes
         try:
             self._outbox.put_nowait(command_to_wire(command))
         except asyncio.QueueFull:
-            self.fail_all(PeerClosed(f"{self._peer()} does not take requests", next_step="send the request again"))
+            self.fail_all(PeerClosed(f"{self._peer()} does not accept requests", next_step="send the request again"))
 
     def _peer(self) -> str:
         return f"the engine of '{self._served.name}'"
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels the running task, and not just the call it waits for."""
+    """Return whether the running task is cancelled, not only the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

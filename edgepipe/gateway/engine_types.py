@@ -1,4 +1,4 @@
-"""What engines report of requests, and what the daemon tells of engines, as values."""
+"""Values of the engines' reports on requests, and of the daemon's reports on engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRead:
-    """How many of the prompt's tokens have been computed; what comes late or never costs nothing."""
+    """Number of computed prompt tokens. A late or lost report has no effect."""
 
     request_id: RequestId
     attempt: int
@@ -44,7 +44,7 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceEnded:
-    """The one ending of a choice."""
+    """End of a choice; each choice has exactly one."""
 
     request_id: RequestId
     attempt: int
@@ -59,24 +59,24 @@ EngineReport = TokensArrived | PromptScored | PromptRead | ChoiceEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that some engine serves, as this node's daemon tells it."""
+    """A model that an engine serves, as this node's daemon reports it."""
 
     name: str
     pipeline_id: PipelineId
     epoch: Epoch
     state: str  # "starting" | "loading" | "ready" | "recovering" | "waiting" | "failed" | "stopping"
     address: str  # HOST:PORT of the engine
-    certificate: bytes = b""  # PEM, of the engine's process; empty where nothing is encrypted
+    certificate: bytes = b""  # PEM, of the engine's process; empty without encryption
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
     manifest_hash: str = ""
     weight_bytes: int = 0  # of all stages together
-    on_request: bool = False  # requests had it loaded, and say how long it stays
-    num_requests: int = 0  # that the engine has, of all gateways
+    on_request: bool = False  # a request loaded the model, and requests set how long it stays
+    num_requests: int = 0  # requests at the engine, of all gateways
     message: str = ""
     error: EdgepipeError | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether requests may be sent: while it recovers they wait."""
+        """Whether requests may be sent; while the engine recovers, they wait there."""
         return self.state in ("ready", "recovering") and bool(self.address)

@@ -1,4 +1,4 @@
-"""One prompt being answered: its request, its log, its endings."""
+"""Generation for one prompt: its request, its log, its endings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """What an engine link fills and the door reads. The log is the buffer between them: it is bounded by the request's
-    own token limit, so a client that reads slowly holds up nobody."""
+    """One prompt's generation, written by an engine link and read by ``run_completion``.
+
+    Its log is the buffer between them. The request's token limit bounds the log, so a slow client delays no other.
+    """
 
     def __init__(
         self,
@@ -32,17 +34,17 @@ class Generation:
             max_tokens=request.max_tokens,
             with_logprobs=request.sampling.logprobs,
         )
-        self.num_read = 0  # tokens of the prompt that are computed, as far as the engine told
+        self.num_read = 0  # computed tokens of the prompt, as the engine reported
         self.failure: EdgepipeError | None = None
-        self.cancelled: dict[int, int] = {}  # choice -> number of tokens wanted; a resumed engine is told again
+        self.cancelled: dict[int, int] = {}  # choice -> number of wanted tokens; sent again on resuming
         self._changed = changed
         self._send_cancel = send_cancel
         self._endings: dict[int, ChoiceEnded] = {}
 
     def apply(self, event: EngineReport) -> None:
-        """Append what the engine reports, then wake the reader. A broken rule of the protocol fails the request.
+        """Append the engine's report, then wake the reader. A violation of the protocol fails the request.
 
-        What an engine says of an attempt before the newest one is dropped.
+        Reports on older attempts are dropped.
         """
         if event.attempt != self.request.attempt:
             return
@@ -58,7 +60,8 @@ class Generation:
         self._changed.set()
 
     def next_attempt(self) -> Submission:
-        """The request for an engine that does not know it: what was generated goes along and is not sampled again."""
+        """Return the request for an engine that does not know it; it includes the generated tokens, so that the engine
+        does not sample them again."""
         self.request = replace(
             self.request,
             attempt=self.request.attempt + 1,
@@ -67,11 +70,11 @@ class Generation:
         return self.request
 
     def ending(self, choice: int) -> ChoiceEnded | None:
-        """How a choice ended, once it has."""
+        """Return the end of a choice, None while it runs."""
         return self._endings.get(choice)
 
     def cancel(self, choice: int, *, at_position: int) -> None:
-        """Only the first ``at_position`` tokens of the choice are wanted."""
+        """Stop a choice; its first ``at_position`` tokens are enough."""
         if choice not in self._endings:
             self._endings[choice] = ChoiceEnded(
                 request_id=self.request.request_id, attempt=self.request.attempt, choice=choice, reason="cancelled"
@@ -80,12 +83,12 @@ class Generation:
             self._send_cancel(self, choice, at_position)
 
     def abandon(self) -> None:
-        """Nobody reads any more: stop every choice that still runs."""
+        """Stop every running choice: the reader has gone."""
         for choice, have in enumerate(self.log.have()):
             self.cancel(choice, at_position=have)
 
     def fail(self, error: EdgepipeError) -> None:
-        """The request cannot be finished. The first failure stays."""
+        """Fail the request. The first failure counts."""
         self.failure = self.failure or error
         self._changed.set()
 
@@ -102,7 +105,7 @@ class Generation:
             self.fail(
                 event.error
                 or StageLost(
-                    "the engine gave the request up",
+                    "the engine abandoned the request",
                     fact=f"it ended with '{event.reason}'",
                     next_step="send the request again",
                 )

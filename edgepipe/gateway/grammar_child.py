@@ -1,9 +1,9 @@
-"""The child process that tries grammars: ``python -m edgepipe.gateway.grammar_child``.
+"""Child process that compiles grammars on trial: ``python -m edgepipe.gateway.grammar_child``.
 
-llguidance bounds most of its work, but not that on patterns which must match together (``allOf``): a schema of a few
-lines can take hours and all memory. The kernel bounds both here, and kills the child inside a single long operation.
+llguidance bounds most of its work, but not its work on patterns that must match together (``allOf``): a schema of a few
+lines can take hours and all memory. The kernel limits both for this process, and kills it within a long operation.
 
-A question (``edgepipe.model.frames``) is a grammar's text. The answer is empty, or the reason why it cannot be used.
+A question (``edgepipe.model.frames``) is a grammar's text. The answer is empty, or the reason for refusing the grammar.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from edgepipe.model.frames import answer_frames
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import check_grammar, json_grammar
 
-CPU_S = 5.0  # of one grammar; the largest that can be used take 1 to 3 s
-MEMORY_BYTES = 1 << 30  # the largest that can be used take a tenth of it
+CPU_S = 5.0  # per grammar; the largest allowed grammars take 1 to 3 s
+MEMORY_BYTES = 1 << 30  # the largest allowed grammars take a tenth of it
 
 
 def answer(question: bytes) -> bytes:
@@ -35,8 +35,8 @@ def answer(question: bytes) -> bytes:
 def main() -> None:
     """Answer questions until stdin ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    check_grammar(json_grammar({}))  # loads the library: all of it should be mapped before the limit is set
-    limit_memory(MEMORY_BYTES)  # where the platform refuses, the CPU limit bounds the memory, too
+    check_grammar(json_grammar({}))  # loads the library, whose memory is then mapped before the limit applies
+    limit_memory(MEMORY_BYTES)  # if the platform refuses, the CPU limit bounds the memory
     answer_frames(answer)
 
 

@@ -1,4 +1,4 @@
-"""Load models that are on a disk of the cluster but not served: a request for one starts this, and waits a while."""
+"""Loads models on request: a request for a model on a disk of the cluster starts the load and waits for it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterable
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
 
-WAIT_S = 60.0  # clients give up later; after this, a request gets a 503 and may be sent again
+WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give up later
 
 
 class ModelLoads:
-    """Finds the model of a request, served or loadable."""
+    """Finds a request's model, served or loadable."""
 
     def __init__(self, models: ModelTable, *, load: Callable[[str], None], wait_s: float = WAIT_S) -> None:
-        """``load`` asks for a model and returns at once; ``failed`` reports that it was not loaded."""
+        """``load`` requests a model and returns at once; ``failed`` reports that it was not loaded."""
         self._models = models
         self._load = load
         self._wait_s = wait_s
         self._loadable: frozenset[str] = frozenset()
-        self._asked: dict[str, EdgepipeError | None] = {}  # models that were asked for, and why they are not served
+        self._asked: dict[str, EdgepipeError | None] = {}  # requested models, with the error of a failed load
 
     def update(self, loadable: Iterable[str]) -> None:
         """Replace the names of models that a request may load."""
         self._loadable = frozenset(loadable)
 
     def can_load(self, name: str) -> bool:
-        """Whether a request may load it."""
+        """Return whether a request may load the model."""
         return name in self._loadable
 
     def failed(self, model: str, error: EdgepipeError) -> None:
@@ -36,16 +36,16 @@ class ModelLoads:
         self._models.notify()
 
     async def entry(self, name: str | None) -> ModelEntry:
-        """Return the entry of a model, as ``ModelTable.get``. Load the model first if a request may.
+        """Return the entry of a model, as ``ModelTable.get``. Load the model first if it is loadable.
 
-        Raises what ``get`` raises, the error that ``failed`` reported, or CapacityError if loading takes too long.
+        Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
         wanted = name or ""
         try:
             return self._models.get(name)
         except CapacityError:
             if wanted not in self._asked or self._asked[wanted] is not None:
-                raise  # a user serves it, perhaps after a request's attempt failed
+                raise  # a user has served it, perhaps after a request's load failed
         except EdgepipeError:
             if wanted not in self._loadable:
                 raise
@@ -55,7 +55,7 @@ class ModelLoads:
 
     async def _waited_for(self, name: str) -> ModelEntry:
         fact = ""
-        coming = False  # until then, the view's errors may be of an earlier attempt
+        coming = False  # while False, errors in the view may be from an earlier attempt
         try:
             async with asyncio.timeout(self._wait_s):
                 while (why := self._asked.get(name)) is None:
@@ -70,7 +70,7 @@ class ModelLoads:
         except TimeoutError:
             raise CapacityError(
                 f"the model '{name}' is not ready yet",
-                fact=fact or f"it was asked for {self._wait_s:.0f} s ago",
+                fact=fact or f"its load started {self._wait_s:.0f} s ago",
                 next_step="try again in a moment",
             ) from None
         raise why

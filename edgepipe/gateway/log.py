@@ -1,4 +1,4 @@
-"""The request log: what a request was given, token by token. Everything a client sees is a function of it."""
+"""Request log: a request's tokens. All output to the client is a function of the log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from edgepipe.sampling import LogprobLog, TokenLogprobs
 
 
 class RequestLog:
-    """``(choice, position) -> token id, logprobs asked for``, append-only, in memory. Append first, then send.
+    """Append-only map in memory: ``(choice, position) -> token id, requested logprobs``. Append first, then send.
 
-    A position is written once: what a resumed engine sends again is dropped, and the first writer wins.
+    Each position is written once: the first writer wins, and repeated tokens of a resumed engine are dropped.
     """
 
     def __init__(self, *, num_choices: int, max_tokens: int, with_logprobs: bool = False) -> None:
@@ -19,27 +19,27 @@ class RequestLog:
         self._logprobs = [LogprobLog() for _ in range(num_choices)]
         self._with_logprobs = with_logprobs
         self._max_tokens = max_tokens
-        self.prompt_logprobs = LogprobLog()  # of the prompt from its second token on; choices share them
+        self.prompt_logprobs = LogprobLog()  # from the prompt's second token on; all choices share them
 
     @property
     def num_choices(self) -> int:
-        """How many choices the request asked for."""
+        """Number of choices that the request asked for."""
         return len(self._ids)
 
     def append(self, *, choice: int, position: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Add tokens from output position ``position`` on. Raises RemoteProtocolError for a gap or too many: the engine
-        is at fault, and the request cannot go on."""
+        """Add tokens from output position ``position`` on.
+
+        Raises RemoteProtocolError for a gap or too many tokens: a fault of the engine, and the request cannot continue.
+        """
         if choice >= len(self._ids):
-            raise RemoteProtocolError("the engine sent a token for a choice that was not asked for")
+            raise RemoteProtocolError("the engine sent a token for a choice that the request does not have")
         have = self._ids[choice]
         if position > len(have):
             raise RemoteProtocolError(
-                "the engine left out a token", fact=f"position {position} came, {len(have)} was next"
+                "the engine left out a token", fact=f"it sent position {position} instead of {len(have)}"
             )
         if position + len(ids) > self._max_tokens:
-            raise RemoteProtocolError(
-                "the engine sent more tokens than were asked for", fact=f"{self._max_tokens} were asked for"
-            )
+            raise RemoteProtocolError("the engine sent too many tokens", fact=f"the limit is {self._max_tokens}")
         if self._with_logprobs:
             if len(logprobs) != len(ids):
                 raise RemoteProtocolError("the engine left out a token's log-probability")
@@ -47,20 +47,20 @@ class RequestLog:
         have.extend(ids[len(have) - position :])
 
     def add_prompt_logprobs(self, *, position: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Those of the prompt's tokens from the absolute ``position`` on. Raises RemoteProtocolError for a gap."""
+        """Add logprobs of prompt tokens from absolute ``position`` on. Raises RemoteProtocolError for a gap."""
         have = len(self.prompt_logprobs) + 1  # the first token has none
         if position > have:
             raise RemoteProtocolError("the engine left out log-probabilities of the prompt")
         self.prompt_logprobs.extend(logprobs[have - position :])
 
     def tokens(self, choice: int, *, start: int = 0) -> Sequence[int]:
-        """Token ids of a choice from output position ``start`` on."""
+        """Return the token ids of a choice from output position ``start`` on."""
         return self._ids[choice][start:]
 
     def logprobs(self, choice: int, *, start: int, count: int) -> Sequence[TokenLogprobs]:
-        """Of ``count`` tokens of a choice; empty if the request did not ask for them."""
+        """Return log-probabilities of ``count`` tokens of a choice; empty if the request did not ask for them."""
         return self._logprobs[choice][start : start + count]
 
     def have(self) -> list[int]:
-        """Number of tokens per choice: what ``Resume`` tells the engine."""
+        """Return the number of tokens per choice, for the ``Resume`` message."""
         return [len(ids) for ids in self._ids]

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's clients read them: one form in chats, another in completions."""
+"""Log-probabilities in OpenAI's two forms: for chats and for completions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from edgepipe.gateway.models import Assets
 from edgepipe.sampling import TokenLogprobs
 
-_LOWEST = -9999.0  # stands for a token that cannot come: JSON has no infinity
+_LOWEST = -9999.0  # for impossible tokens: JSON has no infinity
 
 
 def chat_logprobs(assets: Assets, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Format the tokens that have text: their texts, joined, are the answer."""
+    """Format the tokens that have text; their joined texts are the answer."""
     content: list[dict[str, Any]] = []
     for token, entry in zip(ids, logprobs, strict=True):
         if assets.token_bytes(token):
@@ -34,13 +34,13 @@ class TextLogprobs:
     """Formats one choice of a completion, piece by piece. Offsets count through the text that the client gets."""
 
     def __init__(self, assets: Assets, *, before: Sequence[int] = ()) -> None:
-        """``before``: tokens whose text the choice continues, and that are not echoed."""
+        """``before``: tokens without echo whose text the choice continues."""
         self._assets = assets
         self._detokenizer = assets.new_detokenizer(before=before)
         self._offset = 0  # characters
 
     def add(self, ids: Iterable[int], logprobs: Iterable[TokenLogprobs | None]) -> dict[str, Any]:
-        """Format the next tokens; an entry is None for the first token of an echoed prompt, which has no score."""
+        """Format the next tokens. The first token of an echoed prompt has no score: its entry must be None."""
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(ids, logprobs, strict=True):
             text = self._assets.token_text(token)
@@ -52,11 +52,11 @@ class TextLogprobs:
         return part
 
     def move_to(self, offset: int) -> None:
-        """Set the next token's offset: the client gets an echoed prompt as it was written."""
+        """Set the next token's offset, because the echo is the prompt's original text."""
         self._offset = offset
 
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens, and the sampled one even if it is not among them."""
+        """Return the likeliest tokens and the sampled token."""
         return {sampled: _finite(entry.logprob)} | {
             self._assets.token_text(token): _finite(value) for token, value in reversed(entry.top)
         }

@@ -19,7 +19,7 @@ from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 
 def events_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
-    """Yield an engine's reports of requests, in order. Raises RemoteProtocolError."""
+    """Yield an engine's reports on requests, in order. Raises RemoteProtocolError."""
     for read in event.prompt_reads:
         yield PromptRead(
             request_id=RequestId(read.request_id),

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: requests as this gateway saw them; engines, stages and links as the daemon tells them."""
+"""Metrics for Prometheus: this gateway's requests; engines, stages and links from the daemon's view."""
 
 from __future__ import annotations
 
@@ -28,28 +28,35 @@ class RequestMetrics:
         self.clock = clock
         labels = ("model",)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"edgepipe_{name}_seconds", what, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"edgepipe_{name}_seconds", description, labels, buckets=buckets, registry=registry)
 
-        self.prompt_tokens = Counter("edgepipe_prompt_tokens", "Prompt tokens taken.", labels, registry=registry)
+        self.prompt_tokens = Counter("edgepipe_prompt_tokens", "Prompt tokens accepted.", labels, registry=registry)
         self.output_tokens = Counter("edgepipe_generation_tokens", "Tokens generated.", labels, registry=registry)
         self.succeeded = Counter(
-            "edgepipe_request_success", "Choices that ended well.", (*labels, "finished_reason"), registry=registry
+            "edgepipe_request_success",
+            "Choices that ended without an error.",
+            (*labels, "finished_reason"),
+            registry=registry,
         )
         self.failed = Counter(
             "edgepipe_request_failures", "Requests that ended in an error.", (*labels, "code"), registry=registry
         )
-        self.first_token = histogram("time_to_first_token", "Request accepted to its first token.", _FIRST_TOKEN_S)
-        self.between = histogram("inter_token_latency", "Between two tokens of a choice.", _BETWEEN_S)
-        self.whole = histogram("e2e_request_latency", "Request accepted to its end.", _WHOLE_S)
-        self.queued = histogram("request_queue_time", "Waiting for a place in this gateway.", _WAIT_S)
-        self.prefill = histogram("request_prefill_time", "Sent to the engine to its first token.", _FIRST_TOKEN_S)
-        self.decode = histogram("request_decode_time", "First token to the last.", _WHOLE_S)
+        self.first_token = histogram(
+            "time_to_first_token", "Time from accepting a request to its first token.", _FIRST_TOKEN_S
+        )
+        self.between = histogram("inter_token_latency", "Time between two tokens of a choice.", _BETWEEN_S)
+        self.whole = histogram("e2e_request_latency", "Time from accepting a request to its end.", _WHOLE_S)
+        self.queued = histogram("request_queue_time", "Time in this gateway's queue.", _WAIT_S)
+        self.prefill = histogram(
+            "request_prefill_time", "Time from sending a request to the engine to its first token.", _FIRST_TOKEN_S
+        )
+        self.decode = histogram("request_decode_time", "Time from the first token to the last.", _WHOLE_S)
 
         self._of_models: dict[str, ModelMetrics] = {}
 
     def begin(self, model: str, *, num_prompt_tokens: int) -> RequestMeter:
-        """Count a request that was accepted now."""
+        """Count a newly accepted request."""
         found = self._of_models.get(model)
         if found is None:
             found = self._of_models[model] = ModelMetrics(self, model)
@@ -58,7 +65,7 @@ class RequestMetrics:
 
 
 class ModelMetrics:
-    """Those of one model: looking them up by label for every request would cost more than counting."""
+    """Metrics of one model, looked up by label once: a lookup costs more than counting."""
 
     def __init__(self, metrics: RequestMetrics, model: str) -> None:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
@@ -74,16 +81,16 @@ class ModelMetrics:
         self._failed = metrics.failed
 
     def succeeded(self, reason: str) -> None:
-        """A choice ended well."""
+        """Count a choice that ended without an error."""
         self._succeeded.labels(self._model, reason).inc()
 
     def failed(self, code: str) -> None:
-        """A request ended in an error."""
+        """Count a request that ended in an error."""
         self._failed.labels(self._model, code).inc()
 
 
 class RequestMeter:
-    """Follows one request. Times are the clock's monotonic seconds."""
+    """Meter of one request. Times are the clock's monotonic seconds."""
 
     def __init__(self, metrics: ModelMetrics, clock: Clock) -> None:
         self._metrics = metrics
@@ -93,12 +100,12 @@ class RequestMeter:
         self._last_s: dict[int, float] = {}  # by choice
 
     def started(self) -> None:
-        """It has its place and goes to the engine."""
+        """Record that the request goes to the engine."""
         self._started_s = self._clock.monotonic_s()
         self._metrics.queued.observe(self._started_s - self._accepted_s)
 
     def tokens(self, choice: int, count: int) -> None:
-        """So many tokens of a choice came; those that come together share their gap."""
+        """Record ``count`` new tokens of a choice; tokens that arrive together share the time since the last ones."""
         now_s = self._clock.monotonic_s()
         self._metrics.output_tokens.inc(count)
         if self._first_s is None:
@@ -112,38 +119,38 @@ class RequestMeter:
         self._last_s[choice] = now_s
 
     def choice_ended(self, reason: str) -> None:
-        """One of its choices ended."""
+        """Record the end of a choice."""
         self._metrics.succeeded(reason)
 
     def ended(self) -> None:
-        """All of it ended well."""
+        """Record the end of the request without an error."""
         now_s = self._clock.monotonic_s()
         self._metrics.whole.observe(now_s - self._accepted_s)
         if self._first_s is not None:
             self._metrics.decode.observe(now_s - self._first_s)
 
     def failed(self, code: str) -> None:
-        """It ended in an error."""
+        """Record the end of the request in an error."""
         self._metrics.failed(code)
 
 
 class ClusterMetrics(Collector):
-    """The daemon's newest view, read at every scrape."""
+    """Collector of the daemon's newest view, read at every scrape."""
 
     def __init__(
         self, view: Callable[[], node_pb2.ClusterView], own: Callable[[], dict[str, float]], version: str
     ) -> None:
-        """``own``: this gateway's gauges by name."""
+        """``own`` returns this gateway's gauges by name."""
         self._view = view
         self._own = own
         self._version = version
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are known once there is a view."""
+        """Return no metrics: their names are known once a view has arrived."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every family with its samples."""
+        """Yield every family with its samples."""
         build = GaugeMetricFamily("edgepipe_build_info", "Version of edgepipe.", labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
@@ -161,28 +168,44 @@ class ClusterMetrics(Collector):
 
 
 _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
-    ("num_requests_running", "Sequences that are computed.", lambda e: e.running),
-    ("num_requests_waiting", "Sequences that wait in the engine.", lambda e: e.waiting),
-    ("kv_cache_blocks", "KV blocks of every stage.", lambda e: e.num_blocks),
+    ("num_requests_running", "Running sequences.", lambda e: e.running),
+    ("num_requests_waiting", "Sequences waiting in the engine.", lambda e: e.waiting),
+    ("kv_cache_blocks", "KV blocks per stage.", lambda e: e.num_blocks),
     ("micro_batches", "Micro-batches kept in flight (M).", lambda e: e.micro_batches),
-    ("steps_in_flight", "Steps between their plan and their retirement.", lambda e: e.in_flight),
+    ("steps_in_flight", "Planned steps that have not retired.", lambda e: e.in_flight),
     ("tokens_per_second", "Tokens generated in the last seconds.", lambda e: e.tokens_per_s),
-    ("predicted_tokens_per_second", "What M and the sequences allow.", lambda e: e.predicted_tokens_per_s),
-    ("ring_latency_seconds", "One-way delays, sampling and return of a whole turn.", lambda e: e.latency_ms / 1e3),
+    (
+        "predicted_tokens_per_second",
+        "Predicted rate for M and the running sequences.",
+        lambda e: e.predicted_tokens_per_s,
+    ),
+    (
+        "ring_latency_seconds",
+        "One-way delays, sampling and return of a turn of the ring.",
+        lambda e: e.latency_ms / 1e3,
+    ),
     ("epoch", "Counter of the pipeline's epoch.", lambda e: e.epoch.counter),
 )
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
-    ("num_preemptions", "Sequences put back for lack of KV blocks.", lambda e: e.preemptions),
-    ("prefix_cache_queries_tokens", "Known tokens of admitted sequences.", lambda e: e.admitted_tokens),
-    ("prefix_cache_hits_tokens", "Of those, found in the prefix cache.", lambda e: e.cached_tokens),
+    ("num_preemptions", "Sequences preempted for lack of KV blocks.", lambda e: e.preemptions),
+    (
+        "prefix_cache_queries_tokens",
+        "Tokens of admitted sequences looked up in the prefix cache.",
+        lambda e: e.admitted_tokens,
+    ),
+    ("prefix_cache_hits_tokens", "Tokens of admitted sequences found in the prefix cache.", lambda e: e.cached_tokens),
     ("recoveries", "Epochs that replaced a failed one.", lambda e: e.recoveries),
-    ("recovery_stall_seconds", "From failures to the first token after each.", lambda e: e.stall_ms / 1e3),
-    ("recovery_kept_tokens", "Of interrupted sequences, found in the KV cache as they were.", lambda e: e.kept_tokens),
-    ("recovery_replayed_tokens", "Of the same, computed again by some stages only.", lambda e: e.replayed_tokens),
+    ("recovery_stall_seconds", "Time from each failure to the next token.", lambda e: e.stall_ms / 1e3),
+    ("recovery_kept_tokens", "Tokens of interrupted sequences kept in the KV cache.", lambda e: e.kept_tokens),
+    (
+        "recovery_replayed_tokens",
+        "Tokens of interrupted sequences that only some stages computed again.",
+        lambda e: e.replayed_tokens,
+    ),
 )
 _STAGE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
-    ("stage_busy_seconds", "Time in which the stage's device computed.", lambda s: s.computed_s),
-    ("stage_bubble_seconds", "Time in which it waited while steps were in flight.", lambda s: s.bubble_s),
+    ("stage_busy_seconds", "Time that the stage's device computed.", lambda s: s.computed_s),
+    ("stage_bubble_seconds", "Time that the stage waited while steps were in flight.", lambda s: s.bubble_s),
 )
 _STAGE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
     ("stage_busy_ratio", "Share of the last seconds that the stage computed.", lambda s: s.busy),
@@ -197,13 +220,13 @@ def _used(engine: engine_pb2.EngineState) -> float:
 
 
 def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
-    for name, what, read in _ENGINE_GAUGES:
-        gauge = GaugeMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+    for name, description, read in _ENGINE_GAUGES:
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=("model",))
         for engine in engines:
             gauge.add_metric((engine.model,), read(engine))
         yield gauge
-    for name, what, read in _ENGINE_COUNTERS:
-        counter = CounterMetricFamily(f"edgepipe_{name}", what, labels=("model",))
+    for name, description, read in _ENGINE_COUNTERS:
+        counter = CounterMetricFamily(f"edgepipe_{name}", description, labels=("model",))
         for engine in engines:
             counter.add_metric((engine.model,), read(engine))
         yield counter
@@ -211,10 +234,10 @@ def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 
 def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
     labels = ("model", "node", "stage")
-    for name, what, read in _STAGE_GAUGES:
-        yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
-    for name, what, read in _STAGE_COUNTERS:
-        yield _of_stages(CounterMetricFamily(f"edgepipe_{name}", what, labels=labels), engines, read)
+    for name, description, read in _STAGE_GAUGES:
+        yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
+    for name, description, read in _STAGE_COUNTERS:
+        yield _of_stages(CounterMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
 
 
 def _of_stages(
@@ -229,12 +252,12 @@ def _of_stages(
 
 
 def _hop_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
-    """From each stage to the next."""
+    """Yield the families of the hops from each stage to the next."""
     labels = ("model", "src", "dst")
     upload = GaugeMetricFamily(
         "edgepipe_hop_upload_seconds", "Time to put a step on the link, smoothed.", labels=labels
     )
-    latency = HistogramMetricFamily("edgepipe_hop_latency_seconds", "One-way latency of a step's way.", labels=labels)
+    latency = HistogramMetricFamily("edgepipe_hop_latency_seconds", "One-way latency of a step's hop.", labels=labels)
     sent = CounterMetricFamily("edgepipe_hop_bytes", "Activations sent.", labels=labels)
     for engine in engines:
         for stage, following in zip(engine.stages, list(engine.stages)[1:], strict=False):
@@ -246,13 +269,13 @@ def _hop_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 
 
 def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Prometheus adds buckets up, and names them by their upper bounds."""
+    """Convert counts to Prometheus' buckets: cumulative, named by their upper bounds."""
     bounds = [*map(str, HOP_LATENCY_S), "+Inf"]
     return list(zip(bounds, accumulate(counts or [0] * len(bounds)), strict=False))
 
 
 def _kv_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
-    """Blocks have one numbering for all stages, so all of a pipeline's nodes have the same share in use."""
+    """Yield the KV usage, equal on all nodes of a pipeline: its stages share one numbering of blocks."""
     used = GaugeMetricFamily(
         "edgepipe_kv_cache_usage_ratio", "Share of the KV blocks in use.", labels=("model", "node")
     )
@@ -266,11 +289,13 @@ def _node_families(view: node_pb2.ClusterView, engines: list[engine_pb2.EngineSt
     up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
     rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
     gap = GaugeMetricFamily(
-        "edgepipe_heartbeat_gap_p99_seconds", "Between heartbeats, two minutes back.", labels=("src", "dst")
+        "edgepipe_heartbeat_gap_p99_seconds",
+        "99th percentile of the time between heartbeats, over two minutes.",
+        labels=("src", "dst"),
     )
     memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
     fenced = CounterMetricFamily(
-        "edgepipe_fenced_messages", "Plans and frames of replaced epochs, dropped.", labels=("node",)
+        "edgepipe_fenced_messages", "Dropped plans and frames of replaced epochs.", labels=("node",)
     )
     own = next((member.node.name for member in view.members if member.self), "")
     for member in view.members:
@@ -286,7 +311,7 @@ def _node_families(view: node_pb2.ClusterView, engines: list[engine_pb2.EngineSt
 
 
 def _memory(node: node_pb2.NodeState, engines: list[engine_pb2.EngineState]) -> dict[str, int]:
-    """Bytes of a node's devices by what they are used for."""
+    """Return the device memory of a node in bytes, by use."""
     stages = [stage for engine in engines for stage in engine.stages if stage.node_id == node.node_id]
     weights, kv = sum(stage.weight_bytes for stage in stages), sum(stage.kv_bytes for stage in stages)
     reserved = sum(device.reserved_bytes for device in node.devices)
@@ -295,7 +320,7 @@ def _memory(node: node_pb2.NodeState, engines: list[engine_pb2.EngineState]) -> 
 
 
 class Metrics:
-    """One gateway's registry."""
+    """Registry of one gateway."""
 
     def __init__(
         self,
@@ -310,5 +335,5 @@ class Metrics:
         self._registry.register(ClusterMetrics(view, own, version))
 
     def exposition(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The models that this gateway can answer for: what the daemon tells, and their tokenizers and templates."""
+"""Models that this gateway can answer for, from the daemon's view, with their tokenizers and templates."""
 
 from __future__ import annotations
 
@@ -16,64 +16,69 @@ from edgepipe.gateway.tool_calls import ToolFormat
 
 
 class Assets(Protocol):
-    """What turns a model's text into ids and back."""
+    """Tokenizer and chat template of a model."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids go from 0 to one below this."""
+        """Number of token ids: they go from 0 to one below it."""
         ...
 
     @property
     def sampling(self) -> Mapping[str, float]:
-        """How the model's tokens are drawn where a request does not say, by the names of its fields."""
+        """Default sampling parameters of the model, by the names of a request's fields."""
         ...
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes tool calls."""
+        """Format of the model's tool calls."""
         ...
 
     @property
     def template_knows_tools(self) -> bool:
-        """Whether its chat template shows tools to the model."""
+        """Whether the chat template shows tools to the model."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Ids of a text. ``special_tokens``: add those that the model expects around a raw prompt."""
+        """Tokenise a text. ``special_tokens``: add the special tokens that the model expects around a raw prompt."""
         ...
 
     async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
-        """The number of a long text's ids, and the ids if there are not more than ``at_most``; the loop goes on
-        meanwhile. Raises CapacityError, ModelInvalid."""
+        """Tokenise a long text without blocking the event loop.
+
+        Return the number of ids, and the ids if they are at most ``at_most``. Raises CapacityError, ModelInvalid.
+        """
         ...
 
     def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
-        """The text of ids, special tokens' too. ``finish`` False: without a character that is incomplete at the end."""
+        """Return the text of ids, special tokens included. ``finish`` False: drop an incomplete last character."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; empty for special tokens and ids that have none."""
+        """Return the bytes of a token; empty for special tokens and ids without bytes."""
         ...
 
     def token_text(self, token: int) -> str:
-        """A token by itself, for people: special ones by their name, half characters replaced."""
+        """Return the text of a single token for people: special tokens by name, incomplete characters replaced."""
         ...
 
     def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> Detokenizer:
-        """A fresh detokenizer for one choice. ``tool_calls``: what begins a call has text, even where it is special.
-        ``before``: tokens whose text the choice continues; without them it begins a text."""
+        """Make a detokenizer for one choice.
+
+        ``tool_calls``: special tokens that begin a call have text. ``before``: tokens whose text the choice continues;
+        without them it begins a text.
+        """
         ...
 
     def info(self) -> dict[str, Any]:
-        """What clients may want to know of the tokenizer."""
+        """Return facts about the tokenizer for clients."""
         ...
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
-        """The conversation as a prompt that asks for the assistant's next turn. Raises TemplateFailed."""
+        """Render the conversation as a prompt for the assistant's next turn. Raises TemplateFailed."""
         ...
 
     async def close(self) -> None:
-        """Give back what rendering holds."""
+        """Free the resources of rendering."""
         ...
 
 
@@ -82,15 +87,15 @@ AssetLoader = Callable[[Path], Assets]  # blocking; runs in a thread
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What clients may be told beside their answers."""
+    """News of a model for the comments in clients' streams."""
 
     recovering: bool = False
     text: str = ""  # ``macbook asleep since 21:14; continuing on 2 machines``
-    reading: str = ""  # ``60 %`` of a prompt that takes long; empty when it is read
+    reading: str = ""  # ``60 %`` of a long prompt; empty once all of it is computed
 
 
 class ModelEntry:
-    """One served model with its link and, once somebody needed them, its assets."""
+    """One served model with its link and, after the first request, its assets."""
 
     def __init__(self, served: ServedModel, link: EngineLink, load: AssetLoader) -> None:
         self.served = served
@@ -101,14 +106,14 @@ class ModelEntry:
         self._loading = asyncio.Lock()
 
     async def assets(self) -> Assets:
-        """Tokenizer and template, read once. Raises ModelInvalid."""
+        """Return tokenizer and template, read once. Raises ModelInvalid."""
         async with self._loading:
             if self._assets is None:
                 self._assets = await asyncio.to_thread(self._load, Path(self.served.model_path))
             return self._assets
 
     async def close(self) -> None:
-        """Give the assets back."""
+        """Free the assets."""
         async with self._loading:
             if self._assets is not None:
                 await self._assets.close()
@@ -124,13 +129,13 @@ class ModelTable:
         self._changed = asyncio.Event()
 
     def replace(self, entries: Sequence[ModelEntry], known: Sequence[ServedModel]) -> None:
-        """Ready entries, and every model that the cluster works on."""
+        """Set the ready entries, and all models that the cluster serves or is loading."""
         self._entries = {entry.served.name: entry for entry in entries}
         self._known = list(known)
         self.notify()
 
     def notify(self) -> None:
-        """Wake whoever waits for ``changed``."""
+        """Wake the waiters of ``changed``."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -140,12 +145,14 @@ class ModelTable:
 
     @property
     def served(self) -> list[ServedModel]:
-        """Models that answer now, by name."""
+        """Served models, by name."""
         return [self._entries[name].served for name in sorted(self._entries)]
 
     def get(self, name: str | None) -> ModelEntry:
-        """The entry of a model; no name means the only one served. Raises ModelUnknown, listing what there is, or
-        CapacityError while it loads."""
+        """Return the entry of a model; without a name, of the only served model.
+
+        Raises ModelUnknown with the served names, or CapacityError while the model loads.
+        """
         if not name and len(self._entries) == 1:
             return next(iter(self._entries.values()))
         if name and name in self._entries:
@@ -153,9 +160,9 @@ class ModelTable:
         self._raise_if_coming(name)
         names = ", ".join(sorted(self._entries))
         raise ModelUnknown(
-            f"the model '{name[:256]}' is not served here" if name else "the request names no model",
+            f"the model '{name[:256]}' is not served" if name else "the request names no model",
             fact=f"served: {names}" if names else "no model is served",
-            next_step="name one of these in 'model'" if names else "serve one: edgepipe serve MODEL",
+            next_step="send one of these names in 'model'" if names else "serve one: edgepipe serve MODEL",
         )
 
     def _raise_if_coming(self, name: str | None) -> None:

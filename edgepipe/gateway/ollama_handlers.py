@@ -1,4 +1,4 @@
-"""Ollama's endpoints. Each body becomes one of ours (OpenAI's); only the form of the answers differs."""
+"""Ollama's endpoints. Each body is converted to OpenAI's form; only the form of the answers differs."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _MOST_KEPT_S = 1e15
-_MOST_LEFT_S = 1e9  # beyond it, a time is for good
-_FOREVER = "0001-01-01T00:00:00Z"  # of models that stay until they are stopped
+_MOST_LEFT_S = 1e9  # a longer time means for ever
+_FOREVER = "0001-01-01T00:00:00Z"  # for models that stay until a user stops them
 
 
 class GoBody(Checked):
-    """A body as Ollama's own server reads it: null is as good as absent."""
+    """A body as Ollama's server reads it: null means absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +67,7 @@ class GoBody(Checked):
 
 
 class Options(GoBody):
-    """How to sample. Options of Ollama's own engine have no effect."""
+    """Sampling options. Options of Ollama's engine have no effect."""
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
@@ -77,13 +77,13 @@ class Options(GoBody):
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
-    num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as there is room for
+    num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as the context allows
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
 
     def fields(self, own: Mapping[str, float]) -> dict[str, Any]:
-        """Return fields of our bodies: as given, else the model's defaults (``own``), else Ollama's."""
+        """Return fields of OpenAI's body: the given ones, else the model's defaults (``own``), else Ollama's."""
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         if self.repeat_penalty is not None:
             fields["repetition_penalty"] = self.repeat_penalty
@@ -92,7 +92,7 @@ class Options(GoBody):
 
 
 class CalledFunction(GoBody):
-    """A call in an earlier turn; arguments are an object here."""
+    """A call in an earlier turn; its arguments are an object."""
 
     name: Text
     arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
@@ -109,14 +109,14 @@ class Turn(GoBody):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: LongText = ""
-    images: Annotated[list[Text], Field(max_length=0)] | None = None  # none are read
+    images: Annotated[list[Text], Field(max_length=0)] | None = None  # images are not supported
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Text | None = None
     tool_call_id: Text | None = None
     thinking: LongText | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
-        """Return the fields of our body."""
+        """Return the fields of OpenAI's message."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
         fields |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.thinking}
         if self.tool_calls:
@@ -131,21 +131,21 @@ class Turn(GoBody):
 
 
 class OllamaBody(GoBody):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = OLLAMA
 
     model: Text
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    think: bool | Literal["low", "medium", "high"] | None = None  # what the chat template is told
+    think: bool | Literal["low", "medium", "high"] | None = None  # passed to the chat template
     stream: bool = True
     format: Annotated[str | dict[str, Any] | None, JsonSize(MAX_SCHEMA_CHARS)] = None  # "json", or a schema
     options: Options | None = None
     keep_alive: Annotated[float, Field(ge=-_MOST_KEPT_S, le=_MOST_KEPT_S, allow_inf_nan=False)] | Text | None = None
 
     def keep_s(self) -> float | None:
-        """Return how long the model stays after the answer (inf: for good), None if not given. Raises HttpProblem."""
+        """Return how long the model stays after the answer (inf: for ever), None if not given. Raises HttpProblem."""
         if self.keep_alive is None:
             return None
         if isinstance(self.keep_alive, (int, float)):
@@ -154,11 +154,11 @@ class OllamaBody(GoBody):
             return keep_s(self.keep_alive)
         except ValueError:
             raise bad_request(
-                "keep_alive must be seconds or a time such as '5m'; -1 keeps the model for good", param="keep_alive"
+                "keep_alive must be seconds or a time such as '5m'; -1 keeps the model for ever", param="keep_alive"
             ) from None
 
     def response_format(self) -> dict[str, Any] | None:
-        """Return the field of our bodies. Raises HttpProblem."""
+        """Return the field of OpenAI's body. Raises HttpProblem."""
         if not self.format:
             return None
         if isinstance(self.format, dict):
@@ -168,11 +168,11 @@ class OllamaBody(GoBody):
         return {"type": "json_object"}
 
     def shared_fields(self, assets: Assets) -> dict[str, Any]:
-        """Return the options as fields of our bodies."""
+        """Return the options as fields of OpenAI's body."""
         return (self.options or Options()).fields(assets.sampling)
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of our bodies that concern conversations."""
+        """Return the fields of OpenAI's body for conversations."""
         fields: dict[str, Any] = {"logprobs": self.logprobs or self.top_logprobs > 0, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, bool):
             fields["chat_template_kwargs"] = {"enable_thinking": self.think}
@@ -207,11 +207,11 @@ class ShowBody(GoBody):
     """``POST /api/show``."""
 
     model: Text | None = None
-    name: Text | None = None  # what older clients send
+    name: Text | None = None  # sent by older clients
 
 
 class OllamaShape:
-    """Lines of JSON. ``piece``: the field that brings text, and the answer's whole as the last line's numbers."""
+    """Ollama's answers: lines of JSON, the last one with the numbers of the answer. ``piece``: the field with text."""
 
     media_type = "application/x-ndjson"
 
@@ -237,7 +237,7 @@ class OllamaShape:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        """See Shape. Calls come whole, with the last text."""
+        """See Shape. The last text comes with all calls, whole."""
         if self._first_s is None:
             self._first_s = self._clock.monotonic_s()
         self._reason = delta.finish_reason or self._reason
@@ -292,7 +292,7 @@ class OllamaShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaHandlers:
-    """The handlers."""
+    """Handlers of Ollama's endpoints."""
 
     service: CompletionService
     handlers: OpenAIHandlers
@@ -304,7 +304,7 @@ class OllamaHandlers:
         return await self._chat(request, body, messages, tools=body.tools, chat=True)
 
     async def generate(self, request: Request) -> Response:
-        """``POST /api/generate``: a prompt as one turn of a conversation, or as it stands."""
+        """``POST /api/generate``: a prompt as one turn of a conversation, or raw."""
         body = await self._read(request, OllamaGenerateBody)
         if body.raw and body.prompt:
             kept_s = body.keep_s()
@@ -363,7 +363,7 @@ class OllamaHandlers:
         return JSONResponse({"version": __version__})
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """Ollama's clients and its documentation send no Content-Type; what a web page sends has an Origin."""
+        """Read a body of any Content-Type: Ollama's clients send none. Requests of web pages have an Origin."""
         return await self.handlers.bodies.read(request, kind, of_any_type=True)
 
     async def _chat(
@@ -381,7 +381,7 @@ class OllamaHandlers:
             return self._empty(body, "unload", chat=chat)
         entry = await self.service.loads.entry(name)
         name = entry.served.name
-        if not messages:  # asks that the model be loaded: it is
+        if not messages:  # a request to load the model; it is loaded
             self.service.keep_alives.want(entry.served, kept_s)
             return self._empty(body, "load", chat=chat)
         fields = body.shared_fields(await entry.assets()) | body.chat_fields()
@@ -391,7 +391,7 @@ class OllamaHandlers:
         return await self.handlers.answer(request, prepared, self._shape(prepared, chat=chat), body.stream)
 
     def _unload(self, name: str) -> None:
-        """Unload a model. Raises ModelUnknown if it is neither served nor could be loaded."""
+        """Unload a model. Raises ModelUnknown if it is neither served nor loadable."""
         try:
             self.service.keep_alives.want(self.service.models.get(name).served, 0.0)
         except ModelUnknown:
@@ -415,7 +415,7 @@ class OllamaHandlers:
 
 
 def _known_name(models: ModelTable, name: str) -> str:
-    """Ollama's clients put a tag behind every name."""
+    """Find a model's name: Ollama's clients append a tag to every name."""
     known = {served.name for served in models.served}
     return name.removesuffix(":latest") if name not in known else name
 
@@ -438,7 +438,7 @@ def _card(served: ServedModel) -> dict[str, Any]:
 
 
 def _calls_with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments are an object in Ollama's answers, so a call that was cut off has no place there."""
+    """Convert calls to Ollama's form. It has arguments as an object, so incomplete calls are dropped."""
     whole: list[dict[str, Any]] = []
     for call in calls:
         with contextlib.suppress(ValueError):

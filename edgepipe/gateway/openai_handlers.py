@@ -1,4 +1,4 @@
-"""OpenAI's two endpoints: read a request, run it, answer whole or as a stream. Everything waits; nothing blocks."""
+"""OpenAI's two endpoints: read a request, run it, answer whole or as a stream. No handler blocks the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRIORITY_HEADER = "x-edgepipe-priority"  # interactive | batch, for clients tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIHandlers:
-    """The handlers. The routing layer turns HttpProblem and EdgepipeError into responses."""
+    """Handlers of OpenAI's endpoints. The routing layer turns HttpProblem and EdgepipeError into responses."""
 
     service: CompletionService
     bodies: BodyReader
@@ -45,7 +45,7 @@ class OpenAIHandlers:
         return await self.answer(request, prepared, TextShape(head, prepared), bool(body.stream))
 
     async def answer(self, request: Request, prepared: PreparedCompletion, shape: Shape, streams: bool) -> Response:
-        """Run the order and answer in a shape."""
+        """Run the completion and answer in ``shape``."""
         deltas = self.service.run(prepared)
         if streams:
             return EventStream(
@@ -68,7 +68,7 @@ class OpenAIHandlers:
 
 
 def owner_of(request: Request) -> str:
-    """Whose place a request takes: a fingerprint of its key, empty without one."""
+    """Return the owner of a request's place in the queue: the fingerprint of its key, empty without a key."""
     return request.scope["state"]["owner"]
 
 

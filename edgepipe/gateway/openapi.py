@@ -1,4 +1,4 @@
-"""The API's own document (OpenAPI 3.1), and a page that shows it. Neither loads anything from elsewhere."""
+"""The API's document (OpenAPI 3.1), and a page that shows it, without external resources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ERROR = {
                         "code": {"type": ["string", "null"]},
                     },
                 },
-                {"type": "string", "description": "Under /api/, as Ollama's clients expect it."},
+                {"type": "string", "description": "Under /api/, for Ollama's clients."},
             ]
         }
     },
@@ -37,7 +37,7 @@ _ERROR = {
 
 
 def make_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The document of these endpoints."""
+    """Build the document of the endpoints."""
     bodies = list(dict.fromkeys(each.body for each in endpoints if each.body is not None))
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
@@ -50,7 +50,7 @@ def make_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "edgepipe",
             "version": __version__,
-            "description": "One language model over the machines you own. OpenAI's API, with Ollama's beside it.",
+            "description": "One language model over the machines you own. It speaks OpenAI's API and Ollama's.",
         },
         "paths": paths,
         "components": {
@@ -65,7 +65,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": endpoint.answer or {"type": "string"}}}
     if endpoint.streams:
         content[endpoint.streams] = {"schema": {"type": "string"}}
-    problem = {"description": "What is wrong.", "content": {"application/json": {"schema": _ref("Error")}}}
+    problem = {"description": "The error.", "content": {"application/json": {"schema": _ref("Error")}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method} {_plain(endpoint.path)}").strip("_").lower(),
         "tags": [endpoint.group],
@@ -106,7 +106,7 @@ pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8886; border-radius:
 table {{ border-collapse: collapse }} td {{ padding: .15rem .8rem .15rem 0; vertical-align: top }}
 </style></head><body>
 <h1>edgepipe API</h1>
-<p>OpenAI's API, with Ollama's beside it. For programs: <a href="/openapi.json">openapi.json</a>.</p>
+<p>OpenAI's API and Ollama's. For programs: <a href="/openapi.json">openapi.json</a>.</p>
 <pre>curl http://{host}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'</pre>
 {sections}
@@ -117,7 +117,7 @@ table {{ border-collapse: collapse }} td {{ padding: .15rem .8rem .15rem 0; vert
 
 
 def make_page(document: dict[str, Any], *, host: str) -> str:
-    """The document for people. ``host``: HOST:PORT for the example."""
+    """Build a page of the document for people. ``host``: HOST:PORT for the example."""
     groups: dict[str, list[str]] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -145,8 +145,8 @@ def _shown_schema(schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = "".join(
         f"<tr><td><code>{html.escape(name)}</code>{' *' if name in required else ''}</td>"
-        f"<td><code>{html.escape(_kind(one))}</code></td></tr>"
-        for name, one in schema.get("properties", {}).items()
+        f"<td><code>{html.escape(_kind(field))}</code></td></tr>"
+        for name, field in schema.get("properties", {}).items()
     )
     return f"<p>{html.escape(schema.get('description', ''))}</p><table>{rows}</table>"
 

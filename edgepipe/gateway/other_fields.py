@@ -1,7 +1,7 @@
 """Fields of other servers' APIs that edgepipe does not use.
 
-A field that would bind the answer is refused by name, unless its value changes nothing. The rest have no effect, and
-``docs/reference.md`` lists them. Fields that nobody is known to send are ignored, as OpenAI's clients expect.
+The gateway refuses a field that would change the answer, unless its value has no effect. Other fields have no effect;
+``docs/reference.md`` lists them. The gateway ignores unknown fields, as OpenAI's clients expect.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is refused."""
+    """A refused field."""
 
-    unless: tuple[Any, ...] = ()  # values that change nothing; None always does
-    instead: str = ""  # what to send
+    unless: tuple[Any, ...] = ()  # values without effect, besides None
+    instead: str = ""  # what to send instead
 
     def takes(self, value: object) -> bool:
-        """Whether the value changes nothing. A flag is no number."""
+        """Return whether the value has no effect. True and 1 differ."""
         known = (None, *self.unless)
         return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
 
     def message(self, name: str) -> str:
-        """Say that the field is refused, and what to send."""
+        """Build the message: the field is refused; what to send instead."""
         return f"'{name}' is not supported" + (f"; send {self.instead}" if self.instead else "")
 
 
@@ -40,7 +40,7 @@ SAMPLING: RefusedFields = {
     "repeat_last_n": Refused((-1, 64), "repetition_penalty, which counts the whole text"),
     "penalize_newline": Refused((True,)),
 }
-"""How to sample: fields of llama.cpp, and of Ollama's options."""
+"""Sampling fields of llama.cpp, and of Ollama's options."""
 
 GENERATION: RefusedFields = {
     **SAMPLING,
@@ -95,12 +95,12 @@ GENERATION: RefusedFields = {
 CONVERSATION: RefusedFields = {
     "add_generation_prompt": Refused((True,)),
     "add_special_tokens": Refused((False,)),
-    "chat_template": Refused(),  # templates come from models, never from requests
+    "chat_template": Refused(),  # only models bring templates
     "continue_final_message": Refused((False,)),
     "documents": Refused(([],)),
     "mm_processor_kwargs": Refused(({},)),
 }
-"""How a conversation becomes a prompt."""
+"""Fields that turn a conversation into a prompt."""
 
 CHAT: RefusedFields = {
     **GENERATION,
@@ -135,7 +135,7 @@ COMPLETION: RefusedFields = {
 
 MESSAGE: RefusedFields = {
     "audio": Refused(),
-    "prefix": Refused((False,)),  # an answer that a client has begun
+    "prefix": Refused((False,)),  # the start of an answer, written by the client
 }
 
 OLLAMA: RefusedFields = {
@@ -147,38 +147,38 @@ OLLAMA: RefusedFields = {
 TOKENIZE: RefusedFields = {name: refused for name, refused in CONVERSATION.items() if name != "add_special_tokens"}
 
 NO_EFFECT: Mapping[str, str] = {
-    "cache_prompt": "what prompts have in common is always computed once",
-    "disable_fallback": "part of structured_outputs",
+    "cache_prompt": "the prefix cache is always on",
+    "disable_fallback": "in structured_outputs",
     "dry_allowed_length": "only with dry_multiplier, which is refused",
     "dry_base": "only with dry_multiplier, which is refused",
     "dry_penalty_last_n": "only with dry_multiplier, which is refused",
     "dry_sequence_breakers": "only with dry_multiplier, which is refused",
     "dynatemp_exponent": "only with dynatemp_range, which is refused",
-    "guided_decoding_backend": "edgepipe has only one",
-    "id_slot": "every request finds a place by itself",
-    "include_obfuscation": "part of stream_options: nothing is padded",
-    "metadata": "nothing is stored",
+    "guided_decoding_backend": "edgepipe has one backend",
+    "id_slot": "the engine assigns slots",
+    "include_obfuscation": "in stream_options: edgepipe pads no events",
+    "metadata": "edgepipe stores no requests",
     "mirostat_eta": "only with mirostat, which is refused",
     "mirostat_tau": "only with mirostat, which is refused",
-    "n_keep": "a prompt that is too long is refused, never cut",
-    "num_keep": "a prompt that is too long is refused, never cut",
-    "prediction": "it would change nothing but the speed",
+    "n_keep": "edgepipe refuses a prompt that is too long and never cuts it",
+    "num_keep": "edgepipe refuses a prompt that is too long and never cuts it",
+    "prediction": "it would change the speed only",
     "priority": "service_tier sets the order of requests",
-    "prompt_cache_key": "what prompts have in common is always computed once",
-    "prompt_cache_options": "what prompts have in common is always computed once",
-    "prompt_cache_retention": "what prompts have in common is always computed once",
-    "reasoning": "of a turn: reasoning_content is shown to models",
-    "refusal": "of a turn: content is shown to models",
+    "prompt_cache_key": "the prefix cache is always on",
+    "prompt_cache_options": "the prefix cache is always on",
+    "prompt_cache_retention": "the prefix cache is always on",
+    "reasoning": "in a turn: models see reasoning_content",
+    "refusal": "in a turn: models see content",
     "request_id": "the header X-Request-Id names a request",
-    "return_progress": "progress is not sent",
-    "safety_identifier": "edgepipe reports to nobody",
-    "shift": "a prompt that is too long is refused, never cut",
-    "spaces_between_special_tokens": "special tokens are not shown",
-    "store": "nothing is stored",
-    "strict": "of tools and of json_schema: answers are always bound",
+    "return_progress": "edgepipe sends no progress",
+    "safety_identifier": "edgepipe sends no reports about users",
+    "shift": "edgepipe refuses a prompt that is too long and never cuts it",
+    "spaces_between_special_tokens": "answers contain no special tokens",
+    "store": "edgepipe stores no requests",
+    "strict": "in tools and in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",
-    "truncate": "a prompt that is too long is refused, never cut",
-    "user": "edgepipe reports to nobody",
+    "truncate": "edgepipe refuses a prompt that is too long and never cuts it",
+    "user": "edgepipe sends no reports about users",
     "verbose": "/api/show always sends everything",
     "xtc_threshold": "only with xtc_probability, which is refused",
     **dict.fromkeys(
@@ -196,7 +196,7 @@ NO_EFFECT: Mapping[str, str] = {
             "use_mmap",
             "vocab_only",
         ),
-        "of Ollama's options: the cluster decides how a model is loaded",
+        "in Ollama's options: the cluster decides how to load a model",
     ),
 }
-"""Fields that are taken without effect, and why."""
+"""Fields without effect, and the reasons."""

@@ -1,4 +1,4 @@
-"""What goes wrong on the way in, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of requests in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ RETRY_AFTER_S = 1  # a slot is usually free again after one short answer
 
 @dataclass(slots=True, kw_only=True)
 class HttpProblem(Exception):
-    """A request that ends with an error status. The routing layer turns it into a response."""
+    """Error of a request, with its HTTP status. The routing layer turns it into a response."""
 
     status: int
     message: str
     code: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    error: EdgepipeError | None = None  # where it came from; its parts travel too, so that our clients can print them
+    error: EdgepipeError | None = None  # its cause; the response includes its parts, for edgepipe's own clients
 
     def body(self) -> dict[str, Any]:
-        """The JSON body that OpenAI's clients understand."""
+        """Build the JSON body that OpenAI's clients understand."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         fields: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         if self.error is not None:
@@ -39,22 +39,22 @@ class HttpProblem(Exception):
 
 
 def problem_response(problem: HttpProblem) -> JSONResponse:
-    """The response that tells of it."""
+    """Build the response of a problem."""
     return JSONResponse(problem.body(), status_code=problem.status, headers=dict(problem.headers))
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> HttpProblem:
-    """A body or field that cannot be used."""
+    """Build the problem of an invalid body or field."""
     return HttpProblem(status=400, message=message, param=param, code=code)
 
 
 def busy(message: str) -> HttpProblem:
-    """This machine cannot do the work now."""
+    """Build the problem that this machine is overloaded now."""
     return HttpProblem(status=503, message=message, code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def from_error(error: EdgepipeError, *, param: str | None = None) -> HttpProblem:
-    """Any error of the tree as a response; capacity errors say when to try again."""
+    """Convert any EdgepipeError; capacity errors get Retry-After."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else {}
     message = ". ".join(line.rstrip(".") for line in error.lines())
     return HttpProblem(

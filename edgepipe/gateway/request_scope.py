@@ -1,4 +1,4 @@
-"""Give every request an id, which its response carries, and the path of its target, before anything reads it."""
+"""Gives every request an id, which its response carries, and the path of its target, before any other handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSOLUTE = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class RequestScope:
-    """Adds ``X-Request-Id`` to every response: the client's own, or a new one. Reads absolute targets."""
+    """Middleware that adds ``X-Request-Id`` (the client's or a new one) to responses, and reads absolute targets."""
 
     def __init__(self, app: ASGIApp, *, ids: IdSource) -> None:
         self._app = app
@@ -35,8 +35,10 @@ class RequestScope:
 
 
 def _with_path(scope: Scope) -> Scope:
-    """Return the scope with the path of an absolute target, as clients of proxies send it. The target names the host,
-    whatever the header says (RFC 9112, 3.2.2)."""
+    """Return the scope with the path of an absolute target, as clients of proxies send it.
+
+    The target's host overrides the Host header (RFC 9112, 3.2.2).
+    """
     target = _ABSOLUTE.fullmatch(scope["path"])
     if target is None:
         return scope

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's shapes, whole and as server-sent events. Fields that its schema requires are there, even null.
+"""Answers in OpenAI's shapes, whole and as server-sent events. Fields that its schema requires are present, even null.
 
-Events are written as text around the one piece that changes: a token's event costs microseconds.
+Events are text templates around the piece that changes, so a token's event costs microseconds.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def compact(value: object) -> str:
-    """JSON without spaces."""
+    """Write JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def event(body: str) -> bytes:
-    """One server-sent event."""
+    """Write one server-sent event."""
     return f"data: {body}\n\n".encode()
 
 
 def usage(prepared: PreparedCompletion) -> dict[str, Any]:
-    """Token counts of a request so far."""
+    """Return the token counts of a request so far."""
     prompt_tokens, counts = prepared.completion.num_prompt_tokens, prepared.counts
     return {
         "prompt_tokens": prompt_tokens,
@@ -45,7 +45,7 @@ def usage(prepared: PreparedCompletion) -> dict[str, Any]:
 
 
 def model_card(served: ServedModel, *, created_s: int) -> dict[str, Any]:
-    """A model as ``/v1/models`` lists it."""
+    """Describe a model for ``/v1/models``."""
     return {
         "id": served.name,
         "object": "model",
@@ -57,7 +57,7 @@ def model_card(served: ServedModel, *, created_s: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class GatheredChoice:
-    """A choice of an answer that is sent whole."""
+    """A choice of an unstreamed answer."""
 
     text: list[str] = field(default_factory=list[str])
     ids: list[int] = field(default_factory=list[int])
@@ -66,7 +66,7 @@ class GatheredChoice:
     finish_reason: str = ""
 
     def add(self, delta: Delta) -> None:
-        """Append what became visible."""
+        """Append a delta."""
         self.text.append(delta.text)
         self.ids.extend(delta.ids)
         self.logprobs.extend(delta.logprobs)
@@ -74,7 +74,7 @@ class GatheredChoice:
         self.finish_reason = delta.finish_reason or self.finish_reason
 
     def whole_calls(self) -> list[dict[str, Any]]:
-        """Its tool calls, their pieces joined."""
+        """Return the tool calls with joined pieces."""
         found: dict[int, dict[str, Any]] = {}
         for piece in self.calls:
             call = found.setdefault(
@@ -88,7 +88,7 @@ class GatheredChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What every part of an answer repeats, and what the client wants to see of it."""
+    """Fields that every part of an answer repeats, and the parts that the client asked for."""
 
     response_id: str
     created_s: int
@@ -100,7 +100,7 @@ class Head:
 
     @classmethod
     def of(cls, body: RequestBody, prepared: PreparedCompletion, *, response_id: str, created_s: int) -> Head:
-        """From a request."""
+        """Build the head from a request."""
         options = body.stream_options
         served = prepared.entry.served
         made_of = f"{served.pipeline_id}/{served.epoch.engine_id}"
@@ -115,7 +115,7 @@ class Head:
         )
 
     def fields(self, kind: str, prepared: PreparedCompletion) -> dict[str, Any]:
-        """The first fields of a body."""
+        """Return the first fields of a body."""
         fields: dict[str, Any] = {
             "id": self.response_id,
             "object": kind,
@@ -127,33 +127,33 @@ class Head:
 
 
 class Shape(Protocol):
-    """The form of one endpoint's answers."""
+    """Form of one endpoint's answers."""
 
     media_type: str  # of a stream
 
     def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an unstreamed answer."""
         ...
 
     def opening(self) -> bytes:
-        """What a stream begins with, before the first delta."""
+        """Return the start of a stream, before the first delta."""
         ...
 
     def delta(self, delta: Delta) -> bytes:
-        """What a delta adds; empty if a client would see nothing new."""
+        """Return the part of a stream for a delta; empty if the client would see no change."""
         ...
 
     def ending(self) -> bytes:
-        """What ends a stream that went well."""
+        """Return the end of a stream without an error."""
         ...
 
     def error(self, problem: HttpProblem) -> bytes:
-        """What ends one that did not."""
+        """Return the end of a stream with an error."""
         ...
 
 
 class _EventShape:
-    """What OpenAI's two endpoints share."""
+    """Common parts of OpenAI's two endpoints."""
 
     media_type = "text/event-stream"
 
@@ -201,7 +201,7 @@ class ChatShape(_EventShape):
         return body
 
     def opening(self) -> bytes:
-        """See Shape. The role comes first, so that a client can show the answer's place while the prompt is read."""
+        """See Shape. The role comes first, so that a client can show an empty answer while the prompt is computed."""
         ids = self._prepared.completion.requests[0].prompt
         more = f',"prompt_token_ids":{compact(ids)}' if self._head.with_ids else ""
         return b"".join(
@@ -247,12 +247,12 @@ class TextShape(_EventShape):
 
     def __init__(self, head: Head, prepared: PreparedCompletion) -> None:
         super().__init__(head, prepared, kind="text_completion")
-        self._texts = prepared.texts  # echoed
+        self._texts = prepared.texts  # to echo
         self._logprobs = [
             TextLogprobs(prepared.assets, before=() if self._texts else self._prompt(choice))
             for choice in range(prepared.completion.num_choices)
         ]
-        self._begun: set[int] = set()  # choices whose echo was sent
+        self._begun: set[int] = set()  # choices with a sent echo
 
     def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
         """See Shape."""
@@ -274,7 +274,7 @@ class TextShape(_EventShape):
         return self._fields | {"choices": entries, "usage": usage(self._prepared)}
 
     def opening(self) -> bytes:
-        """See Shape. Only clients that want ids see anything before the first text."""
+        """See Shape. Only clients that want ids get a part before the first text."""
         if not self._head.with_ids:
             return b""
         return b"".join(
@@ -285,7 +285,7 @@ class TextShape(_EventShape):
         )
 
     def delta(self, delta: Delta) -> bytes:
-        """See Shape. A choice's first brings what is echoed: by then the prompt's log-probabilities have come."""
+        """See Shape. The first delta of a choice brings the echo, once the prompt's log-probabilities are known."""
         echo = self._begin(delta.choice) if self._texts and delta.choice not in self._begun else b""
         if not self._shows(delta):
             return echo

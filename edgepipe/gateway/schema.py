@@ -1,4 +1,4 @@
-"""Define the fields of every request, each with bounds: OpenAI's, and those that benchmarks send."""
+"""Fields of all requests, with bounds: OpenAI's, and fields that benchmarks send."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ MAX_MESSAGES = 2048
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
-MAX_TOKENS = (1 << 31) - 1  # the context bounds it further
+MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
 MAX_TOOLS = 128
-MAX_PARTS = 2048  # of a message's content
-MAX_TEXT_CHARS = 8 << 20  # of one text: a body has no more
-MAX_PROMPT_IDS = 1 << 20  # of one prompt: one message to an engine carries them
-MAX_CONVERSATION_CHARS = 4 << 20  # templates render no more
+MAX_PARTS = 2048  # parts of a message's content
+MAX_TEXT_CHARS = 8 << 20  # characters of one text: a body has at most as many
+MAX_PROMPT_IDS = 1 << 20  # ids of one prompt, which fit one message to an engine
+MAX_CONVERSATION_CHARS = 4 << 20  # the limit of templates
 MAX_CALLS = 4096  # in all earlier turns together
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
 MAX_SCHEMA_CHARS = 64 << 10  # of JSON
 MAX_REGEX_CHARS = 16 << 10
-MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: what a grammar of them may have
+MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: the limit of a grammar
 _MAX_KEYWORDS_CHARS = 64 << 10
 
 BodyT = TypeVar("BodyT", bound="Checked")
@@ -54,7 +54,7 @@ def _stops(value: object) -> object:
 
 
 def _joined_text(value: object) -> object:
-    """Content may be a list of text parts: their texts, joined."""
+    """Join a list of text parts to a text."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -72,7 +72,7 @@ def _joined_text(value: object) -> object:
 
 
 def _prompts(value: object) -> object:
-    """One prompt or several, each text or token ids: always a list of prompts."""
+    """Convert one prompt or several, each text or token ids, to a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -82,7 +82,7 @@ def _prompts(value: object) -> object:
 
 
 def _biases(value: object) -> object:
-    """Token ids are keys of a JSON object, so they are text there."""
+    """Convert keys to token ids: keys of a JSON object are texts."""
     if not isinstance(value, dict):
         return value
     biases: dict[int, object] = {}
@@ -121,8 +121,10 @@ def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] =
 
 
 class Checked(BaseModel):
-    """Strict: a number is no text and a flag no number. Fields of other servers that would bind the answer are refused;
-    unknown ones are ignored, as OpenAI's clients expect."""
+    """Base of bodies, without conversion of types. Refuses other servers' fields that would change the answer.
+
+    Ignores unknown fields, as OpenAI's clients expect.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     refused: ClassVar[RefusedFields] = {}
@@ -138,7 +140,7 @@ class Checked(BaseModel):
 
 
 class TextPart(Checked):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: LongText
@@ -159,7 +161,7 @@ _FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
 
 
 def _function_schema(**more: Any) -> dict[str, Any]:
-    """The schema of an object that names a function; ``more``: what it may also have."""
+    """Build the schema of an object that names a function; ``more``: its optional fields."""
     function = {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME, **more}}
     properties = {"type": {"const": "function"}, "function": function}
     return {"type": "object", "required": ["type", "function"], "properties": properties}
@@ -220,7 +222,7 @@ _FORM_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class JsonSize:
-    """An annotation that bounds the size of a value of any form. The API's document shows the bound."""
+    """Annotation that bounds the size of a value as JSON. The API's document shows the bound."""
 
     most_chars: int  # of JSON
 
@@ -242,7 +244,7 @@ JSON_SIZE = "x-max-json-characters"
 """The keyword of ``JsonSize`` in the API's document."""
 
 
-# ``structured`` and ``answer_form`` check these fields. The schemas here are for the API's document.
+# ``structured`` and ``answer_form`` check these fields. These schemas are for the API's document.
 _RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
 RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
 RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
@@ -252,7 +254,7 @@ RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), Jso
 
 
 class RequestBody(Checked):
-    """Fields that both endpoints share."""
+    """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = GENERATION
 
@@ -277,8 +279,10 @@ class RequestBody(Checked):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
-    service_tier: Literal["auto", "default", "priority", "flex", "batch"] | None = None  # flex, batch: others go first
-    response_format: RawFormat = None  # this and the next bind the answer: one of them at most
+    service_tier: Literal["auto", "default", "priority", "flex", "batch"] | None = (
+        None  # flex, batch: after interactive requests
+    )
+    response_format: RawFormat = None  # binds the answer, like the next fields; at most one of them
     structured_outputs: RawForm = None
     guided_json: RawSchema = None
     guided_choice: Annotated[list[LongText] | None, JsonSize(MAX_SCHEMA_CHARS)] = None
@@ -287,7 +291,7 @@ class RequestBody(Checked):
 
     @property
     def is_batch(self) -> bool:
-        """Whether interactive requests go before this one."""
+        """Whether interactive requests run before this request."""
         return self.service_tier in ("flex", "batch")
 
     @model_validator(mode="after")
@@ -300,7 +304,7 @@ class RequestBody(Checked):
 
 
 class FunctionCall(Checked):
-    """What the assistant called, in an earlier turn."""
+    """Function of a call in an earlier turn."""
 
     name: Text
     arguments: LongText = ""
@@ -325,7 +329,7 @@ class Message(Checked):
     reasoning_content: LongText | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
-    function_call: FunctionCall | None = None  # what older clients send for a call
+    function_call: FunctionCall | None = None  # a call in the form of older clients
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -380,22 +384,22 @@ class CompletionBody(RequestBody):
 
     refused: ClassVar[RefusedFields] = COMPLETION
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None  # 0: only the prompt's scores
-    add_special_tokens: bool | None = None  # to prompts that are texts; they are added unless this is false
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None  # 0: scores of the prompt only
+    add_special_tokens: bool | None = None  # to text prompts; added unless false
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
 
 
 class TokenizeBody(Checked):
-    """``POST /tokenize``: a text, or a conversation as its prompt."""
+    """``POST /tokenize``: a text, or a conversation, rendered as its prompt."""
 
     refused: ClassVar[RefusedFields] = TOKENIZE
 
     model: Text | None = None
     prompt: LongText | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # of a text; a template brings its own
+    add_special_tokens: bool | None = None  # for a text; a template adds its own
     return_token_strs: bool | None = None
     tools: RawTools | None = None  # of a conversation
     chat_template_kwargs: Keywords | None = None
@@ -435,4 +439,4 @@ def _problem(exc: ValidationError) -> HttpProblem:
 
 _CODES = {"missing": "missing_required_parameter", _UNSUPPORTED: "unsupported_parameter"}
 _TYPE_NAMES = ("str", "list", "int", "float", "dict")
-"""Of union members: pydantic puts them into an error's place, but no request has such a field."""
+"""Tags of union members in pydantic's error locations; they are no fields of requests."""

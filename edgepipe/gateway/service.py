@@ -1,4 +1,4 @@
-"""The gateway as one object: fed with cluster views, asked over HTTP."""
+"""The gateway as one object: takes cluster views, answers HTTP."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from edgepipe.wire.common import make_hello
 from edgepipe.wire.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
-_BACKLOG = 1024  # connections that the kernel keeps for a busy loop
-_STOP_S = 2  # answers still running then end with an error
+_BACKLOG = 1024  # connections that the kernel queues while the event loop is busy
+_STOP_S = 2  # then running answers end with an error
 
 
 class Gateway:
-    """One per gateway process. ``run`` owns the engine links, ``serve`` the HTTP port; ``update`` takes views."""
+    """The gateway of a process. ``run`` owns the engine links, ``serve`` the HTTP port; ``update`` takes views."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class Gateway:
         connections: ConnectionLimits | None = None,
         timeouts: StreamTimeouts | None = None,
     ) -> None:
-        """``load_model`` asks for a model of the view's ``loadable`` to be served; see ``not_loaded``;
-        ``unload_model`` for one that was loaded so to be stopped."""
+        """``load_model`` requests to serve a model of the view's ``loadable``; ``not_loaded`` reports its failure.
+
+        ``unload_model`` requests to stop a model that was loaded on request.
+        """
         self._clock = clock
         self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
         self._security = security
@@ -76,7 +78,7 @@ class Gateway:
         self._changed = asyncio.Event()
         self._entries: dict[PipelineId, ModelEntry] = {}
         self._runners: dict[PipelineId, asyncio.Task[None]] = {}
-        self._away: dict[PipelineId, asyncio.Task[None]] = {}  # entries without an engine, and what ends them
+        self._away: dict[PipelineId, asyncio.Task[None]] = {}  # removes entries without an engine
         self._newest = node_pb2.ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
@@ -106,18 +108,18 @@ class Gateway:
         )
 
     def update(self, view: node_pb2.ClusterView) -> None:
-        """Take the daemon's newest view; ``run`` acts on it."""
+        """Store the daemon's newest view; ``run`` applies it."""
         self._newest = view
         self._view = served_models(view)
         self._loads.update(view.loadable)
         self._changed.set()
 
     def not_loaded(self, model: str, error: EdgepipeError) -> None:
-        """A model that ``load_model`` asked for is not served, and why."""
+        """Report that a model of ``load_model`` is not served, with the error."""
         self._loads.failed(model, error)
 
     async def run(self) -> None:
-        """Keep one link per engine of the view, and no model that nobody wants kept. Ends by cancellation only."""
+        """Keep one link per engine of the view, and unload models whose time is over. Ends by cancellation only."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_alives.run(), name="keep-alives")
@@ -132,22 +134,22 @@ class Gateway:
                 await entry.close()
 
     async def serve(self, *sockets: socket.socket) -> None:
-        """Answer HTTP on listening sockets until cancelled; answers under way get two seconds to end, then an error.
+        """Answer HTTP on listening sockets until cancelled; running answers get two seconds to end, then an error.
 
-        ``run`` shall go on until this has ended.
+        ``run`` must continue until this has ended.
         """
         config = uvicorn.Config(
             self.app,
-            http=self._connections.protocol(),  # over h11, which checks more than httptools does
+            http=self._connections.protocol(),  # based on h11, which checks more than httptools
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # who asks is who connected, whatever X-Forwarded-For and the environment say
+            proxy_headers=False,  # the client is the TCP peer; ignores X-Forwarded-For and the environment
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=round(self._connections.limits.idle_s),
-            timeout_graceful_shutdown=_STOP_S + 1,  # to tell those whose answer does not end
+            timeout_graceful_shutdown=_STOP_S + 1,  # one second more, to send errors to unfinished answers
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as tasks:
@@ -170,7 +172,7 @@ class Gateway:
         }
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
-        """One entry per pipeline. While its engine is away the entry stays for a while: another engine may go on."""
+        """Keep one entry per pipeline. Without an engine, the entry stays for a while: a new engine may continue."""
         ready = self._ready()
         for key, served in ready.items():
             if key not in self._entries:
@@ -202,7 +204,7 @@ class Gateway:
         return absence_text(self._newest.absent, now_s=self._clock.wall_s())
 
     def _ready(self) -> dict[PipelineId, ServedModel]:
-        """The engine of each pipeline; where two claim it, as after a partition, the one with the higher epoch."""
+        """Return the engine of each pipeline; of two, as after a network partition, the one with the higher epoch."""
         ready: dict[PipelineId, ServedModel] = {}
         for served in self._view:
             known = ready.get(served.pipeline_id)
@@ -211,7 +213,7 @@ class Gateway:
         return ready
 
     def _over(self, key: PipelineId) -> EdgepipeError | None:
-        """Why the pipeline's requests cannot go on, if somebody knows."""
+        """Return the known reason why the pipeline's requests cannot continue, else None."""
         for served in self._view:
             if served.pipeline_id == key and served.state in ("failed", "waiting", "stopping"):
                 return served.error or _ended(served)
@@ -238,7 +240,7 @@ def _ended(served: ServedModel) -> EdgepipeError:
     if served.state == "stopping":
         return _was_stopped(served.name)
     return StageLost(
-        "the model's engine has ended while the request ran",
+        "the model's engine ended while the request ran",
         next_step="see 'edgepipe status', then send the request again",
     )
 
@@ -248,11 +250,11 @@ def _was_stopped(model: str) -> EdgepipeError:
 
 
 def _stopped() -> EdgepipeError:
-    return ClusterError("this node was stopped", next_step="send the request again, to another node if need be")
+    return ClusterError("this node was stopped", next_step="send the request again, if necessary to another node")
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process that runs it decides when to end."""
+    """Uvicorn without its signal handlers: its process decides when to end."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -260,7 +262,7 @@ class _Server(uvicorn.Server):
 
 
 async def _preload(entry: ModelEntry) -> None:
-    """Read tokenizer and template before the first request asks; its own reading reports what fails."""
+    """Read tokenizer and template before the first request, which reports any error."""
     try:
         await entry.assets()
     except EdgepipeError as exc:
@@ -268,13 +270,13 @@ async def _preload(entry: ModelEntry) -> None:
 
 
 def listen(*, host: str, port: int) -> socket.socket:
-    """A listening socket for ``serve``. Raises PortInUse."""
+    """Open a listening socket for ``serve``. Raises PortInUse."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # what it accepts inherits it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as exc:
@@ -282,6 +284,6 @@ def listen(*, host: str, port: int) -> socket.socket:
         raise PortInUse(
             f"port {port} on {host} cannot be used for HTTP",
             fact=exc.strerror or str(exc),
-            next_step="choose another with --http-port (0: any free one), or stop the other program",
+            next_step="choose another port with --http-port (0: any free port), or stop the other program",
         ) from exc
     return sock

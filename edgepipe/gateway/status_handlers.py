@@ -1,4 +1,4 @@
-"""What is served and how it is: models, health, version, metrics. Reads only."""
+"""Read-only status: served models, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgepipe.gateway.responses import model_card
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusHandlers:
-    """The handlers."""
+    """Handlers of the status endpoints."""
 
     models: ModelTable
     clock: Clock
@@ -32,7 +32,7 @@ class StatusHandlers:
         )
 
     async def one_model(self, request: Request) -> Response:
-        """``GET /v1/models/{id}``; with how its tokens are drawn where a request does not say."""
+        """``GET /v1/models/{id}``, with the model's default sampling parameters."""
         entry = self.models.get(request.path_params["id"])
         sampling = (await entry.assets()).sampling
         return JSONResponse(
@@ -40,11 +40,11 @@ class StatusHandlers:
         )
 
     async def health(self, request: Request) -> Response:
-        """``GET /health``: this process lives."""
+        """``GET /health``: this process runs."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """``GET /ready``: a model answers."""
+        """``GET /ready``: a model is served."""
         if not self.models.served:
             raise HttpProblem(status=503, message="no model is served", code="not_ready", headers={"Retry-After": "1"})
         return JSONResponse({"status": "ready"})

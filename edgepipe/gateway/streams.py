@@ -1,4 +1,4 @@
-"""Answers that end when the client leaves: its disconnect cancels the work, at once and not at the next write."""
+"""Answers that end when the client leaves: its disconnect cancels the work at once, not at the next write."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimeouts:
-    """What a stream waits for."""
+    """Deadlines and intervals of a stream."""
 
-    hold_s: float = 1.0  # for the first token: until then what fails has its own status instead of an event
-    recovering_s: float = 2.0  # while a model recovers, people want to know that somebody is at it
-    heartbeat_s: float = 15.0  # proxies close what is silent for 30 to 60 s
-    send_s: float = 30.0  # a client that takes nothing for so long is gone, or reads too slowly to matter
+    hold_s: float = 1.0  # wait for the first token: an error until then has an HTTP status, a later error is an event
+    recovering_s: float = 2.0  # between comments while a model recovers
+    heartbeat_s: float = 15.0  # proxies close streams after 30 to 60 s of silence
+    send_s: float = 30.0  # a client that reads no byte for so long counts as gone
 
 
 class EventStream(Response):
-    """A streamed answer: its events, comments while there are none, and its end when the client leaves or stalls.
+    """A streamed answer: events, and comments during pauses. Ends early if the client leaves or stalls.
 
-    Nothing is kept for a slow client but the request's log: events are made when it can take them.
+    For a slow client only the request's log grows: the stream builds an event when the client can take it.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class EventStream(Response):
         media_type: str = "text/event-stream",
     ) -> None:
         """
-        opening   sent at once if no event comes within ``hold_s``, else right before the first
-        on_error  the event that ends a stream whose events raise this
-        place     held until the stream has ended
-        news      asked again and again: what comments tell while the model recovers, and once when it goes on
+        opening   sent if no event comes within ``hold_s``, else right before the first event
+        on_error  the event that ends a stream after an error
+        place     context that the stream holds until its end
+        news      called repeatedly: the text of comments while the model recovers, and once when it continues
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
@@ -67,13 +67,13 @@ class EventStream(Response):
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end or the client leaves. Raises what fails before anything was sent."""
+        """Send events until they end or the client leaves. Raises an error that occurs before the first byte."""
         with self._place:
             async with aclosing(self._events):
                 try:
                     await first_of(self._send_all(send), receive)
                 except _Stalled:
-                    logger.info("a client took nothing for %.0f s, its request is cancelled", self._timeouts.send_s)
+                    logger.info("a client read no data for %.0f s, its request is cancelled", self._timeouts.send_s)
                     scope["state"]["connection"].abort()
                     await _disconnected(receive)
 
@@ -82,7 +82,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({first}, timeout=self._timeouts.hold_s)
             if first.done():
-                first.result()  # raises what went wrong
+                first.result()  # raises its error
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send_parts(send, first)
         finally:
@@ -114,7 +114,7 @@ class EventStream(Response):
             raise _Stalled from None
 
     async def _beat(self, send: Send) -> None:
-        """Comments, where nothing else was sent for a while."""
+        """Send comments while no other part was sent for a while."""
         sent, silent_s, recovering, reading = self._sent, 0.0, False, ""
         every_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s)
         while self._heartbeat:
@@ -133,21 +133,21 @@ class EventStream(Response):
             try:
                 await self._send(send, comment)
             except _Stalled:
-                return  # who sends parts notices, too
+                return  # the sender of parts notices, too
             sent = self._sent
 
 
 def _comment(text: str) -> bytes:
-    """A line that is no event; a name with line breaks must not become one."""
+    """Write a comment on one line: line breaks in a name must not begin an event."""
     return f": {one_line(text)}\n\n".encode()
 
 
 class _Stalled(Exception):
-    """The client takes nothing."""
+    """The client reads no data."""
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result or error. If the client leaves first, the work is cancelled and HttpProblem 499 raised."""
+    """Return the work's result or raise its error. If the client leaves first, cancel it and raise HttpProblem 499."""
     result = await first_of(work, request.receive)
     if result is None:
         raise HttpProblem(status=499, message="the client left", code="client_closed_request")
@@ -155,7 +155,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The work's result, or None if the client left before it ended. Both have ended on return."""
+    """Return the work's result, or None if the client leaves first. Both tasks have ended on return."""
     async with asyncio.TaskGroup() as tasks:
         worker = tasks.create_task(_outcome(work), name="answer")
         watch = tasks.create_task(_disconnected(receive), name="watch-client")
@@ -167,7 +167,7 @@ async def first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
 
 
 class _Outcome(Generic[T]):
-    """What a task came to. An expected error is carried as a value: a task group would wrap it."""
+    """Result or expected error of a task. The error is a value, because a task group would wrap it."""
 
     def __init__(self, value: T | None = None, error: Exception | None = None) -> None:
         self._value, self._error = value, error

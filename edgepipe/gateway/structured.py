@@ -1,8 +1,8 @@
-"""Turn an answer's form and ``tools`` into a grammar, and check it before the request is accepted.
+"""Turns an answer's form and ``tools`` into a grammar, and checks it before the request is accepted.
 
-``plan_output`` takes fields of the body; a bad field is a 400 that names it. Compiling runs in a child process.
-The tools of a chat also go into its prompt: through the model's template if it knows tools, else as
-``tool_instructions`` in front of the conversation.
+``plan_output`` takes fields of the body; an invalid field is a 400 that names it. A child process compiles. The tools
+of a chat also go into its prompt: through the model's template if it supports tools, else as ``tool_instructions``
+before the conversation.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlan:
-    """How a choice's output is bound and read."""
+    """Grammar that binds a choice's output, and the format to read it."""
 
     grammar: GrammarSpec | None = None  # for SamplingParams
-    tools: tuple[Mapping[str, Any], ...] = ()  # for the prompt: those that may be called
-    tool_format: ToolFormat | None = None  # set: the text is to go through a ToolCallScanner of that format
+    tools: tuple[Mapping[str, Any], ...] = ()  # tools that may be called, for the prompt
+    tool_format: ToolFormat | None = None  # set: a ToolCallScanner of that format reads the text
 
 
 class GrammarCompiler:
-    """Checks grammars, and remembers which are good."""
+    """Checks grammars, and remembers the valid ones."""
 
     def __init__(self, check: Callable[[GrammarSpec], Awaitable[None]]) -> None:
-        """``check``: as ``GrammarTrial.check``."""
+        """``check`` is ``GrammarTrial.check`` or a fake of it."""
         self._check = check
         self._good: OrderedDict[str, None] = OrderedDict()
 
@@ -65,7 +65,7 @@ async def plan_output(
     tool_format: ToolFormat,
     compiler: GrammarCompiler,
 ) -> OutputPlan:
-    """Plan the output of a request. Raises HttpProblem (400) with the field at fault."""
+    """Plan the output of a request. Raises HttpProblem (400) with the invalid field."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
     several = parallel_tool_calls is not False and not _names_one(tool_choice)
@@ -91,13 +91,13 @@ async def plan_output(
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the field at fault."""
+    """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the invalid field."""
     _functions(tools)
     return tuple(tools or ())
 
 
 def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the tools to a model whose chat template does not. It is to write calls as Hermes' models do."""
+    """Describe the tools to a model whose chat template does not, and ask for calls in Hermes' format."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "You may call functions to answer. Their signatures stand between <tools> and </tools>:\n"
@@ -108,7 +108,7 @@ def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
-    """Raises HttpProblem for the first tool whose schema cannot be compiled by itself."""
+    """Raise HttpProblem for the first tool whose schema alone cannot be compiled."""
     for index, schema in enumerate(functions.values()):
         param = f"tools.{index}.function.parameters"
         try:
@@ -153,7 +153,7 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
 def _choice(
     tool_choice: str | Mapping[str, Any] | None, functions: dict[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Mapping[str, Any]], bool]:
-    """The functions that may be called, and whether one must be."""
+    """Return the functions that may be called, and whether a call is required."""
     if tool_choice is None or tool_choice == "auto":
         return functions, False
     if tool_choice == "none":
@@ -174,14 +174,14 @@ def _choice(
 
 
 def _names_one(tool_choice: str | Mapping[str, Any] | None) -> bool:
-    """Whether a function is named: it is called once, then the answer ends."""
+    """Return whether ``tool_choice`` names a function: the answer is then one call of it."""
     return isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
 
 
 def _allowed(
     tool_choice: Mapping[str, Any], functions: dict[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Mapping[str, Any]], bool]:
-    """Some of the functions, of which one may or must be called."""
+    """Return the functions of ``allowed_tools``, and whether a call is required."""
     allowed = tool_choice.get("allowed_tools")
     fields = cast("Mapping[str, Any]", allowed) if isinstance(allowed, Mapping) else dict[str, Any]()
     listed = fields.get("tools")
@@ -203,7 +203,7 @@ def _known(name: str, functions: dict[str, Mapping[str, Any]]) -> Mapping[str, A
 
 
 def _function_name(value: object) -> str | None:
-    """The name in ``{"type": "function", "function": {"name": ...}}``."""
+    """Return the name in ``{"type": "function", "function": {"name": ...}}``."""
     fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else dict[str, Any]()
     function = fields.get("function") if fields.get("type") == "function" else None
     name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
@@ -213,7 +213,7 @@ def _function_name(value: object) -> str | None:
 def _tool_grammar(
     functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
 ) -> GrammarSpec:
-    """Make the grammar of calls as the family writes them, with free text around them unless a call is forced."""
+    """Make the grammar of calls in a format, with free text around them unless a call is required."""
     calls = [_call_rule(index, name, kind, schema) for index, (name, schema) in enumerate(functions.items())]
     rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
     try:
@@ -236,11 +236,11 @@ def _any(rule: str, count: int) -> str:
 
 
 _TEXT = r"TEXT: /(.|\n)*/"
-"""Free text. It ends where a lazy ``opening`` matches; the grammar binds what follows."""
+"""Free text. It ends where a lazy ``opening`` matches; the grammar binds the text after it."""
 
 
 def _start(calls: str, *, several: bool) -> str:
-    """An automatic choice: text with calls in it, or text that ends with the one call."""
+    """Make the start rule of an automatic choice: text with calls in it, or text that ends with a single call."""
     return f"start: {calls}* TEXT" if several else f"start: {calls} | TEXT"
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back over HTTP, for benchmarks and evaluations that count tokens (as vLLM has it)."""
+"""Converts text to token ids and back over HTTP, for benchmarks that count tokens; the API is vLLM's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.structured import OutputPlan, checked_tools
 
-MAX_TOKENS = 1 << 18  # of one text: writing more as JSON would hold up the loop
+MAX_TOKENS = 1 << 18  # tokens of one text: writing more as JSON would block the event loop
 MAX_TOKEN_STRINGS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHandlers:
-    """The handlers."""
+    """Handlers of the token endpoints."""
 
     models: ModelTable
     bodies: BodyReader
@@ -51,7 +51,7 @@ class TokenHandlers:
         return JSONResponse({"prompt": assets.decode(body.tokens)})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """``GET /tokenizer_info``; ``?model=`` where several are served."""
+        """``GET /tokenizer_info``; ``?model=`` if several are served."""
         entry: ModelEntry = self.models.get(request.query_params.get("model"))
         assets = await entry.assets()
         return JSONResponse(

@@ -1,4 +1,4 @@
-"""Read the JSON of one tool call as it arrives, and pass its arguments on before they have ended."""
+"""Reads the JSON of one tool call as it arrives, and passes its arguments on before their end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 @dataclass(slots=True, kw_only=True)
 class _News:
-    """What is new of one call."""
+    """New parts of one call."""
 
     index: int
-    name: str = ""  # set where the call begins
-    pieces: list[str] = field(default_factory=list[str])  # of its arguments
+    name: str = ""  # set at the beginning of the call
+    pieces: list[str] = field(default_factory=list[str])  # pieces of its arguments
 
 
 class CallNews:
-    """Number the calls, and collect what is new of each."""
+    """Numbers the calls, and collects the new parts of each."""
 
     def __init__(self, new_id: Callable[[int], str]) -> None:
         self.count = 0
@@ -39,14 +39,14 @@ class CallNews:
         self.count += 1
 
     def arguments(self, text: str) -> None:
-        """Add a piece to the arguments of the call that began last."""
+        """Add a piece to the arguments of the newest call."""
         if text and not self._news:
             self._news.append(_News(index=self.count - 1))
         if text:
             self._news[-1].pieces.append(text)
 
     def take(self) -> tuple[CallDelta, ...]:
-        """Return what was not taken yet, one entry for each call: clients refuse two of one index in a delta."""
+        """Return the new parts, one entry per call: clients refuse two entries of one index in a delta."""
         news, self._news = self._news, []
         return tuple(self._delta(each) for each in news)
 
@@ -56,35 +56,35 @@ class CallNews:
 
 
 class NotACall(Exception):
-    """The text is JSON at best. ``at``: where the reading stopped."""
+    """The text is no call. ``at``: the index where reading stopped."""
 
     at = 0
 
 
 class CallObject:
-    """One object ``{"name": ..., "arguments": ...}``, from its brace on. Only its own members are understood."""
+    """Reader of one object ``{"name": ..., "arguments": ...}``, from its brace on; parses its own members only."""
 
     def __init__(self, calls: CallNews) -> None:
         self._calls = calls
-        self._raw: list[str] = []  # all text, until it is certain that this is a call
+        self._raw: list[str] = []  # all text, until this is certainly a call
         self._certain = False
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._key: str | None = None  # of the member whose value is being read
-        self._part: list[str] = []  # key or value under way
-        self._streams = False  # the value goes out as it comes
-        self._spaces = ""  # held back of a value that goes out: they may be its last
+        self._key: str | None = None  # key of the current member
+        self._part: list[str] = []  # text of the current key or value
+        self._streams = False  # pass the value on as it arrives
+        self._spaces = ""  # spaces held back of such a value: they may be its end
         self._name = ""
-        self._arguments: str | None = None  # complete, but the name was not known yet
+        self._arguments: str | None = None  # complete arguments that came before the name
 
     @property
     def raw(self) -> str:
-        """The text so far, unless it is certain to be a call."""
+        """The text so far, or "" if it is certainly a call."""
         return "" if self._certain else "".join(self._raw)
 
     def feed(self, text: str, start: int) -> tuple[int, bool]:
-        """Read ``text[start:]``: where the reading ended, and whether the object did. Raises NotACall."""
+        """Read ``text[start:]``. Return where reading stopped, and whether the object ended. Raises NotACall."""
         at = start
         while at < len(text):
             before = at
@@ -147,7 +147,7 @@ class CallObject:
             self._calls.arguments(self._arguments if self._arguments is not None else "{}")
 
     def _take(self, text: str) -> None:
-        """Text of the key or value under way."""
+        """Add text to the current key or value."""
         if self._streams:
             self._send(text)
             return
@@ -172,7 +172,7 @@ class CallObject:
             self._spaces += text
 
     def _end_part(self) -> None:
-        """A key or a value is complete."""
+        """Handle a complete key or value."""
         text = "".join(self._part).strip()
         self._part, self._spaces = [], ""
         if self._key is None:
@@ -198,9 +198,9 @@ class CallObject:
 
 
 class CallArguments:
-    """The arguments of a call whose name is known: one JSON object, from its brace on, passed on as it comes."""
+    """Reader of the arguments of a named call: one JSON object, from its brace on, passed on as it arrives."""
 
-    raw = ""  # that this is a call is certain
+    raw = ""  # this is certainly a call
 
     def __init__(self, calls: CallNews) -> None:
         self._calls = calls
@@ -209,7 +209,7 @@ class CallArguments:
         self._escaped = False
 
     def feed(self, text: str, start: int) -> tuple[int, bool]:
-        """Read ``text[start:]``: where the reading ended, and whether the object did."""
+        """Read ``text[start:]``. Return where reading stopped, and whether the object ended."""
         at = start
         while at < len(text):
             at = self._string(text, at) if self._in_string else self._structure(text, at)
@@ -242,7 +242,7 @@ class CallArguments:
 
 
 def _decoded(text: str) -> object:
-    """A JSON string's value; None if it is none."""
+    """Return the value of a JSON text, None if it is invalid."""
     if not text.startswith('"'):
         return None
     try:

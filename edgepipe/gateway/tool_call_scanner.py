@@ -1,6 +1,6 @@
-"""A linear scanner that finds tool calls in a model's text as it arrives.
+"""Linear scanner that finds tool calls in a model's text as it arrives.
 
-Nothing here backtracks: every character is looked at a bounded number of times, whatever the model wrote.
+The scanner never backtracks: it reads every character a bounded number of times, for any text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from edgepipe.gateway.tool_calls import Scanned, ToolFormat
 
 
 class ToolCallScanner:
-    """Splits one choice's text into content and calls. A function of the text, however it is cut into pieces.
+    """Splits one choice's text into content and calls. The result does not depend on the pieces of the text.
 
-    Text that turns out to be no call (broken JSON) is content, unchanged. What the end of the text leaves unfinished of
-    a call is dropped, but for the arguments that were shown: a call's markup is never content.
+    Text that proves to be no call (invalid JSON) is content, unchanged. The scanner drops an unfinished call at the end
+    of the text, except arguments already shown: a call's markup is never content.
     """
 
     def __init__(self, kind: ToolFormat, *, new_id: Callable[[int], str]) -> None:
@@ -25,12 +25,12 @@ class ToolCallScanner:
 
     @property
     def num_calls(self) -> int:
-        """Calls begun so far."""
+        """Number of calls begun so far."""
         return self._reader.calls.count
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has begun and is not complete."""
+        """Whether a call is incomplete."""
         return self._reader.in_call
 
     def push(self, text: str) -> Scanned:
@@ -40,22 +40,21 @@ class ToolCallScanner:
     def finish(self, *, followed_by: str | None = None) -> str:
         """Return the content that was held back, at the end of the text.
 
-        followed_by  how the text went on, as far as it is known, if it was cut off: what may be the beginning of a call
-                     is dropped then
+        followed_by  known continuation of a text that was cut: if it could begin a call, the held text is dropped
         """
         return self._reader.finish(followed_by=followed_by)
 
 
 class _Reader:
-    """Content, markers and calls in turn. Each state takes text from a place on and says how far it got."""
+    """State machine over content, markers and calls. Each state reads from an index and returns where it stopped."""
 
     def __init__(
         self, calls: CallNews, *, opening: str, closing: str = "", separators: str = "", at_start: bool = False
     ) -> None:
         """
-        opening     what stands before a group of calls
-        closing     what stands behind it
-        separators  characters that may stand before, between and behind the calls of a group
+        opening     marker before a group of calls
+        closing     marker after the group
+        separators  characters allowed before, between and after the calls of a group
         at_start    a call may begin the text without the opening
         """
         self.calls = calls
@@ -63,11 +62,11 @@ class _Reader:
         self._closing = closing
         self._between = re.compile(rf"[\s{re.escape(separators)}]+")
         self._state: Callable[[str, int], int] = self._start if at_start else self._text
-        self._pending = ""  # may belong to a marker that is not complete
-        self._spaces: list[str] = []  # at the end of content: dropped where a call follows
-        self._marks: list[str] = []  # read since content ended, content after all if no call follows
+        self._pending = ""  # text that may be an incomplete marker
+        self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
+        self._marks: list[str] = []  # markers since the content ended; content if no call follows
         self._object: CallObject | CallArguments | None = None
-        self._begun = 0  # calls of the group
+        self._begun = 0  # calls of the group so far
         self._content: list[str] = []
 
     def push(self, text: str) -> Scanned:
@@ -95,7 +94,7 @@ class _Reader:
         return self._scanned().content
 
     def _may_open(self, more: str) -> bool:
-        """Return whether what is held back begins the opening if this follows."""
+        """Return whether the held text and then ``more`` begin the opening."""
         text = self._pending + more
         held = self._state == self._text and self._pending != ""
         return held and (self._opening.startswith(text) or text.startswith(self._opening))
@@ -105,7 +104,7 @@ class _Reader:
         return Scanned(content, self.calls.take())
 
     def _show(self, text: str) -> None:
-        """Content; spaces at its end wait for what follows."""
+        """Add content; hold back spaces at its end."""
         shown = text.rstrip()
         if shown:
             self._content += [*self._spaces, shown]
@@ -114,13 +113,13 @@ class _Reader:
             self._spaces.append(text[len(shown) :])
 
     def _give_back(self, more: str = "") -> None:
-        """What looked like a call is content."""
+        """Treat text that looked like a call as content."""
         self._show("".join([*self._marks, more]))
         self._marks, self._object = [], None
         self._state = self._text
 
     def _start(self, text: str, at: int) -> int:
-        """Nothing but spaces came yet."""
+        """State: only spaces so far."""
         if text[at].isspace():
             self._marks.append(text[at])
             return at + 1
@@ -131,7 +130,7 @@ class _Reader:
         return at
 
     def _text(self, text: str, at: int) -> int:
-        """Content, until the opening."""
+        """State: content, until the opening."""
         found = text.find(self._opening, at)
         if found >= 0:
             self._show(text[at:found])
@@ -144,7 +143,7 @@ class _Reader:
         return len(text)
 
     def _group(self, text: str, at: int) -> int:
-        """Behind the opening or behind a call."""
+        """State: after the opening or after a call."""
         if text[at] == "{":
             self._state = self._call
             return at
@@ -169,7 +168,7 @@ class _Reader:
         return at
 
     def _call(self, text: str, at: int) -> int:
-        """Inside a call's object."""
+        """State: inside a call's object."""
         if self._object is None:
             self._object = CallObject(self.calls)
         try:
@@ -186,11 +185,11 @@ class _Reader:
 
 _ARGS = "[ARGS]"
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]{1,64})?\s*")
-_MAX_NAMED_CHARS = 256  # of a name with its id; what is longer before the arguments is no call
+_MAX_NAMED_CHARS = 256  # a name with its id; a longer text before the arguments is no call
 
 
 class _MistralReader(_Reader):
-    """Both ways in which Mistral's models write calls: an array of objects, and a name with its arguments."""
+    """Reader of both formats of Mistral's models: an array of objects, and a name with its arguments."""
 
     def __init__(self, calls: CallNews) -> None:
         super().__init__(calls, opening="[TOOL_CALLS]", closing="]", separators="[,")
@@ -213,7 +212,7 @@ class _MistralReader(_Reader):
         return end + len(_ARGS)
 
     def _arguments(self, text: str, at: int) -> int:
-        """Behind the name."""
+        """State: after the name."""
         if self._object is None:
             if text[at].isspace():
                 self._marks.append(text[at])
@@ -232,7 +231,7 @@ class _MistralReader(_Reader):
 
 
 def _overlap(text: str, start: int, marker: str) -> int:
-    """Length of the longest end of ``text[start:]`` that begins ``marker``."""
+    """Return the length of the longest end of ``text[start:]`` that begins ``marker``."""
     for size in range(min(len(marker) - 1, len(text) - start), 0, -1):
         if marker.startswith(text[len(text) - size :]):
             return size

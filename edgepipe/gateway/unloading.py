@@ -1,4 +1,4 @@
-"""Unload models that a request loaded, once no request has used them for the time that ``keep_alive`` set."""
+"""Unloads models that a request loaded, once no request has used them for the time of ``keep_alive``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.models import ModelTable
 from edgepipe.ids import PipelineId
 
-GRACE_S = 2.0  # a model is idle for at least so long: requests of other gateways show up only then
+GRACE_S = 2.0  # shortest idle time: requests of other gateways show up with this delay
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
@@ -38,12 +38,12 @@ class KeepAlives:
     """Keeps the newest ``keep_alive`` of each loaded model, and unloads the model when that time is over."""
 
     def __init__(self, models: ModelTable, *, clock: Clock, unload: Callable[[str], None]) -> None:
-        """``unload`` asks for a model to be stopped, and returns at once."""
+        """``unload`` requests to stop a model, and returns at once."""
         self._models = models
         self._clock = clock
         self._unload = unload
         self._keep_s: dict[PipelineId, float] = {}
-        self._used: Counter[PipelineId] = Counter()  # requests under way here
+        self._used: Counter[PipelineId] = Counter()  # requests that run in this gateway
         self._idle_since_s: dict[PipelineId, float] = {}
 
     @contextmanager
@@ -57,7 +57,7 @@ class KeepAlives:
             self.want(served, keep_s)
 
     def want(self, served: ServedModel, keep_s: float | None) -> None:
-        """Start the model's time anew: ``keep_s`` seconds (inf: for good), or what an earlier request set (None)."""
+        """Restart the model's time: ``keep_s`` seconds (inf: for ever), None: as an earlier request set."""
         if keep_s is not None:
             self._keep_s[served.pipeline_id] = keep_s
         self._idle_since_s.pop(served.pipeline_id, None)
@@ -78,9 +78,9 @@ class KeepAlives:
                     await self._models.changed()
 
     def _look(self) -> float | None:
-        """Unload what is due. Return the seconds until the next model is due, None if none is."""
+        """Unload models that are due. Return the seconds until the next model is due, None without such a model."""
         now_s = self._clock.monotonic_s()
-        served = {one.pipeline_id: one for one in self._models.served if one.on_request}
+        served = {model.pipeline_id: model for model in self._models.served if model.on_request}
         for gone in (self._keep_s.keys() | self._used.keys()) - served.keys():
             self._keep_s.pop(gone, None)
             self._idle_since_s.pop(gone, None)

@@ -78,11 +78,11 @@ def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path
             joined = finish(joining)
             assert joined.returncode == 0, joined.stderr
             assert "joined 'attic', 1 other node" in joined.stdout
-            assert "this machine is 'studio-2' there" in joined.stdout
+            assert "this machine is named 'studio-2'" in joined.stdout
             assert terminal.exit_code() == 0
             assert "'studio-2' joined" in terminal.text()
             assert "It can also manage the cluster" in terminal.text()
-            assert "it calls itself 'studio', as another machine does" in terminal.text()
+            assert "its own name 'studio' belongs to another machine" in terminal.text()
         with other.node(*NODE, "--name", "studio"):
             for shell in (host, other):
                 seen = shell.until(lambda status: len(status["members"]) == 2)

@@ -115,15 +115,15 @@ async def test_everything_in_the_way_of_a_peer_is_told_from_the_rest() -> None:
     assert "no node runs" in told("nothing", "tcp")[1]
     assert "client isolation" in told("nobody", "tcp")[1]
     assert "no edgepipe node" in told("mail", "handshake")[1]
-    assert "says nothing" in told("silent", "handshake")[1]
+    assert "sends no data" in told("silent", "handshake")[1]
     assert told("narrow", "mtu") == (
         "warning",
-        f"{at['narrow']}: something on the way takes smaller packets",
+        f"{at['narrow']}: a device on the path allows only smaller packets",
         "1300 bytes instead of 1500",
     )
     assert f"peer.{at['good']}.mtu" not in findings
     assert findings["network.multicast4"]["level"] == "ok"
-    assert findings["network.multicast6"]["what"] == "IPv6 multicast is sent and heard"
+    assert findings["network.multicast6"]["what"] == "IPv6 multicast works"
     assert "10.77.0.1" in findings["network.interface"]["what"]
 
 
@@ -133,7 +133,7 @@ async def test_a_machine_s_own_network_is_told() -> None:
         await use_ipv6(host)
         _, findings = await doctor(host)
         assert findings["network.multicast4"]["level"] == "warning"
-        assert "nobody answered mDNS over IPv6" in findings["network.multicast6"]["what"]
+        assert "no machine answered mDNS over IPv6" in findings["network.multicast6"]["what"]
         await host.run(["ip", "link", "set", "lan0", "mtu", "1200"])  # below 1280 there is no IPv6, either
         await host.run(["ip", "-4", "addr", "flush", "scope", "global"])
         code, findings = await doctor(host)

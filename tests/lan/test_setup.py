@@ -116,7 +116,7 @@ def test_two_machines_become_a_cluster(lan: LanLab) -> None:
             terminal.until("of a 32B model")
             terminal.until("Which model?")
             terminal.until("Qwen/Qwen3-8B")
-            take_choice(terminal.until("go back"), "none now", terminal)
+            take_choice(terminal.until("go back"), "no model now", terminal)
             terminal.until("Start edgepipe at boot?")
             terminal.send("n\r")
             assert terminal.exit_code() == 0
@@ -132,14 +132,14 @@ def test_nobody_is_there(lan: LanLab) -> None:
     with setup(lan.host("gamer")) as terminal:
         terminal.until("Name of this machine:")
         terminal.send("\r")
-        terminal.until("nobody announced itself")
-        terminal.until("nobody answered mDNS over IPv4")
+        terminal.until("no node announced itself")
+        terminal.until("no machine answered mDNS over IPv4")
         terminal.until("this machine is at 10.77.0.1")
         terminal.until("Which cluster?")
         terminal.send(DOWN + "\r")  # join by address
         terminal.until("Address of a machine")
         terminal.send("10.77.0.2\r")
-        terminal.until("10.77.0.2 answers, but it invites nobody now")
+        terminal.until("10.77.0.2 answers, but does not invite now")
         terminal.until("Which cluster?", count=2)
         terminal.send(DOWN * 4 + "\r")  # quit
         assert terminal.exit_code() == 4
@@ -182,4 +182,4 @@ def test_it_can_be_stopped(lan: LanLab) -> None:
         terminal.until("Name of this machine:")
         terminal.send("\x03")
         assert terminal.exit_code() == 130
-        assert "goes on where it was" in terminal.text()
+        assert "continues where it stopped" in terminal.text()

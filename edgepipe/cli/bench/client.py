@@ -1,4 +1,4 @@
-"""Drives a served model with a workload, straight through its engine, and notes when every token came."""
+"""Sends a workload to the engine of a served model and records the arrival time of every token."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 _PEER = "the engine"
 _RPC_S = 5.0
-_TRACE_EVERY_S = 1.0  # the engine remembers a minute of steps
-_LAST_TIMINGS_S = 0.25  # stages tell of their timings within 0.1 s
-_SAME_CLOCK_S = 0.002  # two monotonic clocks this close are one: the answer's way back is all that differs
+_TRACE_EVERY_S = 1.0  # the engine keeps the steps of the last minute
+_LAST_TIMINGS_S = 0.25  # stages report their timings within 0.1 s
+_SAME_CLOCK_S = 0.002  # two monotonic clocks this close are one clock: the reply's travel time explains the difference
 
-OnProgress = Callable[[int, int], None]  # requests that have ended, tokens that have come
+OnProgress = Callable[[int, int], None]  # (ended requests, received tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run showed; times are seconds since it began."""
+    """Measurements of a run; times are seconds since its start."""
 
     requests: tuple[RequestRecord, ...]
     steps: tuple[StepRecord, ...]
@@ -66,22 +66,22 @@ class _Underway:
 
 
 class BenchClient:
-    """One stream to one engine. Use ``connected``; one run at a time."""
+    """One stream to one engine, opened by ``connected``. One run at a time."""
 
     def __init__(self, stub: Any, call: Any) -> None:
         self._stub = stub
         self._call = call
         self._underway: dict[str, _Underway] = {}
-        self._writing = asyncio.Lock()  # gRPC takes one write at a time
+        self._writing = asyncio.Lock()  # gRPC allows one write at a time
         self._runs = 0
-        self._name = f"bench-{secrets.token_hex(4)}"  # engines keep results for a while: no two benches ask the same
+        self._name = f"bench-{secrets.token_hex(4)}"  # unique: engines keep results of old requests
         self._began_s = 0.0
         self._steps: dict[int, StepTrace] = {}
         self._on_progress: OnProgress = _untold
         self._num_ended = self._num_tokens = 0
 
     async def run(self, workload: Workload, *, num_stages: int, on_progress: OnProgress | None = None) -> Measured:
-        """Make every request when its time has come; returns when the last has ended. Raises LinkError."""
+        """Send every request at its arrival time. Return when the last request has ended. Raises LinkError."""
         self._runs += 1
         self._underway, self._steps = {}, {}
         self._on_progress = on_progress or _untold
@@ -97,7 +97,7 @@ class BenchClient:
         after = await self._trace(after_step=self._untimed(last, num_stages))
         self._keep(after)
         return Measured(
-            requests=tuple(one.record() for one in self._underway.values()),
+            requests=tuple(request.record() for request in self._underway.values()),
             steps=self._step_records(after, num_stages),
             preemptions=after.preemptions - before.preemptions,
         )
@@ -131,7 +131,7 @@ class BenchClient:
         self._on_progress(self._num_ended, self._num_tokens)
 
     async def read(self) -> None:
-        """Take what the engine tells until cancelled, which ends the stream. Raises LinkError when the engine does."""
+        """Read the engine's messages until cancelled, which ends the stream. Raises LinkError if the engine ends it."""
         while (event := await self._call.read()) is not grpc.aio.EOF:
             now_s = time.monotonic() - self._began_s
             for tokens in event.tokens:
@@ -146,13 +146,13 @@ class BenchClient:
         raise PeerClosed("the engine ended its stream during the run", next_step="see 'edgepipe logs'")
 
     async def _follow_steps(self, last: int, num_stages: int) -> None:
-        """Fetch what ran before the engine forgets it."""
+        """Fetch the finished steps before the engine forgets them."""
         while True:
             await asyncio.sleep(_TRACE_EVERY_S)
             self._keep(await self._trace(after_step=self._untimed(last, num_stages)))
 
     def _untimed(self, last: int, num_stages: int) -> int:
-        """The step after which some stages have not told of theirs yet."""
+        """Return the last step that every stage has reported."""
         step = last
         while (known := self._steps.get(step + 1)) is not None and len(known.spans) == num_stages:
             step += 1
@@ -165,7 +165,7 @@ class BenchClient:
         return trace_from_wire(await self._stub.Trace(engine_pb2.TraceEngine(after_step=after_step), timeout=_RPC_S))
 
     def _step_records(self, trace: EngineTrace, num_stages: int) -> tuple[StepRecord, ...]:
-        ahead_s = trace.now_us * 1e-6 - time.monotonic()  # of the engine's clock
+        ahead_s = trace.now_us * 1e-6 - time.monotonic()  # the engine's clock over this process's
         origin_s = self._began_s + (ahead_s if abs(ahead_s) > _SAME_CLOCK_S else 0.0)
         steps = [self._steps[number] for number in sorted(self._steps)]
         offsets_s = clock_offsets_s([step.spans for step in steps if len(step.spans) == num_stages])
@@ -191,18 +191,18 @@ class BenchClient:
 async def connected(
     engine: engine_pb2.EngineState, hello: common_pb2.Hello, security: Security
 ) -> AsyncGenerator[BenchClient]:
-    """A client of an engine that lets the owner of ``security`` in.
+    """Connect a client to an engine that admits the owner of ``security``.
 
-    Raises LinkError, and what the engine refuses it with.
+    Raises LinkError, and the engine's error if it refuses the client.
     """
     async with make_channel(engine.address, security.to_process(engine.certificate)) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
-        call: Any = stub.Generate(wait_for_ready=True)  # it may learn of this client a moment later
+        call: Any = stub.Generate(wait_for_ready=True)  # the engine may learn of this client a moment later
         with translated(_PEER):
             try:
                 async with asyncio.timeout(_RPC_S):
                     await call.write(engine_pb2.GatewayMessage(hello=hello))
-                    await call.read()  # its welcome
+                    await call.read()  # the engine's first message
                 client = BenchClient(stub, call)
                 async with asyncio.TaskGroup() as tasks:
                     reader = tasks.create_task(client.read(), name="bench-tokens")
@@ -213,8 +213,11 @@ async def connected(
 
 
 def clock_offsets_s(spans: Sequence[tuple[tuple[int, int], ...]]) -> list[float]:
-    """How far each stage's clock is ahead of the first's. A stage never begins a step before the one before it has
-    ended: clocks that say so, or that it waited for minutes, are not one clock, and are laid edge to edge."""
+    """Estimate by how many seconds each stage's clock is ahead of the first stage's clock.
+
+    A stage starts a step only after the previous stage has ended it, and soon after. If the clocks show a start before
+    that end, or minutes later, they are different clocks: then assume that the smallest gap is zero.
+    """
     offsets: list[float] = [0.0] * (len(spans[0]) if spans else 0)
     for stage in range(1, len(offsets)):
         gap_s = min(step[stage][0] - step[stage - 1][1] for step in spans) * 1e-6
@@ -224,4 +227,4 @@ def clock_offsets_s(spans: Sequence[tuple[tuple[int, int], ...]]) -> list[float]
 
 
 def _untold(num_ended: int, num_tokens: int) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""A cluster of emulated devices on this machine: real nodes, stages and links; only the arithmetic is replaced."""
+"""Cluster of emulated devices on this machine: real nodes, stages and links; a backend without weights."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _JOIN_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedCluster:
-    """What to start."""
+    """Description of the cluster to start."""
 
     devices: Sequence[str]  # keys of the device table; node i is called a, b, c, ...
-    model: str  # its name here
-    config: ModelConfig  # of the table of shapes, where it is called ``model``
+    model: str  # name of the served model
+    config: ModelConfig  # from the table of shapes
     link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
-    vocab_size: int | None = None  # None: as small as it can be, since logits of 150,000 words cost host time
+    vocab_size: int | None = None  # None: the smallest, because logits of 150,000 tokens cost host time
 
 
 @asynccontextmanager
 async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
-    """Start the nodes and let them find each other; yields the first one's. Leaves nothing behind.
+    """Start the nodes and wait until they find each other. Yield the first node's. Stop and remove all at the end.
 
-    Raises NoPeersFound, and what hindered a node's start.
+    Raises NoPeersFound, and the error of a node that did not start.
     """
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
     try:
-        _store_model(folder / "models", folder / cluster.model, cluster)  # hidden states of the real size
+        _store_model(folder / "models", folder / cluster.model, cluster)  # activations have the real size
         async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
             if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
                 raise NoPeersFound(
                     "the nodes did not find each other",
-                    fact=f"not within {_JOIN_S:.0f} s; mDNS on 127.0.0.1 seems to be blocked",
+                    fact=f"not within {_JOIN_S:.0f} s; mDNS on 127.0.0.1 may be blocked",
                 )
             yield admin
     finally:
@@ -77,6 +77,6 @@ def _plan(cluster: EmulatedCluster, models_dir: Path) -> ClusterPlan:
 
 
 def node_names(count: int) -> list[str]:
-    """a, b, ..., z, aa, ab, ..."""
+    """Name a node: a, b, ..., z, aa, ab, ..."""
     letters = string.ascii_lowercase
     return [letters[i] if i < 26 else letters[i // 26 - 1] + letters[i % 26] for i in range(count)]

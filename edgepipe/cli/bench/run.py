@@ -1,4 +1,4 @@
-"""The runs of a bench: on a cluster that serves, or on emulated ones that are started and ended for them."""
+"""Runs of a bench, on the running cluster or on emulated clusters that it starts and stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2, node_pb2
 
 OnProgress = Callable[[str, int, int], None]
-"""What is going on; requests that have ended, and of how many (0: it is not known how far that is)."""
+"""(current step, ended requests, all requests; 0 if unknown)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedRun:
-    """A run and what it runs on."""
+    """A run and its emulated cluster."""
 
     run: BenchRun
     cluster: EmulatedCluster
@@ -45,7 +45,7 @@ class EmulatedRun:
 
 
 async def bench_emulated(runs: Sequence[EmulatedRun], on_progress: OnProgress) -> list[RunReport]:
-    """All runs in order; runs in a row that want the same cluster share it. Raises what hinders a cluster or a run."""
+    """Do all runs in order; consecutive runs with equal clusters share one. Raises the error of a cluster or a run."""
     reports: list[RunReport] = []
     for cluster, group in groupby(runs, key=lambda each: each.cluster):
         on_progress(f"starting {len(cluster.devices)} nodes", 0, 0)
@@ -56,14 +56,14 @@ async def bench_emulated(runs: Sequence[EmulatedRun], on_progress: OnProgress) -
 
 
 async def bench_served(admin: Admin, runs: Sequence[BenchRun], model: str, on_progress: OnProgress) -> list[RunReport]:
-    """Runs on what the cluster serves already. Raises ModelUnknown."""
+    """Do runs on a model that the cluster serves already. Raises ModelUnknown."""
     status = await admin.status()
     engine = _served(status, model)
     return [await _measure(admin, engine, run, on_progress) for run in runs]
 
 
 async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProgress) -> AsyncIterator[RunReport]:
-    """Runs on one emulated cluster, each with its own serving of the model. Raises what hinders one."""
+    """Do runs on one emulated cluster; each run loads the model again. Raises the error of a run."""
     for each in runs:
         on_progress(_titled("loading the model", each.run), 0, 0)
         engine = await serve_model(admin, each.serve)
@@ -73,7 +73,7 @@ async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProg
 
 
 async def serve_model(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
-    """The engine, once it is ready. Raises what hinders it."""
+    """Serve the model. Return its engine when ready. Raises the node's error."""
     async for event in admin.serve(request):
         if event.HasField("engine"):
             return event.engine
@@ -88,7 +88,7 @@ async def _measure(
     *,
     devices: Mapping[str, str] | None = None,
 ) -> RunReport:
-    """``devices`` are short names by node, as a simulation would tell them."""
+    """Do one run. ``devices``: short device names by node, as in a simulation."""
     status = await admin.status()
     hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
     title, total = _titled("measuring", run), len(run.workload.requests)
@@ -114,7 +114,7 @@ async def _measure(
 
 
 def _warm_up() -> Workload:
-    """Connections, buffers and code paths are cold once."""
+    """Run once without measuring, to warm up connections, buffers and code paths."""
     few = FixedLengths(tokens=8)
     return make_workload(WorkloadSpec(num_requests=2, prompt=few, output=few, seed=1))
 
@@ -126,11 +126,11 @@ def _served(status: node_pb2.ClusterStatus, model: str) -> engine_pb2.EngineStat
         return chosen[0]
     names = ", ".join(engine.model for engine in ready) or "none"
     raise ModelUnknown(
-        f"the model '{model}' is not served" if model else "there is not one model to measure",
+        f"the model '{model}' is not served" if model else "not exactly one model is served",
         fact=f"served: {names}",
         next_step="edgepipe bench --model NAME, or edgepipe serve MODEL first",
     )
 
 
-def _titled(what: str, run: BenchRun) -> str:
-    return f"{what}: {run.label}" if run.label else what
+def _titled(title: str, run: BenchRun) -> str:
+    return f"{title}: {run.label}" if run.label else title

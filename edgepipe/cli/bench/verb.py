@@ -1,4 +1,4 @@
-"""``edgepipe bench``: what a cluster does under load, measured on real nodes; their devices may be emulated."""
+"""``edgepipe bench``: measures real nodes under load; their devices may be emulated."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ def bench(
     emulate: Annotated[
         str,
         typer.Option(
-            "--emulate", metavar="DEVICES", help='Start such devices here: "4x rtx4090".  [default: what is served]'
+            "--emulate",
+            metavar="DEVICES",
+            help='Measure emulated devices on this machine: "4x rtx4090".  [default: the running cluster]',
         ),
     ] = "",
     settings: Mapping[str, str],
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Which of several served ones.", show_default=False)
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="The model to measure; required if several are served.", show_default=False
+        ),
     ] = "",
     compare: options.Compare = None,
     plot: options.Plot = None,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure throughput and latencies of a cluster under load."""
+    """Measure the throughput and latencies of a cluster under load."""
     from edgepipe.cli.views.report_plot import check_plot, plot_reports
     from edgepipe.cli.views.report_view import render_reports, reports_as_json
 
@@ -61,7 +66,7 @@ def bench(
 def _run_all(
     settings: Mapping[str, str], variants: Sequence[Variant], *, model: str, data_dir: Path | None
 ) -> list[RunReport]:
-    """All runs are made ready before the first begins: a mistake in the last is told at once."""
+    """Do all runs. Build every run before the first one starts, so that a mistake in any shows at once."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.cli.bench.run import bench_emulated, bench_served
 
@@ -69,7 +74,7 @@ def _run_all(
     emulated = [each for each, _ in merged if "emulate" in each]
     if emulated and (model or data_dir or len(emulated) != len(merged)):
         raise ConfigInvalid(
-            "--emulate starts a cluster of its own", next_step="leave --model and --data-dir out, or --emulate"
+            "--emulate contradicts --model and --data-dir", next_step="leave out --emulate, or the other two"
         )
     if emulated:
         runs = [emulated_run(each, label) for each, label in merged]
@@ -86,19 +91,17 @@ def _run_all(
 
 
 def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
-    """Raises ConfigInvalid for what only an emulated cluster can be told."""
+    """Build a run on the running cluster. Raises ConfigInvalid for settings of an emulated cluster."""
     from edgepipe.cli.bench.run import BenchRun
 
     if wrong := [key for key in options.CLUSTER_KEYS if key in settings]:
-        raise ConfigInvalid(
-            f"--{wrong[0]} goes with --emulate", fact="a cluster that serves already is measured as it is"
-        )
+        raise ConfigInvalid(f"--{wrong[0]} goes with --emulate", fact="a running cluster keeps its own settings")
     workload = options.make_workload_of(settings)
     return BenchRun(workload=workload, label=label, settings={"workload": workload.description})
 
 
 def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
-    """The run that settings describe. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+    """Build the run that settings describe. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
     from edgepipe.cli.bench.cluster import EmulatedCluster
     from edgepipe.cli.bench.run import BenchRun, EmulatedRun
     from edgepipe.cli.serve import serve_request
@@ -140,7 +143,7 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
 
 
 class _Progress:
-    """A bar on stderr while it is a terminal."""
+    """Progress bar on stderr, if that is a terminal."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -153,7 +156,7 @@ class _Progress:
             TextColumn("{task.description}", markup=False),
         )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("making ready", total=None)
+        self._task = self._progress.add_task("preparing", total=None)
 
     def __enter__(self) -> _Progress:
         self._progress.start()
@@ -162,6 +165,6 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def tell(self, step: str, done: int, total: int) -> None:
         """See ``OnProgress``."""
-        self._progress.update(self._task, description=one_line(what), completed=done, total=total or None)
+        self._progress.update(self._task, description=one_line(step), completed=done, total=total or None)

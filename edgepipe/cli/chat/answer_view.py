@@ -1,4 +1,4 @@
-"""An answer as it comes: plain, or as Markdown that never draws twice what is complete."""
+"""Prints an answer as it arrives, as plain text or as Markdown; finished blocks are drawn once."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-_REDRAW_S = 0.1  # the unfinished block at most ten times a second
+_REDRAW_S = 0.1  # draws the unfinished block at most ten times a second
 _FENCES = ("```", "~~~")
 _SPINS_PER_S = 8
-_KEPT = "\n\t"  # of an answer's control characters
+_KEPT = "\n\t"  # control characters that an answer may contain
 _ERASE_LINE = "\r\x1b[K"
 
 
 class AnswerView(Protocol):
-    """Shows one answer. Use as a context manager: leaving it completes the picture."""
+    """View of one answer. Use as a context manager: leaving it prints the rest."""
 
     def __enter__(self) -> AnswerView:
         """Begin at the start of a line."""
         ...
 
     def __exit__(self, *exc_info: object) -> None:
-        """Show what is left and end the line."""
+        """Show the rest and end the line."""
         ...
 
     def show(self, text: str) -> None:
-        """The next piece; it ends what ``wait`` shows."""
+        """Show the next piece; this removes the line of ``wait``."""
         ...
 
     def wait(self, why: str, *, news: bool = False) -> None:
-        """Say on a live line below the text why nothing comes. ``news``: worth a line in the middle of plain text."""
+        """Show below the text why no text arrives. ``news``: important enough for a line amid plain text."""
         ...
 
 
 class NoView:
-    """Shows nothing."""
+    """View that shows nothing."""
 
     def __enter__(self) -> NoView:
         return self
@@ -58,11 +58,11 @@ class NoView:
 
 
 class PlainView:
-    """Text as it is. Control characters a model may write cannot move the cursor."""
+    """View that prints text as it is, except control characters: a model cannot move the cursor."""
 
     def __init__(self) -> None:
         self._begun = False
-        self._waits = ""  # the line on a terminal that says why nothing comes
+        self._waits = ""  # the line on a terminal that explains a pause
 
     def __enter__(self) -> PlainView:
         return self
@@ -73,7 +73,7 @@ class PlainView:
             print(flush=True)
 
     def wait(self, why: str, *, news: bool = False) -> None:
-        """Say it on a line of its own, where somebody looks."""
+        """Print the note on its own line, if the output is a terminal."""
         if why == self._waits or not sys.stdout.isatty() or (self._begun and not news):
             return
         if self._begun and not self._waits:
@@ -95,12 +95,12 @@ class PlainView:
 
 
 class MarkdownView:
-    """Finished blocks are printed for good; only the last, unfinished one is drawn again as it grows."""
+    """View that prints each finished Markdown block once, and redraws the unfinished block as it grows."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or make_console()
-        self._open = ""  # of the block that is not finished
-        self._waits = ""  # below it, while nothing comes
+        self._open = ""  # text of the unfinished block
+        self._waits = ""  # the note below it during a pause
         self._live: Live | None = None
         self._drawn_s = 0.0
 
@@ -113,14 +113,14 @@ class MarkdownView:
         self._open = self._waits = ""
 
     def wait(self, why: str, *, news: bool = False) -> None:
-        """A line that moves, below the unfinished block."""
+        """Show an animated line below the unfinished block."""
         if why != self._waits:
             self._stop()
             self._waits = why
             self._draw()
 
     def show(self, text: str) -> None:
-        """Take the piece, print the blocks that it completes, and draw the rest now and then."""
+        """Add the piece, print the blocks that it completes, and redraw the rest from time to time."""
         if self._waits:
             self._stop()
             self._waits, self._drawn_s = "", 0.0
@@ -160,7 +160,7 @@ class MarkdownView:
         return "dots" if self._console.encoding.startswith("utf") else "line"
 
     def _tail(self, picture: RenderableType) -> RenderableType:
-        """The last lines that the terminal has room for: what scrolls away could not be drawn again."""
+        """Return the last lines that fit the terminal: a line that scrolled away cannot be redrawn."""
         from rich.segment import SegmentLines
 
         lines = self._console.render_lines(picture, pad=False)
@@ -174,7 +174,7 @@ class MarkdownView:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """What no later text can change, and the rest: Markdown cut at the last blank line that is in no fenced block."""
+    """Split Markdown at the last blank line outside fenced blocks: text that later text cannot change, and the rest."""
     fence, cut, position = "", 0, 0
     for line in text.splitlines(keepends=True):
         position += len(line)
@@ -190,7 +190,7 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _continues(following: str) -> bool:
-    """Whether what comes after a blank line may still belong to the list above it, or has not come yet."""
+    """Return whether text after a blank line may belong to the list above; also true before it arrives."""
     return not following or following[0] in " \t-*+0123456789"
 
 
@@ -201,6 +201,6 @@ def _markdown(text: str) -> RenderableType:
 
 
 def make_view(*, markdown: bool) -> AnswerView:
-    """Markdown where somebody looks at a terminal and wants it, else plain."""
+    """Choose the view: Markdown on a terminal if wanted, else plain text."""
     console = make_console()
     return MarkdownView(console) if markdown and console.is_terminal else PlainView()

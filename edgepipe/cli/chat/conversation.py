@@ -1,4 +1,4 @@
-"""One exchange with the model: the answer as it comes, then one line of figures."""
+"""One question to the model: streams the answer, then prints one line of figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _HEARTBEAT = "still working"
 _RECOVERING = "recovering"
 _READING = "reading"
-_SLOW_START_S = 0.5  # until somebody wonders
+_SLOW_START_S = 0.5  # wait before the first note
 _SLOW_WORD_S = 3.0  # the slowest machines take a second or two for a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """What the flags of ``chat`` say."""
+    """Values of the flags of ``chat``."""
 
     data_dir: Path
     model: str
@@ -36,34 +36,34 @@ class ChatSettings:
     temperature: float | None = None
     seed: int | None = None
     as_json: bool = False
-    markdown: bool = True  # drawn where somebody looks at a terminal
+    markdown: bool = True  # on a terminal only
 
     def options(self) -> dict[str, Any]:
-        """Fields of the requests; None means not given."""
+        """Return the fields of requests; None: not given."""
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer and how it came."""
+    """An answer and its figures."""
 
     text: str
     finish_reason: str
     num_tokens: int
     num_prompt_tokens: int
     first_word_s: float
-    tokens_per_s: float  # after the first one; 0: too short to tell
+    tokens_per_s: float  # after the first token; 0: too short to measure
     num_nodes: int
-    note: str = ""  # the last thing that the gateway told beside it
-    max_tokens: int | None = None  # that were asked for
+    note: str = ""  # the gateway's last note on this request
+    max_tokens: int | None = None  # the request's limit
 
     @property
     def context_full(self) -> bool:
-        """Whether the model's context ended it: it is cut, and below the limit that was asked for."""
+        """Whether the full context cut the answer: it is cut, below the request's limit."""
         return self.finish_reason == "length" and (self.max_tokens is None or self.num_tokens < self.max_tokens)
 
     def footer(self) -> str:
-        """``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``"""
+        """Format the figures: ``412 tok · 11.4 tok/s · first word 1.2 s · 2 nodes``."""
         parts = [f"{self.num_tokens} tok"]
         if self.tokens_per_s:
             parts.append(f"{self.tokens_per_s:.1f} tok/s")
@@ -78,12 +78,12 @@ class Answer:
 
 
 def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict[str, Any]:
-    """What was asked for, and for the rest what the model's makers advise."""
+    """Add the sampling that the model's makers advise to fields that the user did not set."""
     return {**advice, **{name: value for name, value in options.items() if value is not None}}
 
 
 class Incoming:
-    """An answer while it comes. What has come so far is an answer, too."""
+    """An answer in progress; the text so far is an answer, too."""
 
     def __init__(self, *, num_nodes: int, max_tokens: int | None, view: AnswerView) -> None:
         self._num_nodes, self._max_tokens = num_nodes, max_tokens
@@ -92,7 +92,7 @@ class Incoming:
         self._first_s = self._last_s = 0.0
         self._texts: list[str] = []
         self._reason, self._note, self._read = "", "", ""
-        self._quiet = False  # the view says what is waited for
+        self._quiet = False  # the view shows a note
         self._num_tokens, self._num_prompt_tokens = 0, 0
 
     def take(self, piece: Piece) -> None:
@@ -112,7 +112,7 @@ class Incoming:
                 self.quiet()
 
     def _take_note(self, note: str) -> None:
-        """``recovering: studio gone since 21:14``, ``reading 60 %``, or what is to stand below the answer."""
+        """Handle a note of the gateway: ``recovering: studio gone since 21:14``, ``reading 60 %``, or a final note."""
         kind, _, rest = note.partition(" ")
         if kind.rstrip(":") == _RECOVERING:
             self._note = rest
@@ -124,7 +124,7 @@ class Incoming:
             self._note = note
 
     def quiet(self) -> None:
-        """Say what is waited for: nothing has come for a while."""
+        """Show why no text has arrived for a while."""
         self._quiet = True
         if self._first_s:
             self._view.wait("waiting for the next word")
@@ -135,11 +135,11 @@ class Incoming:
 
     @property
     def quiet_after_s(self) -> float:
-        """How long nothing comes until that is worth a line."""
+        """Return the seconds without text after which the view shows a note."""
         return _SLOW_WORD_S if self._first_s else _SLOW_START_S
 
     def answer(self) -> Answer:
-        """What has come so far."""
+        """Return the answer so far."""
         first_s, last_s, tokens = self._first_s, self._last_s, self._num_tokens
         return Answer(
             text="".join(self._texts),
@@ -161,7 +161,7 @@ async def stream_answer(
     options: Mapping[str, Any],
     incoming: Incoming,
 ) -> Answer:
-    """Ask and pass the answer on as it comes, and say so where nothing does. Raises the gateway's error."""
+    """Ask, show the answer as it arrives, and show notes during pauses. Raises the gateway's error."""
     loop = asyncio.get_running_loop()
     timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
     try:
@@ -176,7 +176,7 @@ async def stream_answer(
 
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
-    """One question, one answer on stdout, the figures on stderr (or all of it as JSON on stdout)."""
+    """Ask one question. Print the answer on stdout and the figures on stderr, or both as JSON on stdout."""
     from edgepipe.cli.chat.answer_view import NoView, make_view
     from edgepipe.cli.find import find_target
     from edgepipe.cli.sse import ChatClient
@@ -198,7 +198,7 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
 
 
 def as_json(answer: Answer, target: Target) -> dict[str, Any]:
-    """An answer and its figures for scripts."""
+    """Convert an answer and its figures to JSON."""
     return {
         "model": target.model,
         "text": answer.text,
@@ -212,5 +212,5 @@ def as_json(answer: Answer, target: Target) -> dict[str, Any]:
 
 
 def print_footer(answer: Answer) -> None:
-    """The one dim line below an answer, on stderr."""
+    """Print the line of figures below an answer, on stderr."""
     make_console(stderr=True).print(answer.footer(), style="dim")

@@ -1,4 +1,4 @@
-"""What a conversation in the terminal knows: who said what, and how the next answer is asked for. No terminal here."""
+"""State of a conversation: its messages and the settings of the next request. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, str]
 _MAX_FILE_BYTES = 64 << 20  # longer than any context
 _FORMAT = "edgepipe-chat-1"
 
-_OTHER_TEMPERATURE = 0.7  # of another answer where the first was the most likely one: that would come again
+_OTHER_TEMPERATURE = 0.7  # for another answer after a greedy one: greedy sampling would repeat it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Option:
     highest: float = math.inf
 
     def read(self, name: str, text: str) -> Any:
-        """The value. Raises RequestInvalid."""
+        """Parse a value. Raises RequestInvalid."""
         try:
             value = self.kind(text)
         except ValueError:
             wanted = "a whole number" if self.kind is int else "a number"
-            raise RequestInvalid(f"{name} wants {wanted}", fact=f"given: {text}") from None
+            raise RequestInvalid(f"{name} must be {wanted}", fact=f"given: {text}") from None
         if self.kind is not str and not self.lowest <= value <= self.highest:
             bounds = f"{self.lowest:g} to {self.highest:g}" if self.highest < math.inf else f"{self.lowest:g} or more"
             raise RequestInvalid(f"{name} cannot be {text}", fact=f"it can be {bounds}")
@@ -42,7 +42,7 @@ class Option:
 
 
 HISTORY = ("stop", "drop")
-"""In a full context: answer nothing more until ``/clear``, or leave out the oldest questions and answers."""
+"""When the context is full: stop until ``/clear``, or drop the oldest questions and answers."""
 
 OPTIONS: Mapping[str, Option] = {
     "temperature": Option(float, 0, 2),
@@ -60,46 +60,49 @@ OPTIONS: Mapping[str, Option] = {
 
 @dataclass(slots=True, kw_only=True)
 class Dialogue:
-    """Grows by a question and its answer at a time."""
+    """Messages and settings of one conversation."""
 
     system: str
     options: dict[str, Any]
     turns: list[Message] = field(default_factory=list[Message])
     answers: list[Answer] = field(default_factory=list[Answer])  # of this session, for ``/stats``
-    taken_back: Message | None = None  # comes back if there will be no other answer
-    history: str = HISTORY[0]  # what becomes of the oldest turns when the context is full
-    first: int = 0  # of the turns that are sent
+    taken_back: Message | None = None  # the old answer, restored if no new answer arrives
+    history: str = HISTORY[0]  # policy for the oldest turns when the context is full
+    first: int = 0  # index of the first turn to send
     full: bool = False  # the last answer ended with the context
 
     @classmethod
     def begin(cls, settings: ChatSettings) -> Dialogue:
-        """As the flags say."""
+        """Make a conversation from the flags."""
         return cls(system=settings.system, options=settings.options())
 
     def messages(self) -> list[Message]:
-        """What is sent."""
+        """Return the messages of the next request."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.turns[self.first :]]
 
     @property
     def has_earlier_turns(self) -> bool:
-        """Whether more is sent than the last question."""
+        """Whether requests include turns before the last question."""
         return len(self.turns) - self.first > 1
 
     def drop_oldest(self) -> bool:
-        """Send the oldest question and its answer no more; False: none may be left out. Saving keeps them."""
+        """Leave the oldest question and answer out of requests; saved files keep them. False: none may be dropped."""
         later = (index for index in range(self.first + 1, len(self.turns)) if self.turns[index]["role"] == "user")
         start = next(later, None) if self.history == "drop" else None
         self.first = self.first if start is None else start
         return start is not None
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.turns.clear()
         self.first, self.full = 0, False
 
     def wishes(self, advice: Mapping[str, float]) -> dict[str, Any]:
-        """Fields of the next request: as set, else as advised. Another answer is drawn, and drawn anew each time."""
+        """Return the fields of the next request: set by the user, else advised.
+
+        Another answer to a question never uses greedy sampling or the old seed.
+        """
         wishes = with_advice(self.options, advice)
         if self.taken_back is None:
             return wishes
@@ -107,11 +110,11 @@ class Dialogue:
         return wishes | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
 
     def ask(self, question: str) -> None:
-        """The next question."""
+        """Add the next question."""
         self.turns.append({"role": "user", "content": question})
 
     def answered(self, answer: Answer) -> None:
-        """Keep what came of the last question, if anything did."""
+        """Add the answer to the last question, if it has text."""
         if answer.text:
             self.turns.append({"role": "assistant", "content": answer.text})
             self.answers.append(answer)
@@ -119,7 +122,7 @@ class Dialogue:
             self.taken_back = None
 
     def forget_unanswered(self) -> None:
-        """Forget a last question without an answer, or let the answer that was taken back stand again."""
+        """Remove a last question without an answer, or restore the answer that was taken back."""
         if self.taken_back:
             self.turns.append(self.taken_back)
             self.taken_back = None
@@ -127,13 +130,13 @@ class Dialogue:
             self.turns.pop()
 
     def take_back(self) -> None:
-        """Make room for another answer to the last question. Raises RequestInvalid if there is none."""
+        """Remove the last answer, to ask for another one. Raises RequestInvalid without an answer."""
         if len(self.turns) < 2:
-            raise RequestInvalid("there is no answer to write again")
+            raise RequestInvalid("there is no answer to regenerate")
         self.taken_back = self.turns.pop()
 
     def set(self, name: str, text: str) -> None:
-        """Set a field of the requests to come; empty or ``default``: back to the model's own. Raises RequestInvalid."""
+        """Set a field of later requests; empty or ``default`` restores the model's own. Raises RequestInvalid."""
         if name == "history":
             wanted = HISTORY[0] if text in ("", "default") else text
             if wanted not in HISTORY:
@@ -149,7 +152,7 @@ class Dialogue:
         self.options[name] = option.read(name, text)
 
     def save(self, path: Path, *, model: str) -> None:
-        """Write it as JSON, or as Markdown where the name ends so. Raises RequestInvalid."""
+        """Save the conversation as JSON, or as Markdown if the file name ends in .md. Raises RequestInvalid."""
         text = self._as_markdown(model) if path.suffix == ".md" else self._as_json(model)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -159,13 +162,15 @@ class Dialogue:
             raise RequestInvalid(f"cannot write {path}", fact=exc.strerror or "") from exc
 
     def load(self, path: Path) -> str:
-        """Go on where a saved one ended; the name of the model that it was held with. Raises RequestInvalid."""
+        """Load a saved conversation. Return the name of its model. Raises RequestInvalid."""
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise RequestInvalid(f"{path} is too long for a conversation")
             saved: Any = json.loads(path.read_text(encoding="utf-8"))
-            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in saved["messages"]]
-            if saved["format"] != _FORMAT or any(one["role"] not in ("user", "assistant") for one in turns):
+            turns = [
+                {"role": str(message["role"]), "content": str(message["content"])} for message in saved["messages"]
+            ]
+            if saved["format"] != _FORMAT or any(message["role"] not in ("user", "assistant") for message in turns):
                 raise ValueError(path)
             options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
             system, model = str(saved["system"]), str(saved["model"])
@@ -178,7 +183,7 @@ class Dialogue:
         return model
 
     def stats(self) -> str:
-        """The last answer, and all of the session."""
+        """Describe the last answer and the whole session."""
         if not self.answers:
             return "no answer yet"
         tokens = sum(answer.num_tokens for answer in self.answers)

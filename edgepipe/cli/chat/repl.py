@@ -1,4 +1,4 @@
-"""A conversation in the terminal: ^C stops an answer, ^D ends, /help says the rest."""
+"""Conversation in the terminal: ^C stops an answer, ^D ends, /help lists the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCK = '"""'
 
 
 async def converse(settings: ChatSettings) -> None:
-    """Read, answer, repeat until ^D or /bye. Raises what hinders the start; later errors are shown and it goes on."""
+    """Read, answer, repeat until ^D or /bye. Raises errors of the start; shows later errors and continues."""
     target = await find_target(settings.data_dir, settings.model)
     talk = Talk(data_dir=settings.data_dir, target=target, dialogue=Dialogue.begin(settings))
     talk.model_names = await _model_names(talk)
@@ -50,7 +50,7 @@ async def converse(settings: ChatSettings) -> None:
 
 
 async def _answer(talk: Talk, settings: ChatSettings) -> None:
-    """Answer the last question, in a full context without the oldest ones if that is wanted. Raises PromptTooLong."""
+    """Answer the last question; with ``history drop``, drop the oldest turns if needed. Raises PromptTooLong."""
     dialogue, dropped = talk.dialogue, int(talk.dialogue.full and talk.dialogue.drop_oldest())
     try:
         while True:
@@ -62,10 +62,10 @@ async def _answer(talk: Talk, settings: ChatSettings) -> None:
                 dropped += 1
     finally:
         if dropped:
-            what = (
+            omitted = (
                 "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions and answers"
             )
-            make_console(stderr=True).print(f"the context is full: left out {what}", style="dim")
+            make_console(stderr=True).print(f"the context is full: left out {omitted}", style="dim")
         dialogue.forget_unanswered()
 
 
@@ -73,12 +73,12 @@ def _full_context(error: PromptTooLong) -> PromptTooLong:
     return PromptTooLong(
         "the conversation no longer fits into the model's context",
         fact=error.fact,
-        next_step="/clear begins a new one; /set history drop leaves the oldest questions out",
+        next_step="/clear    (or drop the oldest questions: /set history drop)",
     )
 
 
 async def _stream(talk: Talk, settings: ChatSettings) -> None:
-    """Stream one answer and keep what came of it."""
+    """Stream one answer and add it to the conversation."""
     dialogue = talk.dialogue
     wishes = dialogue.wishes(talk.target.sampling)
     view = make_view(markdown=settings.markdown)
@@ -89,7 +89,7 @@ async def _stream(talk: Talk, settings: ChatSettings) -> None:
         try:
             with view, _interrupts(work):
                 answer = await work
-            print_footer(answer)  # below the complete picture
+            print_footer(answer)  # below the whole answer
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
@@ -100,7 +100,7 @@ async def _stream(talk: Talk, settings: ChatSettings) -> None:
 
 @contextmanager
 def _interrupts(work: asyncio.Future[Any]) -> Generator[None]:
-    """While the block runs, ^C cancels ``work`` and not the program."""
+    """Make ^C cancel ``work``, not the program, inside the block."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     try:
@@ -110,7 +110,7 @@ def _interrupts(work: asyncio.Future[Any]) -> Generator[None]:
 
 
 async def _model_names(talk: Talk) -> tuple[str, ...]:
-    """Models on any node's disk or served, as far as this machine's node knows."""
+    """List the models that this machine's node knows: served or on any node's disk."""
     try:
         async with connect(talk.data_dir) as admin:
             status = await admin.status()
@@ -121,7 +121,7 @@ async def _model_names(talk: Talk) -> tuple[str, ...]:
 
 
 def _session(talk: Talk) -> PromptSession[str]:
-    """The input line, with a history that survives (readable by its owner only)."""
+    """Make the input line, with a history file that only its owner can read."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -166,7 +166,7 @@ def _completer(talk: Talk) -> Completer:
 
 
 async def _read(session: PromptSession[str]) -> str | None:
-    '''One question; None at the end. ^C at an empty prompt clears it; """ begins and ends a block of lines.'''
+    '''Read one question; None at the end. ^C clears the input; """ begins and ends a block of lines.'''
     lines: list[str] = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The commands of a conversation: what they are called, what they take, what they do."""
+"""Slash commands of a conversation: names, arguments, help and actions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Talk:
-    """What a command may read and change."""
+    """State that a command may read and change."""
 
     data_dir: Path
     target: Target
     dialogue: Dialogue
     model_names: tuple[str, ...] = ()  # for completion, as far as known
-    again: bool = False  # the last question is to be answered again
+    again: bool = False  # regenerate the answer to the last question
     over: bool = False
 
 
@@ -45,7 +45,7 @@ class Command:
 
 
 async def run_command(talk: Talk, line: str) -> None:
-    """Do what a line beginning with ``/`` says. Raises EdgepipeError, also when there is no such command."""
+    """Run the command of a line that begins with ``/``. Raises EdgepipeError, also for an unknown command."""
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
@@ -54,7 +54,7 @@ async def run_command(talk: Talk, line: str) -> None:
 
 
 def complete(talk: Talk, text: str) -> Iterable[str]:
-    """What may stand where the last word of ``text`` stands."""
+    """Return the possible completions of the last word of ``text``."""
     name, space, argument = text.partition(" ")
     if not space:
         return [command for command in COMMANDS if command.startswith(name)]
@@ -79,7 +79,7 @@ async def _help(talk: Talk, argument: str) -> None:
         ("^C", "stop the answer"),
         ("^D", "end"),
     )
-    rows = [*keys, *((f"{one.name} {one.argument}".strip(), one.help) for one in COMMANDS.values())]
+    rows = [*keys, *((f"{command.name} {command.argument}".strip(), command.help) for command in COMMANDS.values())]
     width = max(len(left) for left, _ in rows)
     _say("\n".join(f"  {left.ljust(width)}  {right}" for left, right in rows))
 
@@ -162,7 +162,7 @@ def _chats(talk: Talk) -> Path:
 
 
 def _file(talk: Talk, name: str) -> Path:
-    """A bare name lies in the data directory; anything with a folder or an ending is a path."""
+    """Return a conversation's file: a plain name is in the data directory, a name with a folder or suffix is a path."""
     name = name or "last"
     path = Path(name).expanduser()
     return path if path.suffix or len(path.parts) > 1 else _chats(talk) / f"{name}.json"
@@ -178,31 +178,29 @@ def _saved_names(talk: Talk) -> Sequence[str]:
 COMMANDS: Mapping[str, Command] = {
     command.name: command
     for command in (
-        Command(name="/help", argument="", help="this", run=_help),
+        Command(name="/help", argument="", help="show this list", run=_help),
         Command(
             name="/model",
             argument="[NAME]",
-            help="which model answers; another one",
+            help="show the model, or choose another",
             run=_model,
             values=lambda talk: talk.model_names,
         ),
-        Command(
-            name="/system", argument="[TEXT]", help='instructions before the conversation; "" for none', run=_system
-        ),
+        Command(name="/system", argument="[TEXT]", help='show or set the instructions; "" for none', run=_system),
         Command(
             name="/set",
             argument="[NAME [VALUE]]",
-            help="temperature, max_tokens, seed, history, ...",
+            help="show or set temperature, max_tokens, seed, history, ...",
             run=_set,
             values=lambda talk: (*OPTIONS, "history"),
         ),
         Command(name="/clear", argument="", help="forget the conversation", run=_clear),
         Command(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),
-        Command(name="/stats", argument="", help="tokens and speed so far", run=_stats),
-        Command(name="/nodes", argument="", help="the machines", run=_nodes),
-        Command(name="/plan", argument="", help="which layers run where, and how fast", run=_plan),
-        Command(name="/save", argument="[FILE]", help="keep the conversation; FILE.md to read it", run=_save),
-        Command(name="/load", argument="[FILE]", help="go on with a saved one", run=_load, values=_saved_names),
+        Command(name="/stats", argument="", help="show tokens and speed so far", run=_stats),
+        Command(name="/nodes", argument="", help="show the machines", run=_nodes),
+        Command(name="/plan", argument="", help="show where layers run, and the speed", run=_plan),
+        Command(name="/save", argument="[FILE]", help="save the conversation; FILE.md as text", run=_save),
+        Command(name="/load", argument="[FILE]", help="load a saved conversation", run=_load, values=_saved_names),
         Command(name="/bye", argument="", help="end", run=_bye),
     )
 }

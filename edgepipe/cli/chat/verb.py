@@ -14,23 +14,23 @@ from edgepipe.cli.options import DataDir, complete_model, data_dir_of, models_di
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import as_utf8
 
-_STDIN_WAIT_S = 1.0  # with --prompt: a pipe that nobody writes to must not stop the question
-_MAX_STDIN_CHARS = 8 << 20  # what the gateway takes
+_STDIN_WAIT_S = 1.0  # with --prompt: an idle pipe must not stop the question
+_MAX_STDIN_CHARS = 8 << 20  # the gateway's limit
 
 
 def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model to talk to; loaded if nobody serves it.", show_default=False, autocompletion=complete_model
+            help="Model to talk to; loaded if it is not served.", show_default=False, autocompletion=complete_model
         ),
     ] = "",
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Ask this, print the answer, end.")
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Ask this question, print the answer and exit.")
     ] = None,
     system: Annotated[str, typer.Option("--system", metavar="TEXT", help="Instructions before the conversation.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer in tokens.")
     ] = None,
     temperature: Annotated[
         float | None,
@@ -39,17 +39,19 @@ def chat(
             metavar="T",
             min=0,
             max=2,
-            help="0: always the likeliest word. As the model's makers advise unless given.",
+            help="0: always the likeliest token.  [default: the model makers' advice]",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes drawn answers repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling: equal seeds give equal answers.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown/--no-markdown", help="Draw headings, lists and code; plain text where piped.")
+        bool, typer.Option("--markdown/--no-markdown", help="Format headings, lists and code; never in a pipe.")
     ] = True,
     data_dir: DataDir = None,
 ) -> None:
-    """Talk to a model: one prompt, piped text, or at length."""
+    """Talk to a model: one prompt, piped text, or a conversation."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.chat.conversation import ChatSettings, ask_once
     from edgepipe.cli.chat.repl import converse
@@ -76,7 +78,7 @@ def chat(
 
 
 def question_of(prompt: str | None) -> str | None:
-    """The one question to ask, piped text after the prompt; None for a conversation. Raises RequestInvalid."""
+    """Return the question: the prompt, then piped text; None for a conversation. Raises RequestInvalid."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped_text(must_come=prompt is None)
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
@@ -91,11 +93,11 @@ def _piped_text(*, must_come: bool) -> str:
     if not must_come and not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""
     if not must_come and not select.select([sys.stdin], [], [], _STDIN_WAIT_S)[0]:
-        print("nothing came on standard input: going on without it", file=sys.stderr)
+        print("no text arrived on standard input: continuing without it", file=sys.stderr)
         return ""
     text = sys.stdin.read(_MAX_STDIN_CHARS + 1)
     if len(text) > _MAX_STDIN_CHARS:
-        raise RequestInvalid("the piped text is too long", fact=f"at most {_MAX_STDIN_CHARS} characters are taken")
+        raise RequestInvalid("the piped text is too long", fact=f"at most {_MAX_STDIN_CHARS} characters are allowed")
     return text
 
 

@@ -1,1 +1,1 @@
-"""``edgepipe doctor``: examines machines and says what is wrong."""
+"""``edgepipe doctor``: examines machines and reports problems with remedies."""

@@ -1,4 +1,4 @@
-"""The looks of ``edgepipe doctor``, layer by layer: machine, network, every peer, trust."""
+"""Checks of ``edgepipe doctor``, layer by layer: machine, network, every peer, trust."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Links = asyncio.Task[dict[str, Link]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Somebody to look at."""
+    """A machine to examine."""
 
     name: str
     host: str
@@ -47,9 +47,9 @@ class Peer:
 
 
 async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Finding], None]) -> list[Finding]:
-    """All findings, in the same order every time, each told to ``say`` as soon as its turn has come.
+    """Return all findings, always in the same order; pass each to ``say`` as soon as its turn comes.
 
-    What waits for the network is looked at all at once. Raises ConfigInvalid.
+    Checks that wait for the network run concurrently. Raises ConfigInvalid.
     """
     from edgepipe.cli.admin import status_if_running
 
@@ -71,7 +71,10 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
     async with asyncio.TaskGroup() as tasks:
         multicast = tasks.create_task(_multicast(config, facts, len(others)), name="multicast")
         links = tasks.create_task(_links(config, status), name="links")
-        looks = [tasks.create_task(_examine_peer(one, facts, ports, links), name=f"peer:{one.name}") for one in others]
+        looks = [
+            tasks.create_task(_examine_peer(machine, facts, ports, links), name=f"peer:{machine.name}")
+            for machine in others
+        ]
         for look in (multicast, *looks):
             tell(*await look)
     tell(*trust_findings(config, status))
@@ -86,9 +89,9 @@ async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Li
     if tcp.reach is not Reach.OPEN:
         return found
     found.append(await _handshake(peer, facts))
-    there = Ports(node=peer.port, http=ports.http)
-    all_ports = await probe_ports(peer.host, range(peer.port, there.last + 1), timeout_s=_PORT_S)
-    found.append(range_finding(all_ports, peer.name, there))
+    peer_ports = Ports(node=peer.port, http=ports.http)
+    all_ports = await probe_ports(peer.host, range(peer.port, peer_ports.last + 1), timeout_s=_PORT_S)
+    found.append(range_finding(all_ports, peer.name, peer_ports))
     if (finding := mtu_finding(tcp, peer.name, facts)) is not None:
         found.append(finding)
     if peer.member is not None:
@@ -100,7 +103,7 @@ async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Li
 
 
 async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
-    """Whose certificate the address shows."""
+    """Check which node's certificate the address shows."""
     from edgepipe.cluster.probes import probe_tls
     from edgepipe.security.certificates import peek_fingerprint
 
@@ -114,7 +117,7 @@ async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
 
 
 async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
-    """What passes between this machine and members, at the sizes of activations; by node id."""
+    """Measure links between this machine and members, with messages as large as activations. Return them by node id."""
     from edgepipe.cli.admin import connect
 
     if status is None or len(status.members) < 2:
@@ -127,7 +130,7 @@ async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, L
 
 
 async def _multicast(config: Config, facts: NetworkFacts, known_peers: int) -> list[Finding]:
-    """Both families at once; nothing where there is no network."""
+    """Probe multicast over IPv4 and IPv6 concurrently. No findings without a network."""
     if not facts.address:
         return []
     four, six = await asyncio.gather(look_at_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
@@ -140,8 +143,8 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
 
     own = link_local6(facts.interface)
     if own is None:
-        what = f"{facts.interface} has no IPv6; IPv4 is enough"
-        return Finding(id="network.multicast6", level=Level.NOTE, what=what)
+        problem = f"{facts.interface} has no IPv6; IPv4 is enough"
+        return Finding(id="network.multicast6", level=Level.NOTE, what=problem)
     heard = await probe_multicast6(own.address, own.index, own=own_addresses(), listen_s=config.listen_s)
     return multicast_findings(heard, facts, known_peers=0, family="IPv6")
 
@@ -154,11 +157,15 @@ def _named_peer(text: str, ports: Ports) -> Peer:
 
 
 def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
-    """Other members, but those whose address was named."""
+    """Return the other members, except those whose address the user named."""
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, _, port = member.node.address.rpartition(":")
-        if member.self or not port.isdecimal() or any((one.host, one.port) == (host, int(port)) for one in named):
+        if (
+            member.self
+            or not port.isdecimal()
+            or any((machine.host, machine.port) == (host, int(port)) for machine in named)
+        ):
             continue
         found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
     return found

@@ -1,4 +1,4 @@
-"""From what was measured to what a person is told: each finding with its fact and its remedy. Pure."""
+"""Turns measurements into findings for people, each with its fact and its remedy. Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _MDNS = "UDP 5353"
 _LITTLE_DISK_BYTES = 10e9
 _FEW_DESCRIPTORS = 1024
 _SKEW_MS = 120_000.0
-_MAC_NO_ROUTE = 65  # EHOSTUNREACH there; what Local Network privacy answers
+_MAC_NO_ROUTE = 65  # EHOSTUNREACH on macOS: the error of Local Network privacy
 _SLOW_RTT_MS, _SLOW_BYTES_PER_S = 5.0, 300e6 / 8
 _SMALL_MTU_BYTES = 1280
 
 
 class Level(StrEnum):
-    """How much it matters."""
+    """Severity of a finding."""
 
     OK = "ok"
-    NOTE = "note"  # nothing is wrong; good to know
-    WARNING = "warning"  # it works, worse than it could
-    PROBLEM = "problem"  # something does not work
+    NOTE = "note"  # no problem; information
+    WARNING = "warning"  # works, but worse than possible
+    PROBLEM = "problem"  # does not work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     id: str  # stable, for scripts
     level: Level
@@ -42,14 +42,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Where this cluster's nodes listen."""
+    """Ports of this cluster's nodes."""
 
     node: int
     http: int
 
     @property
     def last(self) -> int:
-        """The pairing port, the highest."""
+        """The pairing port, the highest port."""
         return self.node + PAIRING_OFFSET
 
     @property
@@ -60,7 +60,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """The machine's own side of the network."""
+    """Facts about this machine's network interface."""
 
     interface: str
     address: str  # IPv4; empty: none
@@ -74,12 +74,12 @@ class NetworkFacts:
 
 
 def subnet_of(address: str) -> str:
-    """The home network that an address is in, as firewalls want it: /24 is what home routers hand out."""
+    """Return an address's /24 network, the usual size of home networks, in the notation of firewalls."""
     return str(ipaddress.ip_network(f"{address}/24", strict=False))
 
 
 def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
-    """The commands that let edgepipe through."""
+    """Return the commands that open a firewall for edgepipe."""
     if firewall == "firewalld":
         return (
             f"sudo firewall-cmd --permanent --add-port={ports.node}-{ports.last}/tcp --add-service=mdns "
@@ -95,7 +95,7 @@ def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
 
 
 def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
-    """The interface, WSL2, MTU, the firewall of this machine."""
+    """Check the interface, WSL2, the MTU and this machine's firewall."""
     if not facts.address:
         return [
             Finding(
@@ -150,7 +150,7 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
 
 
 def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peers: int, family: str) -> Finding:
-    """Whether discovery can work. ``family``: IPv4 or IPv6; nodes announce themselves over IPv4."""
+    """Check whether discovery can work. ``family``: IPv4 or IPv6; nodes announce themselves over IPv4."""
     name = f"network.multicast{family[-1]}"
     if not probe.sent:
         if facts.mac and probe.errno == _MAC_NO_ROUTE:
@@ -163,11 +163,13 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
                 "(if it is on: off, and on again)",
             )
         if family == "IPv6":
-            return Finding(id=name, level=Level.NOTE, what="no IPv6 multicast here; IPv4 is enough", fact=probe.error)
+            return Finding(
+                id=name, level=Level.NOTE, what="no IPv6 multicast on this network; IPv4 is enough", fact=probe.error
+            )
         return Finding(
             id=name,
             level=Level.PROBLEM,
-            what="multicast cannot be sent: other nodes are not found by themselves",
+            what="this machine cannot send multicast, so it cannot find other nodes",
             fact=f"{probe.error} on {probe.address}",
             remedy="name the others: edgepipe node start --peer HOST:7117    (or --interface NAME)",
         )
@@ -175,10 +177,10 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
         return Finding(
             id=name,
             level=Level.OK,
-            what=f"{family} multicast is sent and heard",
+            what=f"{family} multicast works",
             fact=f"{len(probe.others)} other machine{'s' * (len(probe.others) != 1)} answered mDNS",
         )
-    quiet = f"nobody answered mDNS over {family} within {round(probe.waited_s, 1):g} s"
+    quiet = f"no machine answered mDNS over {family} within {round(probe.waited_s, 1):g} s"
     if family == "IPv6":
         return Finding(id=name, level=Level.NOTE, what=quiet, fact="nodes need IPv4 only")
     if known_peers:
@@ -196,7 +198,7 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
 def reach_finding(
     probe: TcpProbe, name: str, facts: NetworkFacts, ports: Ports, *, neighbour_known: bool | None
 ) -> Finding:
-    """Whether a peer's daemon can be reached, and if not, what is in the way."""
+    """Check whether a peer's daemon can be reached, and if not, find the cause."""
     where = f"{probe.host}:{probe.port}"
     base = f"peer.{name}.tcp"
     if probe.reach is Reach.OPEN:
@@ -207,15 +209,15 @@ def reach_finding(
             level=Level.PROBLEM,
             what=f"{name}: the machine answers, but no node runs at {where}",
             fact="connection refused",
-            remedy="on that machine: edgepipe node start    (or look there: edgepipe service status)",
+            remedy="on that machine: edgepipe node start    (or: edgepipe service status)",
         )
     if probe.reach is Reach.NO_NAME:
         return Finding(
             id=base,
             level=Level.PROBLEM,
-            what=f"{name}: no machine of that name is known here",
+            what=f"{name}: this machine finds no address for that name",
             fact=probe.error,
-            remedy="give its address; 'edgepipe peers' on that machine shows it",
+            remedy="give its address: 'edgepipe peers' on that machine shows it",
         )
     if facts.mac and probe.errno == _MAC_NO_ROUTE:
         return Finding(
@@ -235,15 +237,15 @@ def reach_finding(
         )
     if probe.reach is Reach.NO_ROUTE or neighbour_known is False:
         same = _same_subnet(probe.host, facts.address)
-        away = "it is off, asleep, or Wi-Fi clients may not talk to each other (client isolation)"
+        away = "it is off, asleep, or the Wi-Fi blocks connections between its clients (client isolation)"
         return Finding(
             id=base,
             level=Level.PROBLEM,
             what=f"{name}: {where} cannot be reached: {away if same else 'it is on another network'}",
-            fact=probe.error or f"nothing at {probe.host} answered within {probe.took_ms / 1e3:.0f} s, not even ARP",
+            fact=probe.error or f"no answer from {probe.host} within {probe.took_ms / 1e3:.0f} s, not even ARP",
             remedy="wake it; switch client isolation off in the router, or use a cable"
             if same
-            else f"bring both into one network; this machine is at {facts.address}",
+            else f"connect both machines to one network; this one is at {facts.address}",
         )
     return Finding(
         id=base,
@@ -258,14 +260,14 @@ def reach_finding(
 def handshake_finding(
     probe: TlsProbe, name: str, facts: NetworkFacts, *, where: str, seen: str, expected: str
 ) -> Finding:
-    """Whose key an address shows: node ids, ``seen`` empty if it is none, ``expected`` empty if anybody's will do."""
+    """Compare the key at an address with the expected one. ``seen``: empty for no node; ``expected``: empty for any."""
     base = f"peer.{name}.handshake"
     if probe.silent:
         return Finding(
             id=base,
             level=Level.PROBLEM,
-            what=f"{name}: {where} takes connections and then says nothing",
-            fact="another program may have the port, or large packets get lost on the way",
+            what=f"{name}: {where} accepts connections but sends no data",
+            fact="another program may use the port, or large packets get lost",
             remedy="on that machine: edgepipe node start --port PORT; or, on both: "
             f"sudo ip link set {facts.interface or 'INTERFACE'} mtu 1280",
         )
@@ -273,26 +275,26 @@ def handshake_finding(
         return Finding(
             id=base,
             level=Level.PROBLEM,
-            what=f"{name}: what listens at {where} is no edgepipe node",
-            fact=probe.error or "its certificate is not one of edgepipe's",
-            remedy="another program may have the port: edgepipe node start --port PORT on that machine",
+            what=f"{name}: the program at {where} is no edgepipe node",
+            fact=probe.error or "its certificate is not an edgepipe certificate",
+            remedy="another program may use the port: edgepipe node start --port PORT on that machine",
         )
     if expected and seen != expected:
         return Finding(
             id=base,
             level=Level.PROBLEM,
-            what=f"{name}: another machine answers at its address, or somebody stands between",
+            what=f"{name}: another machine answers at its address, or intercepts the connection",
             fact=f"expected the key {expected[:12]}, seen {seen[:12]}",
-            remedy="restart both nodes; if it stays, ask who owns that address: edgepipe peers log",
+            remedy="restart both nodes; if this comes back, find the owner of that address: edgepipe peers log",
         )
     return Finding(id=base, level=Level.OK, what=f"{name}: its key is {seen[:12]}")
 
 
 def range_finding(probes: Sequence[TcpProbe], name: str, ports: Ports) -> Finding:
-    """Whether all ports pass: an open or refused one does."""
+    """Check that no firewall blocks the ports: an open or refusing port passes."""
     shut = [probe.port for probe in probes if probe.reach not in (Reach.OPEN, Reach.REFUSED)]
     if not shut:
-        return Finding(id=f"peer.{name}.ports", level=Level.OK, what=f"{name}: {ports.text} pass")
+        return Finding(id=f"peer.{name}.ports", level=Level.OK, what=f"{name}: {ports.text} are reachable")
     return Finding(
         id=f"peer.{name}.ports",
         level=Level.PROBLEM,
@@ -303,20 +305,20 @@ def range_finding(probes: Sequence[TcpProbe], name: str, ports: Ports) -> Findin
 
 
 def mtu_finding(probe: TcpProbe, name: str, facts: NetworkFacts) -> Finding | None:
-    """A way that carries smaller packets than its ends works, slower."""
+    """Report a path with a smaller MTU than its ends: it works, but slower."""
     if not 0 < probe.path_mtu_bytes < facts.mtu_bytes:
         return None
     return Finding(
         id=f"peer.{name}.mtu",
         level=Level.WARNING,
-        what=f"{name}: something on the way takes smaller packets",
+        what=f"{name}: a device on the path allows only smaller packets",
         fact=f"{probe.path_mtu_bytes} bytes instead of {facts.mtu_bytes}",
         remedy=f"set the same MTU on both machines: sudo ip link set {facts.interface} mtu {probe.path_mtu_bytes}",
     )
 
 
 def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool) -> Finding:
-    """How good a link is for a pipeline. ``bytes_per_s`` 0: not measured."""
+    """Rate a link for a pipeline. ``bytes_per_s`` 0: not measured."""
     rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
     slow = rtt_ms > _SLOW_RTT_MS or 0 < bytes_per_s < _SLOW_BYTES_PER_S
     fact = f"round trip {rtt_ms:.1f} ms{rate}"
@@ -325,56 +327,56 @@ def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool
     return Finding(
         id=f"peer.{name}.link",
         level=Level.WARNING,
-        what=f"{name}: a slow link; one chat is slower by it, many at once hide it",
+        what=f"{name}: a slow link; it slows a single chat, less so many chats at once",
         fact=fact,
         remedy=f"use a cable {'instead of Wi-Fi' if wireless else 'at the other end, too'}, then run this again",
     )
 
 
 def clock_finding(name: str, *, skew_ms: float) -> Finding:
-    """Nothing depends on equal clocks; logs and 'since' are easier to read with them."""
+    """Compare clocks. Only the times in logs and in 'since' depend on them."""
     if abs(skew_ms) < _SKEW_MS:
         return Finding(id=f"peer.{name}.clock", level=Level.OK, what=f"{name}: the clocks agree")
     return Finding(
         id=f"peer.{name}.clock",
         level=Level.WARNING,
         what=f"{name}: its clock differs from this machine's",
-        fact=f"by {abs(skew_ms) / 1e3:.0f} s; the cluster works, times in logs mislead",
+        fact=f"by {abs(skew_ms) / 1e3:.0f} s; the cluster works, but times in logs mislead",
         remedy="switch on automatic time on both    (Linux: sudo timedatectl set-ntp true)",
     )
 
 
 def disk_finding(path: str, *, free_bytes: int) -> Finding:
-    """Room for models."""
+    """Check the disk space for models."""
     fact = f"{format_bytes(free_bytes)} free at {path}"
     if free_bytes >= _LITTLE_DISK_BYTES:
-        return Finding(id="machine.disk", level=Level.OK, what="room for models", fact=fact)
+        return Finding(id="machine.disk", level=Level.OK, what="enough disk space for models", fact=fact)
     return Finding(
         id="machine.disk",
         level=Level.WARNING,
-        what="little room for models",
+        what="little disk space for models",
         fact=fact,
         remedy="edgepipe models rm MODEL, or another disk: models_dir in the settings file",
     )
 
 
 def descriptor_finding(*, soft: int) -> Finding | None:
-    """Many streams need many descriptors."""
+    """Check the limit of open files: many streams need many descriptors."""
     if soft > _FEW_DESCRIPTORS:
         return None
     return Finding(
         id="machine.descriptors",
         level=Level.NOTE,
-        what="few open files are allowed here; the node raises the limit for itself as far as it may",
+        what="the limit of open files is low; the node raises its own limit as far as it may",
         fact=f"{soft}",
-        remedy="ulimit -n 65536, or run it as a service: edgepipe service install",
+        remedy="ulimit -n 65536    (or run the node as a service: edgepipe service install)",
     )
 
 
 def rights_finding(path: str, *, mode: int) -> Finding:
-    """Keys belong to nobody else."""
+    """Check that only the owner can read the keys."""
     if mode & 0o077 == 0:
-        return Finding(id="machine.rights", level=Level.OK, what="keys are readable by their owner only", fact=path)
+        return Finding(id="machine.rights", level=Level.OK, what="only their owner can read the keys", fact=path)
     return Finding(
         id="machine.rights",
         level=Level.PROBLEM,
@@ -384,14 +386,14 @@ def rights_finding(path: str, *, mode: int) -> Finding:
     )
 
 
-def _same_subnet(one: str, other: str) -> bool:
+def _same_subnet(address: str, other: str) -> bool:
     try:
-        return ipaddress.ip_address(one) in ipaddress.ip_network(f"{other}/24", strict=False)
+        return ipaddress.ip_address(address) in ipaddress.ip_network(f"{other}/24", strict=False)
     except ValueError:
-        return True  # a name: nothing can be said
+        return True  # a host name: unknown
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """The highest level among them."""
+    """Return the highest level of the findings."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.OK)

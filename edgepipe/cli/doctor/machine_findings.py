@@ -1,4 +1,4 @@
-"""What ``edgepipe doctor`` and the setup look at on this machine: program, disk, rights, its side of the network."""
+"""Checks of this machine for ``edgepipe doctor`` and the setup: program, disk, permissions, network interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def machine_findings(config: Config) -> Iterator[Finding]:
-    """Program, backends, disk, rights, descriptors."""
+    """Check the program, backends, disk, permissions and descriptors."""
     yield Finding(
         id="machine.version",
         level=Level.OK,
@@ -38,7 +38,7 @@ def machine_findings(config: Config) -> Iterator[Finding]:
 
 
 def backend_finding() -> Finding:
-    """Whether something here can compute."""
+    """Check whether a backend is installed that can run a model."""
     mac = platform.system() == "Darwin" and platform.machine() == "arm64"
     gpu = shutil.which("nvidia-smi") is not None
     have = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
@@ -67,16 +67,24 @@ def backend_finding() -> Finding:
 
 
 def network_facts(config: Config) -> NetworkFacts:
-    """What this machine's own system says of its network."""
+    """Read this machine's network facts from its operating system."""
     from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, routed_address
 
     available = interfaces()
     usable = lan_interfaces(available)
     routed = routed_address()
-    chosen = next((one for one in usable if config.interface in (one.name, one.address)), None) or next(
-        (one for one in usable if one.address == routed), usable[0] if usable else None
+    chosen = next(
+        (interface for interface in usable if config.interface in (interface.name, interface.address)), None
+    ) or next((interface for interface in usable if interface.address == routed), usable[0] if usable else None)
+    ignored = tuple(
+        sorted(
+            {
+                interface.name
+                for interface in available
+                if interface not in usable and not interface.address.startswith("127.")
+            }
+        )
     )
-    ignored = tuple(sorted({one.name for one in available if one not in usable and not one.address.startswith("127.")}))
     name = chosen.name if chosen else ""
     release = platform.release().lower()
     return NetworkFacts(
@@ -93,7 +101,7 @@ def network_facts(config: Config) -> NetworkFacts:
 
 
 async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> MulticastProbe:
-    """Whether other machines answer a question to everybody over IPv4."""
+    """Probe whether other machines answer multicast questions over IPv4."""
     from edgepipe.cluster.interfaces import own_addresses
     from edgepipe.cluster.probes import probe_multicast
 
@@ -101,7 +109,7 @@ async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> Multicas
 
 
 def _firewall() -> str:
-    """The one that is on, as far as an ordinary user can see."""
+    """Return the active firewall, as far as an ordinary user can see."""
     try:
         if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8"):
             return "ufw"

@@ -1,4 +1,4 @@
-"""What ``edgepipe doctor`` makes of what the running node tells: of itself, of members, of trust."""
+"""Findings of ``edgepipe doctor`` from the running node's status: itself, members, engines, trust."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECENT_S = 24 * 3600.0
 
 
 def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
-    """What the running node knows of a member."""
+    """Report what the running node knows of a member."""
     version = member.node.edgepipe_version
     if version != __version__:
         yield Finding(
@@ -36,14 +36,14 @@ def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
 
 
 def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
-    """What the engines of a node avoid, and why a model waits."""
+    """Report nodes and links that a node's engines avoid, and why a model is not served."""
     for engine in node.engines:
-        for one in engine.left_out:
+        for entry in engine.left_out:
             yield Finding(
                 id=f"engine.{engine.model}.left_out",
                 level=Level.PROBLEM,
-                what=f"{engine.model}: {left_out_text(one)}",
-                remedy=f"see 'edgepipe logs' on {one.node_name}; if this comes back, restart that machine",
+                what=f"{engine.model}: {left_out_text(entry)}",
+                remedy=f"see 'edgepipe logs' on {entry.node_name}; if this comes back, restart that machine",
             )
         if engine.state == "waiting":
             yield Finding(
@@ -66,12 +66,12 @@ def _device_finding(name: str, device: pb.DeviceState) -> Finding:
 
 
 def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
-    """What this machine's node says of itself."""
+    """Report the status of this machine's node."""
     if status is None:
         yield Finding(
             id="node.running",
             level=Level.NOTE,
-            what="no node runs on this machine; looked at what can be seen without one",
+            what="no node runs on this machine; doctor checked only what it can without one",
             remedy="edgepipe node start",
         )
         return
@@ -90,18 +90,18 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
         yield Finding(
             id="node.discovery",
             level=Level.WARNING,
-            what="the node finds others by remembered and named addresses only",
+            what="the node finds others only by remembered and named addresses",
             fact=status.discovery_problem,
             remedy="edgepipe node start --peer HOST:7117    (or --interface NAME)",
         )
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
-        one, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
+        node, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
         yield Finding(
             id="node.links",
             level=Level.PROBLEM,
-            what=f"{one} and {other} do not hear each other, though both hear this node",
-            remedy=f"on {one}: edgepipe doctor",
+            what=f"{node} and {other} do not reach each other, but both reach this node",
+            remedy=f"on {node}: edgepipe doctor",
         )
     for refused in status.refused:
         yield Finding(
@@ -114,7 +114,7 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
 
 
 def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[Finding]:
-    """Damage, and what was refused of late."""
+    """Report damage of the trust store, and recent refusals."""
     from edgepipe.cli.peers import strangers_text
     from edgepipe.cluster.founding import TrustFolders
     from edgepipe.telemetry.audit import AuditKind, read_audit
@@ -123,16 +123,16 @@ def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[
         yield Finding(
             id="trust.store",
             level=Level.PROBLEM,
-            what="the trust store was damaged; nobody is let in until another member has mended it",
+            what="the trust store was damaged; no machine can join until another member has repaired it",
             fact=status.trust_damage,
-            remedy="start another machine of the cluster; or pair anew: edgepipe node join",
+            remedy="start another machine of the cluster; or pair again: edgepipe node join",
         )
     if status is not None and status.removed:
         yield Finding(
             id="trust.removed",
             level=Level.PROBLEM,
             what="this node was removed from its cluster",
-            remedy="pair it again: edgepipe node invite on a member, edgepipe node join here",
+            remedy="pair it again: edgepipe node invite on a member, then edgepipe node join on this machine",
         )
     bad = (AuditKind.DENIED, AuditKind.HANDSHAKE_REFUSED, AuditKind.PAIRING_FAILED, AuditKind.BAD_STATEMENT)
     since_s = time.time() - _RECENT_S
@@ -144,11 +144,11 @@ def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[
     if recent:
         count, last = sum(entry.times for entry in recent), recent[-1]
         strangers = last.kind == AuditKind.HANDSHAKE_REFUSED
-        told = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
+        event = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
         yield Finding(
             id="trust.audit",
             level=Level.NOTE,
             what=f"{count} attempt{'s were' if count != 1 else ' was'} refused within a day",
-            fact=f"the last: {told}",
+            fact=f"the last: {event}",
             remedy="edgepipe peers log",
         )

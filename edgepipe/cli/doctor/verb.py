@@ -1,4 +1,4 @@
-"""``edgepipe doctor``: looks at the machine, the network and the peers, and says for each finding what to do."""
+"""``edgepipe doctor``: checks the machine, the network and the peers, and prints a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Find out what is in the way: machine, network, peers. Exit code 8 if something is."""
+    """Find problems of this machine, the network and peers. Exit code 8 if it finds any."""
     from edgepipe.cli.doctor.examining import examine
     from edgepipe.config import load_config
 
@@ -55,7 +55,7 @@ def _print_finding(finding: Finding) -> None:
     if finding.fact:
         fact = wrapped(one_line(finding.fact), first="    ", width=width)
         console.print(fact, style="dim", soft_wrap=True)
-    if finding.remedy:  # one line, however long: it is there to be copied
+    if finding.remedy:  # one line of any length, so that it can be copied
         console.print(f"    → {one_line(finding.remedy)}", style="dim", soft_wrap=True)
 
 
@@ -63,12 +63,12 @@ def _print_end(findings: Sequence[Finding]) -> None:
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
     warnings = sum(finding.level is Level.WARNING for finding in findings)
     if not problems and not warnings:
-        print("\nnothing is in the way")
+        print("\nno problems")
         return
     counts = ((problems, "problem"), (warnings, "warning"))
     parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
-    print(f"\n{', '.join(parts)}; each line after → says what to do")
+    print(f"\n{', '.join(parts)}; each → line is a remedy")
 
 
 def _nothing(finding: Finding) -> None:
-    """Say nothing."""
+    """Ignore a finding."""

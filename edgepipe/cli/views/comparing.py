@@ -15,17 +15,17 @@ _DURATION = re.compile(r"\s*\d+(?:\.\d+)?\s*(?:us|ms|s)\s*", flags=re.IGNORECASE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One run of a comparison: what it is called and what it changes."""
+    """One run of a comparison: its label and its changes."""
 
-    label: str  # "policy=throttled"; "" if nothing is compared
+    label: str  # "policy=throttled"; "" without a comparison
     changes: Mapping[str, str]
 
 
 def read_comparisons(texts: Sequence[str], *, keys: Sequence[str]) -> tuple[Variant, ...]:
-    """One variant per value, or per combination where several keys are compared. Raises ConfigInvalid.
+    """Return one variant per value, or per combination of values for several keys. Raises ConfigInvalid.
 
-    Values are separated by commas, or by semicolons where they hold commas themselves; a duration belongs to the link
-    before it: ``link=ideal,1gbit,1ms`` are two links.
+    Commas separate values; semicolons separate values that hold commas. A duration belongs to the link before it:
+    ``link=ideal,1gbit,1ms`` are two links.
     """
     axes = [_read(text, keys) for text in texts]
     if len({key for key, _ in axes}) != len(axes):
@@ -47,7 +47,7 @@ def _read(text: str, keys: Sequence[str]) -> tuple[str, list[str]]:
     key = key.strip()
     if not equals or key not in keys:
         raise ConfigInvalid(
-            f"'{text}' cannot be compared",
+            f"--compare cannot take '{text}'",
             fact=f"settings that can: {', '.join(keys)}",
             next_step="write it like --compare policy=throttled,sarathi",
         )

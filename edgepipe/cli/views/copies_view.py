@@ -1,4 +1,4 @@
-"""On how many disks models are, and how far their copying is."""
+"""Copies of models on the cluster's disks, and the progress of copying."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Key = tuple[str, str]  # a model's name and its manifest's hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCopies:
-    """Where a model is."""
+    """Nodes that have a model's parts on disk."""
 
-    fewest: int  # disks that its rarest part is on
-    nodes: tuple[str, ...]  # names of those with any part of it
+    fewest: int  # disks that hold its rarest part
+    nodes: tuple[str, ...]  # names of the nodes with any part
 
 
 def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
-    """For every model that is on any member's disk."""
-    parts: dict[Key, dict[str, set[int]]] = {}  # what each node has
+    """Count the copies of every model on the members' disks."""
+    parts: dict[Key, dict[str, set[int]]] = {}  # parts on each node's disk
     for member in members:
-        for told in member.node.models:
-            here = parts.setdefault((told.model, told.manifest_hash), {}).setdefault(member.node.name, set())
-            here.update(part for run in told.parts for part in range(run.start, run.end))
+        for model in member.node.models:
+            node_parts = parts.setdefault((model.model, model.manifest_hash), {}).setdefault(member.node.name, set())
+            node_parts.update(part for run in model.parts for part in range(run.start, run.end))
     found: dict[Key, ModelCopies] = {}
     for key, nodes in parts.items():
         holding = {name: held for name, held in nodes.items() if held}
@@ -40,21 +40,23 @@ def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
 
 
 def members_of(data_dir: Path) -> Sequence[pb.MemberState]:
-    """The cluster's members as this machine's node knows them; nobody where none runs."""
+    """Return the cluster's members as this machine's node knows them; empty if it does not run."""
     status = _status(data_dir)
     return status.members if status is not None else ()
 
 
 def served_by(data_dir: Path, model: str) -> tuple[str, ...]:
-    """Names of the nodes that hold stages of a model that is served, or whose engine has none yet."""
+    """Return the nodes with stages of a served model; ``the cluster`` while its engine has no stages yet."""
     status = _status(data_dir)
-    engines = [one for one in status.engines if one.model == model and one.state != "failed"] if status else []
-    holders = {stage.node_name for one in engines for stage in one.stages}
+    engines = (
+        [engine for engine in status.engines if engine.model == model and engine.state != "failed"] if status else []
+    )
+    holders = {stage.node_name for engine in engines for stage in engine.stages}
     return tuple(sorted(holders)) or ("the cluster",) * bool(engines)
 
 
 def _status(data_dir: Path) -> pb.ClusterStatus | None:
-    """None where no node runs. The network is loaded only if one seems to."""
+    """Return the node's status, None if it does not run. Imports gRPC only if the node's socket exists."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
     if not socket_path(data_dir).exists():
@@ -65,14 +67,14 @@ def _status(data_dir: Path) -> pb.ClusterStatus | None:
 
 
 def copies_text(copies: Mapping[str, Any] | None) -> str:
-    """``2 (gamer, studio)``"""
+    """Format the copies: ``2 (gamer, studio)``."""
     if copies is None:
         return "-"
     return f"{copies['fewest']} ({', '.join(copies['nodes'])})"
 
 
 async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) -> list[dict[str, Any]]:
-    """Replicate with a progress bar for each node on stderr; what each fetched. Raises what replicating raises."""
+    """Replicate, with a progress bar per node on stderr. Return the copies. Raises errors of ``Admin.replicate``."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from edgepipe.cli.admin import connect
@@ -86,9 +88,9 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
         async with connect(data_dir) as admin:
             async for event in admin.replicate(model, copies=copies):
                 last = event
-                for number, one in enumerate(event.copies):
+                for number, copy in enumerate(event.copies):
                     if number == len(progress.tasks):
-                        progress.add_task(one.node_name)
-                    progress.update(progress.task_ids[number], completed=one.bytes_done, total=one.bytes_total)
+                        progress.add_task(copy.node_name)
+                    progress.update(progress.task_ids[number], completed=copy.bytes_done, total=copy.bytes_total)
     made = last.copies if last is not None else ()
-    return [{"node": one.node_name, "node_id": one.node_id, "num_bytes": one.bytes_total} for one in made]
+    return [{"node": copy.node_name, "node_id": copy.node_id, "num_bytes": copy.bytes_total} for copy in made]

@@ -1,4 +1,4 @@
-"""What an engine avoids for a while, as people read it in the status and from doctor."""
+"""Text about nodes and links that an engine avoids for some time, for the status and doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import engine_pb2
 
 
-def left_out_text(one: engine_pb2.LeftOut) -> str:
-    """``mac is left out for 28 s more: a step could not be computed``, or the same of a link."""
-    what = f"the way from {one.node_name} to {one.other_name}" if one.other_id else one.node_name
-    return f"{what} is left out for {one.seconds:.0f} s more: {one.reason}"
+def left_out_text(entry: engine_pb2.LeftOut) -> str:
+    """Describe it: ``mac is left out for 28 s more: a step could not be computed``, or the same for a link."""
+    subject = f"the link from {entry.node_name} to {entry.other_name}" if entry.other_id else entry.node_name
+    return f"{subject} is left out for {entry.seconds:.0f} s more: {entry.reason}"

@@ -1,4 +1,4 @@
-"""One row per model, whether it is here, elsewhere, or in two folders of one disk."""
+"""One row per model on any disk of the cluster, also if it is in two folders of one disk."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState]) -> list[dict[str, Any]]:
-    """Of this machine's models and those that the cluster's ``members`` tell of, ordered by name.
+    """Return rows of this machine's models and of models that ``members`` report, ordered by name.
 
-    A content of its own is a model of its own: two by one name are told apart by the beginning of their hash.
+    Models with the same name but different content get a row each; the first characters of their hashes differ.
     """
-    here: dict[Key, list[StoredModel]] = {}
-    for one in stored:
-        here.setdefault((one.id, one.manifest_hash), []).append(one)
-    there: dict[Key, list[tuple[pb.MemberState, pb.ModelOnDisk]]] = {}
+    own: dict[Key, list[StoredModel]] = {}
+    for model in stored:
+        own.setdefault((model.id, model.manifest_hash), []).append(model)
+    reported: dict[Key, list[tuple[pb.MemberState, pb.ModelOnDisk]]] = {}
     for member in members:
-        for told in member.node.models:
-            there.setdefault((told.model, told.manifest_hash), []).append((member, told))
+        for model in member.node.models:
+            reported.setdefault((model.model, model.manifest_hash), []).append((member, model))
     copies = copies_of(members)
-    keys = sorted({*here, *there})
+    keys = sorted({*own, *reported})
     twins = {name for name, _ in keys if sum(other == name for other, _ in keys) > 1}
     rows: list[dict[str, Any]] = []
     for name, content in keys:
-        row = _row(here.get((name, content), []), there.get((name, content), []))
+        row = _row(own.get((name, content), []), reported.get((name, content), []))
         found = copies.get((name, content))
         rows.append(
             {
@@ -43,11 +43,11 @@ def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState])
     return rows
 
 
-def _row(here: Sequence[StoredModel], there: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> dict[str, Any]:
-    config = here[0].config if here else None
-    whole = next((one for one in here if one.whole), None)
-    shown = whole or (here[0] if here else None)
-    sizes = [sum(one.size_bytes for one in here)] if here else [told.num_bytes for _, told in there]
+def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> dict[str, Any]:
+    config = stored[0].config if stored else None
+    whole = next((model for model in stored if model.whole), None)
+    shown = whole or (stored[0] if stored else None)
+    sizes = [sum(model.size_bytes for model in stored)] if stored else [model.num_bytes for _, model in reported]
     return {
         "size_bytes": max(sizes),
         "layers": config.num_layers if config is not None else 0,
@@ -55,13 +55,13 @@ def _row(here: Sequence[StoredModel], there: Sequence[tuple[pb.MemberState, pb.M
         "architecture": config.architecture if config is not None else "",
         "whole": whole is not None,
         "path": str(shown.path) if shown is not None else "",
-        "nodes": _nodes(there),
+        "nodes": _nodes(reported),
     }
 
 
-def _nodes(there: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> list[dict[str, Any]]:
-    """Each node once, whole where any of its folders is."""
+def _nodes(reported: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> list[dict[str, Any]]:
+    """List each node once; its model is whole if any of its folders has all of it."""
     whole: dict[str, bool] = {}
-    for member, told in sorted(there, key=lambda one: (not one[0].self, one[0].node.name)):
-        whole[member.node.name] = whole.get(member.node.name, False) or told.complete
+    for member, model in sorted(reported, key=lambda entry: (not entry[0].self, entry[0].node.name)):
+        whole[member.node.name] = whole.get(member.node.name, False) or model.complete
     return [{"node": name, "whole": complete} for name, complete in whole.items()]

@@ -1,4 +1,4 @@
-"""The picture that ``edgepipe plan`` prints: made for 80 columns, true also without colour."""
+"""Output of ``edgepipe plan``: fits 80 columns, readable without colour."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_LEFT_OUT = 6
 
 
 def render_preview(shown: Preview) -> Iterator[RenderableType]:
-    """Headline, machines, the ring, one token's time, predictions, comparisons."""
+    """Render a headline, machines, the ring, one token's time, predictions and comparisons."""
     found = shown.plan
     yield _headline(shown)
     if shown.without:
@@ -57,14 +57,14 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
 
 
 def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
-    """What is needed, what there is machine by machine, what would help."""
+    """Render the required memory, the free memory per machine, and changes that would help."""
     line = Text(f"{model} does not fit: ", style="bold red")
     line.append(f"needs {format_bytes(short.needed_bytes)}", style="not bold")
     yield line
     table = make_table("", "", right=("",))
     kv = f"KV of {short.kv_tokens} tokens"
-    for what, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
-        table.add_row(f"  {what}", format_bytes(size))
+    for label, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
+        table.add_row(f"  {label}", format_bytes(size))
     for name, size in short.rooms:
         table.add_row(f"  free on {_short(name)}", format_bytes(size))
     table.add_row("  free", format_bytes(short.free_bytes))
@@ -73,10 +73,10 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     yield table
     yield Text()
     helps = make_table("WHAT WOULD HELP", "GAIN", "", right=("GAIN",))
-    for one in short.helps:
-        helps.add_row(f"  {one.what}", format_bytes(one.gain_bytes), "enough" if one.enough else "")
+    for change in short.helps:
+        helps.add_row(f"  {change.what}", format_bytes(change.gain_bytes), "enough" if change.enough else "")
     yield helps
-    yield Text("\nor plan as if all memory were free: --force (it may swap, or be killed)", style="dim")
+    yield Text("\nor plan as if all memory were free: --force (the system may swap, or kill a stage)", style="dim")
 
 
 def _headline(shown: Preview) -> Text:
@@ -85,7 +85,7 @@ def _headline(shown: Preview) -> Text:
     aim = "one chat" if found.demand.objective is Objective.LATENCY else f"{found.demand.concurrency} chats"
     line = Text(shown.model, style="bold")
     machines = (
-        f"{_count(len(found.stages), 'slice')} on {len({one.machine.node_id for one in found.stages})} of {total}"
+        f"{_count(len(found.stages), 'slice')} on {len({stage.machine.node_id for stage in found.stages})} of {total}"
     )
     line.append(f" · {machines} machines · best for {aim}", style="not bold")
     return line
@@ -110,14 +110,16 @@ def _machines(found: Plan) -> Table:
 
 
 def _left_out(found: Plan) -> Iterator[Text]:
-    for one in found.left_out[:_MOST_LEFT_OUT]:
-        yield Text(f"{_short(one.machine.name)} ({_device(one.machine.device)}) is left out: {one.reason}", style="dim")
+    for entry in found.left_out[:_MOST_LEFT_OUT]:
+        yield Text(
+            f"{_short(entry.machine.name)} ({_device(entry.machine.device)}) is left out: {entry.reason}", style="dim"
+        )
     if (more := len(found.left_out) - _MOST_LEFT_OUT) > 0:
         yield Text(f"and {_count(more, 'more machine')}", style="dim")
 
 
 def _ring(found: Plan) -> Iterator[Text]:
-    """A token's way from top to bottom, with what holds it up."""
+    """Render a token's path from top to bottom, with the bottleneck."""
     for index, stage in enumerate(found.stages):
         line = Text("  ")
         line.append(f"{_short(stage.machine.name)} {stage.part.layers}", style=_COLOURS[index % len(_COLOURS)])
@@ -144,19 +146,19 @@ def _link(hop: Hop) -> str:
 
 
 def _token(found: Plan) -> Iterator[Text]:
-    """Where one chat's token spends its time, as one bar."""
-    one = found.one
-    hops_s = one.turn_s - sum(one.step_s)
-    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, one.step_s, strict=True)]
+    """Render the time of one chat's token as one bar."""
+    rates = found.one
+    hops_s = rates.turn_s - sum(rates.step_s)
+    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, rates.step_s, strict=True)]
     line = Text("one token  ")
     legend = Text("           ")
     for index, (name, seconds) in enumerate([*parts, ("hops, sampling", hops_s)]):
-        cells = max(1, round(_TOKEN_CELLS * seconds / one.turn_s)) if one.turn_s else 1
+        cells = max(1, round(_TOKEN_CELLS * seconds / rates.turn_s)) if rates.turn_s else 1
         style = _COLOURS[index % len(_COLOURS)] if index < len(parts) else "dim"
         line.append(("█" if index % 2 == 0 else "▓") * cells if index < len(parts) else "░" * cells, style=style)
         legend.append(f"{name} {seconds * 1e3:.1f}", style=style)
         legend.append(" · " if index < len(parts) else "")
-    line.append(f" {format_duration_s(one.turn_s)}")
+    line.append(f" {format_duration_s(rates.turn_s)}")
     yield line
     legend.append(" ms")
     yield legend
@@ -174,13 +176,13 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     yield table
     yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
-        yield Text(f"  {' and '.join(busy)} did other work while measured, and may be faster than this", style="yellow")
+        yield Text(f"  {' and '.join(busy)} did other work during the measurement, and may be faster", style="yellow")
     if found.gap > 0.01:
         yield Text(f"  another order of machines might be up to {found.gap:.0%} faster", style="dim")
 
 
 def _sources(found: Plan, *, now_s: float) -> str:
-    """What the predictions rest on, and since when."""
+    """Describe the sources of the predictions, and their age."""
     measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
     links = [hop.link.measured for hop in found.one.hops]
     when = [stage.machine.speed.measured_s for stage in found.stages if stage.machine.speed.measured_s]
@@ -203,15 +205,15 @@ def _compared(shown: Preview) -> Table:
     table.add_row("  this plan", *_rates(shown.plan), "")
     if shown.changed is not None:
         table.add_row("  with the changes", *_rates(shown.changed), plan_text(shown.changed)[:_WHERE_CHARS])
-    for one in shown.alternatives:
-        table.add_row(f"  {one.what}", *_alternative(one))
+    for alternative in shown.alternatives:
+        table.add_row(f"  {alternative.what}", *_alternative(alternative))
     return table
 
 
-def _alternative(one: Alternative) -> tuple[str, str, str]:
-    if one.plan is None:
+def _alternative(alternative: Alternative) -> tuple[str, str, str]:
+    if alternative.plan is None:
         return "-", "-", "does not fit"
-    return (*_rates(one.plan), plan_text(one.plan)[:_WHERE_CHARS])
+    return (*_rates(alternative.plan), plan_text(alternative.plan)[:_WHERE_CHARS])
 
 
 def _rates(found: Plan) -> tuple[str, str]:
@@ -220,14 +222,14 @@ def _rates(found: Plan) -> tuple[str, str]:
 
 def _helps(shown: Preview) -> Table:
     table = make_table("WHAT WOULD HELP MOST", "GAIN", right=("GAIN",))
-    for one in shown.helps:
-        table.add_row(f"  {one.what}", f"+{one.gain_over(shown.plan):.0%}")
+    for change in shown.helps:
+        table.add_row(f"  {change.what}", f"+{change.gain_over(shown.plan):.0%}")
     return table
 
 
-def _count(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _short(name: str) -> str:
@@ -235,7 +237,7 @@ def _short(name: str) -> str:
 
 
 def _device(name: str) -> str:
-    """``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
+    """Shorten a device name: ``RTX 4090`` of ``NVIDIA GeForce RTX 4090 (emulated)``."""
     for word in ("NVIDIA ", "GeForce ", "Apple ", " (emulated)", "(R)", "(TM)"):
         name = name.replace(word, "")
     return name if len(name) <= _DEVICE_CHARS else name[: _DEVICE_CHARS - 1] + "…"

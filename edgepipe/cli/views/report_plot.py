@@ -1,4 +1,4 @@
-"""Reports of runs as a picture: who computed when, and how many tokens each micro-batch held."""
+"""Charts of runs: a timeline of the stages, and the tokens of each micro-batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from edgepipe.simulation.report import RunReport, StepRecord
 
 _EXAMPLE = "name a file like out.png"
-_TURNS_SHOWN = 4  # of the whole ring, in the timeline
+_TURNS_SHOWN = 4  # turns of the whole ring in the timeline
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#edc948", "#76b7b2", "#9c755f")
 _DECODE, _PREFILL, _M = "#4e79a7", "#f28e2b", "#222222"
 
 
 def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
-    """Write a picture; its kind follows the file's ending. Raises FeatureMissing, ConfigInvalid.
+    """Write a chart; the file's suffix sets its format. Raises FeatureMissing, ConfigInvalid.
 
     Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill), and
     tokens per micro-batch with M over the whole run.
@@ -37,18 +37,18 @@ def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Before a long run: whether ``plot_reports`` can do its work. Raises FeatureMissing, ConfigInvalid."""
+    """Check before a long run that ``plot_reports`` can write. Raises FeatureMissing, ConfigInvalid."""
     if path is None:
         return
     kinds = new_figure(height=1).canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
     if path.suffix[1:].lower() not in kinds:
-        raise ConfigInvalid(f"'{path}' is no picture", fact=f"kinds: {', '.join(kinds)}", next_step=_EXAMPLE)
+        raise ConfigInvalid(f"'{path}' is no chart", fact=f"formats: {', '.join(kinds)}", next_step=_EXAMPLE)
 
 
 def new_figure(*, height: float) -> Any:
-    """An empty one of so many inches. Raises FeatureMissing."""
+    """Make an empty figure; ``height`` in inches. Raises FeatureMissing."""
     try:
         module: Any = import_module("matplotlib.figure")
     except ImportError:
@@ -59,7 +59,7 @@ def new_figure(*, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Raises ConfigInvalid."""
+    """Write the figure. Raises ConfigInvalid."""
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -67,7 +67,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def _draw_timeline(axes: Any, report: RunReport) -> None:
-    axes.set_title(_title(report, "who computes when"), loc="left", fontsize=10)
+    axes.set_title(_title(report, "steps of the stages"), loc="left", fontsize=10)
     names = [stage.name for stage in report.stages]
     steps = _middle(report.steps)
     if steps:
@@ -96,7 +96,7 @@ def _draw_tokens(axes: Any, report: RunReport) -> None:
     totals = [step.num_tokens for step in report.steps]
     axes.fill_between(times, totals, step="post", color=_PREFILL, linewidth=0, label="prefill")
     axes.fill_between(times, decodes, step="post", color=_DECODE, linewidth=0, label="decode")
-    axes.set_yscale("function", functions=(np.sqrt, np.square))  # decodes are few where prefill is many
+    axes.set_yscale("function", functions=(np.sqrt, np.square))  # decode has few tokens, prefill many
     axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens")
     axes.set_xlabel("s", fontsize=8)
@@ -110,7 +110,7 @@ def _draw_tokens(axes: Any, report: RunReport) -> None:
 
 
 def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Some turns' worth of steps from where half of the tokens are done: a run's end may be long and thin."""
+    """Return the steps of a few turns after half of the tokens: the end of a run may have few sequences for long."""
     timed = [step for step in steps if step.stages]
     if not timed:
         return ()
@@ -120,5 +120,5 @@ def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return timed[max(0, middle - half) : middle + half]
 
 
-def _title(report: RunReport, what: str) -> str:
-    return f"{report.facts.label}: {what}" if report.facts.label else what
+def _title(report: RunReport, title: str) -> str:
+    return f"{report.facts.label}: {title}" if report.facts.label else title

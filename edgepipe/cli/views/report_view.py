@@ -21,7 +21,7 @@ Row = tuple[str, Callable[["RunReport"], str]]
 
 
 def render_reports(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
-    """What the runs have in common, then every figure, the runs side by side."""
+    """Render the common settings, then a table of all figures, a column per run."""
     yield Text(" · ".join(_common(reports)), style="dim")
     yield Text()
     yield _table(reports)
@@ -33,12 +33,12 @@ def render_reports(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
 
 
 def reports_as_json(reports: Sequence[RunReport], *, with_records: bool = False) -> dict[str, Any]:
-    """The same for scripts: ``{"runs": [...]}``."""
+    """Convert reports to JSON: ``{"runs": [...]}``."""
     return {"runs": [report.to_dict(with_records=with_records) for report in reports]}
 
 
 def _common(reports: Sequence[RunReport]) -> list[str]:
-    """Settings that all runs share."""
+    """Return the settings that all runs share."""
     first = reports[0].facts.settings
     shared = [
         key for key in first if all(report.facts.settings.get(key) == first[key] for report in reports) and first[key]
@@ -55,11 +55,11 @@ def _table(reports: Sequence[RunReport]) -> Table:
 
 
 def _titles(reports: Sequence[RunReport]) -> tuple[str, list[str]]:
-    """What is compared, and its value in each run, a line per setting; whole labels where they are of other kinds."""
+    """Return the compared settings and each run's values, a line per setting; whole labels if their keys differ."""
     pairs = [[part.partition("=")[::2] for part in report.facts.label.split(" ")] for report in reports]
-    keys = {tuple(key for key, _ in one) for one in pairs}
+    keys = {tuple(key for key, _ in run) for run in pairs}
     if len(keys) == 1 and all(keys := keys.pop()):
-        return "\n".join(map(one_line, keys)), ["\n".join(one_line(value) for _, value in one) for one in pairs]
+        return "\n".join(map(one_line, keys)), ["\n".join(one_line(value) for _, value in run) for run in pairs]
     return "", [_title(report) for report in reports]
 
 
@@ -97,7 +97,7 @@ def _time_rows(name: str, figure: Callable[[RunReport], Percentiles]) -> Iterato
 
 
 def _stage_rows(reports: Sequence[RunReport]) -> Iterator[Row]:
-    """One row per position in the ring, named where all runs have the same stage there."""
+    """Make one row per stage, named if all runs have the same stage at that position."""
     for index in range(max(len(report.stages) for report in reports)):
         names = {report.stages[index].name if index < len(report.stages) else "" for report in reports}
         name = one_line(names.pop()) if len(names) == 1 else f"stage {index}"

@@ -1,4 +1,4 @@
-"""Schedules as a picture: a line per device, a bar per pass."""
+"""Charts of schedules: a line per device, a bar per pass."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from edgepipe.cli.views.report_plot import new_figure, save_figure
 if TYPE_CHECKING:
     from edgepipe.simulation.schedule_runs import ScheduleRun
 
-_FORWARD = ("#9ecae1", "#4e79a7")  # neighbouring micro-batches, so that they can be told apart
+_FORWARD = ("#9ecae1", "#4e79a7")  # alternating, to tell neighbouring micro-batches apart
 _BACKWARD = ("#fdd0a2", "#f28e2b")
-_MOST_NUMBERED = 700  # passes with their micro-batch written on them
+_MOST_NUMBERED = 700  # passes labelled with their micro-batch
 _HEIGHT_PER_DEVICE, _HEIGHT_AROUND = 0.24, 0.9  # inches
 
 
 def plot_schedules(runs: Sequence[ScheduleRun], path: Path) -> None:
-    """Write a picture of those that can be run; its kind follows its ending. Raises FeatureMissing, ConfigInvalid."""
+    """Write a chart of the feasible schedules; the suffix sets its format. Raises FeatureMissing, ConfigInvalid."""
     drawn = [run for run in runs if run.timeline is not None]
     devices = max(len(run.timeline.devices) for run in drawn if run.timeline is not None)
     figure = new_figure(height=len(drawn) * (_HEIGHT_AROUND + _HEIGHT_PER_DEVICE * devices))

@@ -1,4 +1,4 @@
-"""Schedules for people: a table of their bubbles, and who works on what when, drawn with letters."""
+"""Schedules for people: a table of their bubbles, and timelines drawn with letters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDEST_PASS = 4  # columns of one slice's pass, in a short run
 
 
 def render_schedules(runs: Sequence[ScheduleRun], sizes: Sizes, *, width: int) -> Iterator[RenderableType]:
-    """The table, what to know about it, then a drawing of each."""
+    """Render the table, notes on it, then a timeline of each schedule."""
     yield Text(
         f"stages P {sizes.stages} · micro-batches M {sizes.micro_batches} · slices V {sizes.slices}", style="dim"
     )
@@ -51,7 +51,7 @@ def _notes(runs: Sequence[ScheduleRun]) -> Iterator[str]:
 
 
 def schedules_as_json(runs: Sequence[ScheduleRun], sizes: Sizes) -> Mapping[str, Any]:
-    """The figures for scripts."""
+    """Convert the figures to JSON."""
     figures = ("name", "bubble", "idle", "peak_published", "peak", "length", "rate", "note")
     return {
         "stages": sizes.stages,
@@ -62,7 +62,7 @@ def schedules_as_json(runs: Sequence[ScheduleRun], sizes: Sizes) -> Mapping[str,
 
 
 def draw(timeline: Timeline, *, width: int) -> Iterator[Text]:
-    """A line per device, all of the run in ``width`` columns; each shows what happens in its middle."""
+    """Draw a line per device, the whole run in ``width`` columns; a column shows the pass at its middle."""
     label = len(str(len(timeline.devices) - 1)) + 1
     shortest = min(span.end - span.start for spans in timeline.devices for span in spans)
     passes = timeline.length / shortest
@@ -92,7 +92,7 @@ def _cells(spans: Sequence[Span], timeline: Timeline, columns: int) -> Iterator[
 
 
 def _table(runs: Sequence[ScheduleRun]) -> Table:
-    """Columns that no run fills are left out."""
+    """Build the table without columns that no run fills."""
     columns = {
         "BUBBLE": [f"{run.bubble:.1%}" for run in runs],
         "RUN IDLE": [_or_dash(run.idle, ".1%") for run in runs],

@@ -1,4 +1,4 @@
-"""The picture that ``edgepipe status`` prints: made for 80 columns, true also without colour."""
+"""Output of ``edgepipe status``: fits 80 columns, readable without colour."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
-    """Headline, nodes, one paragraph per model, downloads, refused peers."""
+    """Render a headline, nodes, one paragraph per model, downloads and refused peers."""
     yield _headline(status)
     yield Text()
     yield render_nodes(status)
@@ -40,8 +40,8 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
-        one, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
-        yield Text(f"{one} and {other} do not reach each other, this machine reaches both", style="yellow")
+        node, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
+        yield Text(f"{node} and {other} do not reach each other, but this machine reaches both", style="yellow")
     copies = copies_of(status.members)
     for engine in status.engines:
         yield Text()
@@ -62,22 +62,22 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
 
 
 def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
-    """What stands between this node and others: removal, damage, no multicast, other clusters and versions."""
+    """Describe what separates this node from others: removal, damage, no multicast, other clusters and versions."""
     if status.removed:
         yield f"this machine was removed from '{status.cluster_name}'; to join again: edgepipe node join CODE"
     if status.trust_damage:
-        yield "the trust store is damaged: nobody is let in until this node has reached a member of its cluster"
+        yield "the trust store is damaged: no machine can join until this node has reached a member of its cluster"
     if status.discovery_problem and len(status.members) == 1:
-        yield f"nodes are not looked for by mDNS: {status.discovery_problem}; remembered addresses and --peer are"
-    for one in list(status.neighbours)[:_NEIGHBOURS]:
-        if one.cluster_id == status.cluster_id:
-            yield f"'{one.name}' at {one.address} is in this cluster by its own word: other version, or not paired"
+        yield f"this node cannot use mDNS: {status.discovery_problem}; it uses remembered addresses and --peer"
+    for other in list(status.neighbours)[:_NEIGHBOURS]:
+        if other.cluster_id == status.cluster_id:
+            yield f"'{other.name}' at {other.address} claims to be in this cluster: other version, or not paired"
         elif len(status.members) == 1:
-            yield f"found '{one.name}' at {one.address}, of cluster '{one.cluster_name}'; not paired with this one"
+            yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with it"
 
 
 def news_of(status: pb.ClusterStatus) -> str:
-    """``macbook asleep since 21:14; continuing on 2 machines``; empty while everybody is here."""
+    """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is absent."""
     if not status.absent:
         return ""
     return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
@@ -87,7 +87,9 @@ def _headline(status: pb.ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
     devices = [device for member in status.members for device in member.node.devices]
-    healthy = alive == total and not status.absent and all(one.state != "failed" for one in (*status.engines, *devices))
+    healthy = (
+        alive == total and not status.absent and all(part.state != "failed" for part in (*status.engines, *devices))
+    )
     line = Text()
     line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
@@ -104,7 +106,7 @@ def _headline(status: pb.ClusterStatus) -> Text:
 
 
 def render_nodes(status: pb.ClusterStatus) -> Table:
-    """The machines: device, memory, distance."""
+    """Render the machines: device, memory, round trip."""
     table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",))
     for member in status.members:
         name = _short(member.node.name) + (" (this)" if member.self else "")
@@ -114,10 +116,10 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
         if not devices:
             table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
         for device in devices:
-            what, memory = _device(device)
+            device_name, memory = _device(device)
             if member.node.draining:
                 memory = Text("being drained" if device.reserved_bytes else "drained, takes no work", "yellow")
-            table.add_row(first, what, memory, rtt)
+            table.add_row(first, device_name, memory, rtt)
             first, rtt = Text(), ""
     return table
 
@@ -125,13 +127,13 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
 def _device(device: pb.DeviceState) -> tuple[Text, Text]:
     profile = device.profile
     words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
-    what = Text(" ".join(filter(None, words))[:22])
+    name = Text(" ".join(filter(None, words))[:22])
     if device.state in ("starting", "failed"):
         reason = device.error.what if device.state == "failed" else "measuring"
-        return what, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
+        return name, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
-    return what, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
+    return name, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
 
 
 def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
@@ -146,13 +148,13 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
                 yield Text(f"  {text}", style="red")
-    for one in engine.left_out:
-        yield Text(f"  {left_out_text(one)}", style="yellow")
+    for entry in engine.left_out:
+        yield Text(f"  {left_out_text(entry)}", style="yellow")
     yield from render_plan(engine)
 
 
 def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
-    """The ring, its stages, why there are so many micro-batches."""
+    """Render the ring, its stages, and the reasons for the number of micro-batches."""
     if engine.stages:
         yield _ring(engine)
         yield _stages(engine)
@@ -163,12 +165,12 @@ def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
 
 
 def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
-    """On how many disks it is, where more than one could have it."""
+    """Describe the number of copies on disk, in a cluster of several nodes."""
     if copies is None or num_nodes < 2:
         return ""
     if copies.fewest > 1:
         return f"  on disk: every layer {copies.fewest} times"
-    return f"  on disk: some layers once only, on {' or '.join(_short(name) for name in copies.nodes)}"
+    return f"  on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
 
 
 def _figures(engine: engine_pb2.EngineState) -> str:
@@ -179,7 +181,7 @@ def _figures(engine: engine_pb2.EngineState) -> str:
 
 
 def _sizing(engine: engine_pb2.EngineState) -> Text:
-    """Why M is what it is, one thought a line, and what holds the ring up."""
+    """Explain the number of micro-batches, a reason per line, and name the bottleneck."""
     first, *others = engine.why.split("; ")
     lines = [f"Micro-batches: {first}", *(f"{thought[:1].upper()}{thought[1:]}." for thought in others)]
     if engine.bottleneck:
@@ -207,7 +209,7 @@ def _paused(pause_ms: int) -> str:
 
 
 def _advice(engine: engine_pb2.EngineState) -> Text:
-    """What a better placement would gain, why, and what it costs to go there."""
+    """Describe a better placement: its gain, the reason and the pause that switching costs."""
     advice = engine.advice
     line = Text(f"  A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.", style="yellow")
     line.append(f"\n  {advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:")
@@ -215,7 +217,7 @@ def _advice(engine: engine_pb2.EngineState) -> Text:
 
 
 def layout_text(plan: str) -> str:
-    """``layers 0-14 on a, 15-29 on b`` of ``a:0-14,b:15-29``; of one machine ``all layers on a``."""
+    """Turn ``a:0-14,b:15-29`` into ``layers 0-14 on a, 15-29 on b``; for one machine ``all layers on a``."""
     parts = [part.rpartition(":") for part in plan.split(",")]
     if len(parts) == 1:
         return f"all layers on {parts[0][0]}"
@@ -223,7 +225,7 @@ def layout_text(plan: str) -> str:
 
 
 def _place(engine: engine_pb2.EngineState) -> str:
-    """``stage 1 (studio)``, ``link 0-1 (gamer to studio)``: what the engine counts, with the names of nodes."""
+    """Add node names to the engine's bottleneck: ``stage 1 (studio)``, ``link 0-1 (gamer to studio)``."""
     kind, _, numbers = engine.bottleneck.partition(" ")
     indices = [int(number) for number in numbers.split("-") if number.isdecimal()]
     names = [_short(engine.stages[index].node_name) for index in indices if index < len(engine.stages)]
@@ -231,7 +233,7 @@ def _place(engine: engine_pb2.EngineState) -> str:
 
 
 def _ring(engine: engine_pb2.EngineState) -> Text:
-    """``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's way back below it; one long line where there are many stages."""
+    """Draw ``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's path back below it; many stages make one long line."""
     way = " ──▶ ".join(f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages)
     top = f"  ╭▶ {way} ─╮"
     if len(top) > _LINE_CHARS:

@@ -1,4 +1,4 @@
-"""Questions to a person: each with a default that Enter accepts, a way back, and a flag that answers it beforehand."""
+"""Questions to a person. Each has a default that Enter accepts, a way back, and a flag that answers it in advance."""
 
 from __future__ import annotations
 
@@ -17,68 +17,68 @@ if TYPE_CHECKING:
 
 BACK = "<"
 _BACK_HINT = "(< goes back)"
-_POINTER = " »  "  # before a choice, with one column to spare
+_POINTER = " »  "  # before a choice, and one spare column
 
 
 class Back(Exception):
-    """The person wants the step before; never leaves the wizard."""
+    """The person wants the previous step. The wizard handles it."""
 
 
 class Quit(Exception):
-    """The person has had enough; never leaves the wizard."""
+    """The person wants to stop. The wizard handles it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer of several."""
+    """One of several possible answers."""
 
     value: str
     text: str
 
 
 class Asking(Protocol):
-    """Whoever answers. All raise Back and Quit."""
+    """Source of answers. All methods raise Back and Quit."""
 
     def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
-        """One of the choices' values."""
+        """Return the value of one of the choices."""
         ...
 
     def text(
         self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
     ) -> str:
-        """A line; ``check`` says what is wrong with it (empty: nothing), ``flags`` what would have answered it."""
+        """Return a line. ``check`` describes an error in it (empty: none); ``flags``: the flags that answer it."""
         ...
 
     def confirm(self, question: str, *, default: bool) -> bool:
-        """Yes or no."""
+        """Return yes or no."""
         ...
 
 
 class Terminal:
-    """A person at a terminal."""
+    """Answers of a person at a terminal."""
 
     def __init__(self) -> None:
-        """Raises ConfigInvalid where nobody sits."""
+        """Raise ConfigInvalid without a terminal."""
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigInvalid(
                 "the setup asks questions, and there is no terminal here", next_step="edgepipe setup --yes"
             )
 
     def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
-        """With the arrow keys."""
+        """Let the person choose with the arrow keys."""
         import questionary
 
         width = columns(sys.stdout) - len(_POINTER)
-        lines = [wrapped(one_line(one.text), first="", width=width).split("\n") for one in choices]
+        lines = [wrapped(one_line(choice.text), first="", width=width).split("\n") for choice in choices]
         titles = [f"\n{' ' * (2 + len(_POINTER))}".join(parts) for parts in lines]
-        options = [questionary.Choice(title, value=one.value) for title, one in zip(titles, choices, strict=True)]
+        options = [questionary.Choice(title, value=choice.value) for title, choice in zip(titles, choices, strict=True)]
         options.append(questionary.Choice("go back", value=BACK))
         return _answer(questionary.select(question, options, default=default, instruction="(arrows, Enter)"))
 
     def text(
         self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
     ) -> str:
-        """Typed; ``<`` goes back."""
+        """Let the person type a line; ``<`` goes back."""
         import questionary
 
         def validate(line: str) -> bool | str:
@@ -87,7 +87,7 @@ class Terminal:
         return _answer(questionary.text(question, default=default, instruction=_BACK_HINT, validate=validate)).strip()
 
     def confirm(self, question: str, *, default: bool) -> bool:
-        """``y``, ``n``, or ``<``."""
+        """Let the person type ``y``, ``n`` or ``<``."""
         letters = "Y/n" if default else "y/N"
 
         def check(line: str) -> str:
@@ -98,43 +98,43 @@ class Terminal:
 
 
 class Defaults:
-    """Nobody: every question gets its default."""
+    """Answers every question with its default."""
 
     def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
-        """The default."""
+        """Return the default."""
         return default
 
     def text(
         self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
     ) -> str:
-        """The default. Raises ConfigInvalid where there is none."""
+        """Return the default. Raises ConfigInvalid without a valid default."""
         if wrong := check(default):
-            what = question.rstrip(":?").lower()
-            raise ConfigInvalid(f"a {what} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
+            wanted = question.rstrip(":?").lower()
+            raise ConfigInvalid(f"a {wanted} is needed", fact=wrong, next_step=flags or "edgepipe setup --help")
         return default
 
     def confirm(self, question: str, *, default: bool) -> bool:
-        """The default."""
+        """Return the default."""
         return default
 
 
 def filled(text: str) -> str:
-    """Say what is wrong with an empty line; a ``check`` for ``Asking.text``."""
-    return "" if text else "type something"
+    """Refuse an empty line; a ``check`` for ``Asking.text``."""
+    return "" if text else "type a value"
 
 
 def _answer(question: Question) -> str:
     try:
-        answer: str = question.unsafe_ask()  # the other way of asking prints a sentence of its own at ^C
+        answer: str = question.unsafe_ask()  # ``ask`` would print its own message at ^C
     except (KeyboardInterrupt, EOFError):
         raise Quit from None
-    if answer.strip().endswith(BACK):  # typed behind a default, too
+    if answer.strip().endswith(BACK):  # also when typed after a default
         raise Back
     return answer
 
 
 def say(text: str = "", *, style: str = "") -> None:
-    """A line of the wizard, wrapped below its own beginning."""
+    """Print a line of the wizard; continuation lines keep its indent."""
     console = make_console()
     for part in visible(text, keep="\n").split("\n"):
         indent = " " * (len(part) - len(part.lstrip()))
@@ -142,17 +142,17 @@ def say(text: str = "", *, style: str = "") -> None:
 
 
 def done(text: str) -> None:
-    """Something that is as it should be."""
+    """Print a success."""
     _marked("✓", "green", text)
 
 
 def note(text: str) -> None:
-    """Something that is neither good nor bad."""
+    """Print information."""
     _marked("·", "dim", text)
 
 
 def warn(text: str, *, remedy: str = "") -> None:
-    """Something that is not, and what to do."""
+    """Print a problem and its remedy."""
     _marked("!", "yellow", text)
     if remedy:
         say(f"       {remedy}", style="dim")

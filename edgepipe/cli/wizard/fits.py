@@ -1,4 +1,4 @@
-"""Which models fit this cluster, and how fast they would be. Estimates from memory and matrix rates alone."""
+"""Models that fit this cluster, and their estimated speed, from memory sizes and matrix rates alone."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CATALOGUE: Mapping[str, str] = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     "smollm2-135m": "demo",
 }
-"""Well-known models by shape, and what ``models pull`` calls them; the demo model needs no hub."""
+"""Known models by shape, and their names for ``models pull``; the demo model needs no hub."""
 
-_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a cable at home
+_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a home network with cables
 _USABLE_TOKENS_PER_S = 5.0  # about as fast as people read
-_WIFI_MS = 3.0  # round trips above this are radio's
+_WIFI_MS = 3.0  # a longer round trip means Wi-Fi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A model that can be chosen."""
+    """A model to choose."""
 
     source: str  # for ``models pull``
     text: str  # one line for people
@@ -45,25 +45,25 @@ class Fit:
 
 
 def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
-    """Those that fit, the largest first, and those that do not."""
+    """Return the models that fit, largest first, and the models that do not."""
     alive = [member.node for member in status.members if member.state == "alive"]
     rooms = {room.node_id: room for node in alive for room in rooms_of(node, "auto")}
     links = Links(assumed=_worst_link(status))
     machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
     found = which_fit(machines, links)
     good = [
-        Fit(source=CATALOGUE[one.model], text=_text(one), tokens_per_s=one.plan.one.tokens_per_s)
-        for one in found
-        if one.plan is not None
+        Fit(source=CATALOGUE[fit.model], text=_text(fit), tokens_per_s=fit.plan.one.tokens_per_s)
+        for fit in found
+        if fit.plan is not None
     ]
-    bad = [Fit(source=CATALOGUE[one.model], text=_text(one)) for one in found if one.plan is None]
+    bad = [Fit(source=CATALOGUE[fit.model], text=_text(fit)) for fit in found if fit.plan is None]
     return good, bad
 
 
 def best_fit(fits: Sequence[Fit]) -> Fit | None:
-    """The largest that answers as fast as people read, else the fastest."""
-    usable = next((one for one in fits if one.tokens_per_s >= _USABLE_TOKENS_PER_S), None)
-    return usable or max(fits, key=lambda one: one.tokens_per_s, default=None)
+    """Return the largest model that answers as fast as people read, else the fastest model."""
+    usable = next((fit for fit in fits if fit.tokens_per_s >= _USABLE_TOKENS_PER_S), None)
+    return usable or max(fits, key=lambda fit: fit.tokens_per_s, default=None)
 
 
 def _machines(status: pb.ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
@@ -93,7 +93,7 @@ def _profile(wire: common_pb2.DeviceProfile) -> DeviceProfile:
 
 
 def _worst_link(status: pb.ClusterStatus) -> LinkShape:
-    """By round trips: rates are not measured yet."""
+    """Return the link with the longest round trip; rates are not measured yet."""
     worst_ms = max((member.rtt_ms for member in status.members if not member.self), default=0.0)
     if not worst_ms:
         return _UNMEASURED
@@ -101,13 +101,13 @@ def _worst_link(status: pb.ClusterStatus) -> LinkShape:
     return LinkShape(bytes_per_s=rate, one_way_s=worst_ms / 2e3)
 
 
-def _text(one: ModelFit) -> str:
-    size = format_bytes(one.weight_bytes)
-    name = CATALOGUE[one.model]
-    if one.plan is None:
+def _text(fit: ModelFit) -> str:
+    size = format_bytes(fit.weight_bytes)
+    name = CATALOGUE[fit.model]
+    if fit.plan is None:
         return f"{name:<36} {size:>9}  does not fit"
-    stages = one.plan.stages
+    stages = fit.plan.stages
     where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
-    rate = one.plan.one.tokens_per_s
+    rate = fit.plan.one.tokens_per_s
     speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
     return f"{name:<36} {size:>9}  {where:<10} {speed}"

@@ -1,4 +1,4 @@
-"""What a link means for a pipeline, in words. Pure."""
+"""Describes in words how a link affects a pipeline. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from edgepipe.wire.v1 import node_pb2 as pb
 
 _HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
-_TOKEN_MS = 40.0  # of such a model over two good machines
-_FINE, _NOTICEABLE = 0.1, 0.3  # of a token's time
+_TOKEN_MS = 40.0  # time per token of such a model on two good machines
+_FINE, _NOTICEABLE = 0.1, 0.3  # shares of a token's time
 _PROMPT_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between this machine and another."""
+    """Link between this machine and another."""
 
     rtt_ms: float
     bytes_per_s: float = 0.0  # of the slower direction; 0: not measured
@@ -25,18 +25,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """For people."""
+    """Verdict on a link, for people."""
 
     text: str
     good: bool
 
 
 def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
-    """Judged by one chat with a 32B model over two stages; ``bytes_per_s`` 0: not measured."""
+    """Rate a link by one chat with a 32B model on two stages. ``bytes_per_s`` 0: not measured."""
     if rtt_ms <= 0:
         return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
     rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
-    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there, and the token back
+    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there and back
     share = added_ms / _TOKEN_MS
     if share <= _FINE:
         verdict = "fine for 2 stages of a 32B model"
@@ -54,14 +54,14 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
 
 
 def links_of(own: str, profiles: Iterable[pb.LinkProfile]) -> dict[str, Link]:
-    """Both directions to each other node as one link."""
+    """Merge both directions to each other node into one link."""
     links: dict[str, Link] = {}
-    for one in profiles:
-        if own not in (one.sender, one.receiver):
+    for profile in profiles:
+        if own not in (profile.sender, profile.receiver):
             continue
-        other = one.receiver if one.sender == own else one.sender
+        other = profile.receiver if profile.sender == own else profile.sender
         known = links.get(other)
-        rate = one.bytes_per_s if known is None else min(one.bytes_per_s, known.bytes_per_s)
-        rtt_ms = (known.rtt_ms if known else 0.0) + one.one_way_s * 1e3
+        rate = profile.bytes_per_s if known is None else min(profile.bytes_per_s, known.bytes_per_s)
+        rtt_ms = (known.rtt_ms if known else 0.0) + profile.one_way_s * 1e3
         links[other] = Link(rtt_ms=rtt_ms, bytes_per_s=rate)
     return links

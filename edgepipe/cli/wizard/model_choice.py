@@ -1,4 +1,4 @@
-"""Which model to fetch: those that fit the cluster, with the best one preselected."""
+"""Asks which model to fetch: offers models that fit the cluster, the best one preselected."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ if TYPE_CHECKING:
 
 SKIP = "skip"
 _OTHER = "other"
-_DEVICE_S, _LOOK_S = 60.0, 0.2  # measuring a device takes 2-10 s, importing torch from a cold disk more
+_DEVICE_S, _LOOK_S = 60.0, 0.2  # measuring a device takes 2-10 s; importing torch from a cold disk takes longer
 
 
 def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
-    """Ask which model to fetch. Return what ``models pull`` calls it, or SKIP. Raises Back and Quit."""
+    """Ask which model to fetch. Return its name for ``models pull``, or SKIP. Raises Back and Quit."""
     status = status_with_devices(data_dir)
     good, bad = fitting_models(status) if status is not None else ([], [])
     alive = [member.node for member in status.members if member.state == "alive"] if status is not None else []
     free = sum(device.free_bytes for node in alive for device in node.devices)
-    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model was measured")
-    for one in bad:
-        say(f"       {one.text}", style="dim")
-    here, begun = on_disk(models_dir, [one.source for one in good])
-    marks = dict.fromkeys(here, "  here") | dict.fromkeys(begun, "  begun")
-    choices = [Choice(value=one.source, text=one.text + marks.get(one.source, "")) for one in good]
+    say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model is measured")
+    for fit in bad:
+        say(f"       {fit.text}", style="dim")
+    whole, begun = on_disk(models_dir, [fit.source for fit in good])
+    marks = dict.fromkeys(whole, "  here") | dict.fromkeys(begun, "  begun")
+    choices = [Choice(value=fit.source, text=fit.text + marks.get(fit.source, "")) for fit in good]
     choices += [
-        Choice(value=_OTHER, text="another one (org/name of the Hugging Face Hub, a folder, a GGUF file)"),
-        Choice(value=SKIP, text="none now"),
+        Choice(value=_OTHER, text="another model (ORG/NAME on the Hugging Face Hub, a folder, a GGUF file)"),
+        Choice(value=SKIP, text="no model now"),
     ]
-    preferred = [one for one in good if one.source in begun] or [one for one in good if one.source in here] or good
+    preferred = [fit for fit in good if fit.source in begun] or [fit for fit in good if fit.source in whole] or good
     best = best_fit(preferred)
     answer = asking.choose("Which model?", choices, default=best.source if best is not None else SKIP)
     return asking.text("Model:", check=filled) if answer == _OTHER else answer
 
 
 def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Which of the models are here, and of which an interrupted pull left a part."""
+    """Return the models on this disk, and the models with a part from an interrupted pull."""
     from edgepipe.model.store import ModelStore
 
     store = ModelStore(models_dir)
-    here = {model.id for model in store.list() if model.whole}.intersection(sources)
-    return here, {name for name in sources if name not in here and store.interrupted_bytes(name)}
+    whole = {model.id for model in store.list() if model.whole}.intersection(sources)
+    return whole, {name for name in sources if name not in whole and store.interrupted_bytes(name)}
 
 
 def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
-    """Return the status once every device of a machine that is on was measured, or after a while; None without it."""
+    """Return the status once all devices of live nodes are measured, or after a while; None without a node."""
 
     async def ask() -> pb.ClusterStatus:
         async with connect(data_dir) as admin:
@@ -62,7 +62,7 @@ def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
             for _ in range(round(_DEVICE_S / _LOOK_S)):
                 if not still_measuring(status):
                     break
-                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
                 status = await admin.status()
             return status
 
@@ -73,6 +73,6 @@ def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
 
 
 def still_measuring(status: pb.ClusterStatus) -> list[str]:
-    """Names of the nodes that are on and have a device without figures."""
+    """Return the names of live nodes with an unmeasured device."""
     alive = [member.node for member in status.members if member.state == "alive"]
     return [node.name for node in alive if any(device.state == "starting" for device in node.devices)]

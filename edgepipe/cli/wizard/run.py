@@ -1,4 +1,4 @@
-"""From step to step, and back."""
+"""Runs the wizard's steps, forward and back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _INTERRUPTED = 130
 
 
 def run_setup(setup: Setup) -> None:
-    """All steps. Raises what a step cannot mend, at the end what a flag asked for in vain, and typer.Exit(130) where
-    the person stopped."""
+    """Run all steps.
+
+    Raises errors that a step cannot handle, at the end the failure of a flag's request, and typer.Exit(130) if the
+    person stops.
+    """
     say(f"edgepipe {__version__} · setup    (Enter accepts a default · < goes back · ^C stops)\n")
     index = 0
     try:
@@ -25,7 +28,7 @@ def run_setup(setup: Setup) -> None:
             except Back:
                 index = max(0, index - 1)
     except (Quit, KeyboardInterrupt):
-        say("\nstopped; 'edgepipe setup' goes on where it was")
+        say("\nstopped; 'edgepipe setup' continues where it stopped")
         raise typer.Exit(_INTERRUPTED) from None
     show_end(setup)
     if setup.failure is not None:

@@ -1,4 +1,4 @@
-"""What the wizard was told by flags and has found out so far."""
+"""State of the wizard: its flags and its findings so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Given:
     """Flags; None or empty: ask."""
 
     name: str = ""
-    models_dir: bool = False  # whether one was given; ``Setup.config`` has it
+    models_dir: bool = False  # whether the flag was given; ``Setup.config`` has its value
     cluster: str = ""
     join: str = ""  # a pairing code
     host: str = ""
@@ -39,11 +39,11 @@ class Setup:
     name: str = ""
     joined: bool = False  # in this run
     model: str = ""
-    failure: EdgepipeError | None = None  # of what a flag asked for; the other steps are done all the same
-    commands: list[str] = field(default_factory=list[str])  # that would have done the same
-    node_pid: int = 0  # of the node that the wizard started; 0: it ran already, or the service runs it
+    failure: EdgepipeError | None = None  # failure of a flag's request; the other steps still run
+    commands: list[str] = field(default_factory=list[str])  # equivalent commands of the steps done
+    node_pid: int = 0  # the node that the wizard started; 0: it ran already, or the service runs it
 
     @property
     def data_dir(self) -> Path:
-        """Of this machine's node."""
+        """Data directory of this machine's node."""
         return self.config.data_dir

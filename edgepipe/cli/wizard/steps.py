@@ -1,4 +1,4 @@
-"""The six steps. Each looks first, asks at most what cannot be measured, and does nothing that is done already."""
+"""The six steps. Each measures first, asks only what it cannot measure, and skips work that is already done."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 Step = Callable[[Setup], None]
 
-_PEERS_S, _LOOK_S = 20.0, 0.2  # a node that was just let in starts anew, which takes a second or two
-_KNOWN_PEERS_S = 5.0  # a node that belonged to the cluster before is seen at once, or is off
+_PEERS_S, _LOOK_S = 20.0, 0.2  # a node that has just joined restarts, which takes a second or two
+_KNOWN_PEERS_S = 5.0  # an earlier member appears at once, or is off
 _GONE = ("dead", "asleep", "left")
 _CODE_FLAGS = "--join CODE, or --cluster NAME to start a new cluster"
 _NEW, _ADDRESS, _AGAIN, _DOCTOR, _QUIT = "new", "address", "again", "doctor", "quit"
 
 
 def machine(setup: Setup) -> None:
-    """What this machine is and has; its name."""
+    """Show this machine; ask for its name."""
     say("1/6  This machine", style="bold")
     for finding in machine_findings(setup.config):
         _show(finding)
@@ -63,12 +63,12 @@ def machine(setup: Setup) -> None:
         settings["name"] = setup.given.name
     if settings:
         write_settings(setup.settings_file, settings)
-        what = " and ".join(sorted(settings))
-        note(f"it takes its new {what} when it starts again: edgepipe node stop, then edgepipe node start")
+        changed = " and ".join(sorted(settings))
+        note(f"it reads its new {changed} at its next start: edgepipe node stop, then edgepipe node start")
 
 
 def cluster(setup: Setup) -> None:
-    """Join a cluster that is there, or create one. The node runs afterwards."""
+    """Join a cluster or create one. The node runs afterwards."""
     say("\n2/6  Cluster", style="bold")
     if setup.given.join:
         _join(setup, setup.given.join, setup.given.host)
@@ -89,7 +89,7 @@ def cluster(setup: Setup) -> None:
 
 
 def others(setup: Setup) -> None:
-    """Let other machines in."""
+    """Invite other machines."""
     say("\n3/6  Your other machines", style="bold")
     if setup.given.invite is False:
         say("     later: edgepipe node invite", style="dim")
@@ -98,16 +98,16 @@ def others(setup: Setup) -> None:
     while wanted:
         _invite(setup)
         wanted = setup.given.invite is None and setup.asking.confirm("Add one more?", default=False)
-    say("     any time: edgepipe node invite here, edgepipe setup there", style="dim")
+    say("     any time: edgepipe node invite on this machine, then edgepipe setup on the other", style="dim")
 
 
 def links(setup: Setup) -> None:
-    """How far the others are, and what that means."""
+    """Measure the links to other machines and rate them."""
     say("\n4/6  Links", style="bold")
     status = _status_with_peers(setup)
     peers = [member for member in status.members if not member.self] if status is not None else []
     if not peers:
-        say("     nothing to measure: this machine is alone", style="dim")
+        say("     no links: the cluster has no other machine", style="dim")
     measured = _measured_links(setup) if peers else {}
     for member in peers:
         link = measured.get(member.node.node_id, Link(rtt_ms=member.rtt_ms))
@@ -116,7 +116,7 @@ def links(setup: Setup) -> None:
 
 
 def model(setup: Setup) -> None:
-    """Which models fit, and one of them on this disk."""
+    """Ask which fitting model to fetch, and fetch it."""
     say("\n5/6  Model", style="bold")
     if setup.given.skip_model:
         say("     later: edgepipe models pull MODEL", style="dim")
@@ -132,7 +132,7 @@ def model(setup: Setup) -> None:
         result = pull_model(folder, name)
     except EdgepipeError as error:
         warn(error.what, remedy=error.fact)
-        kept = "    (goes on where it stopped)" if on_disk(folder, [name])[1] else ""
+        kept = "    (resumes the download)" if on_disk(folder, [name])[1] else ""
         say(f"     later: edgepipe models pull {name}{kept}", style="dim")
         setup.failure = error if setup.given.model else None
         return
@@ -142,7 +142,7 @@ def model(setup: Setup) -> None:
 
 
 def service(setup: Setup) -> None:
-    """Start at boot?"""
+    """Ask whether to start the node at boot; install the service."""
     say("\n6/6  At boot", style="bold")
     from edgepipe.cli.service import install_service, read_state, run_command, service_plan
 
@@ -171,7 +171,7 @@ STEPS: Sequence[Step] = (machine, cluster, others, links, model, service)
 
 
 def show_end(setup: Setup) -> None:
-    """What to type next, and what would have done the same."""
+    """Print the next commands, and commands that are equivalent to this run."""
     say("\nReady.", style="bold")
     status = _status(setup)
     own = next((member.node for member in status.members if member.self), None) if status is not None else None
@@ -179,8 +179,8 @@ def show_end(setup: Setup) -> None:
     if own is not None:
         say(f"   API        http://127.0.0.1:{own.http_port}/v1")
         if asks_on_loopback(setup.config):
-            say(f"   API key    in {key_file(setup.data_dir)}; other programs here need it, 'edgepipe chat' finds it")
-    say("   look       edgepipe status            something wrong?  edgepipe doctor")
+            say(f"   API key    in {key_file(setup.data_dir)}; other programs on this machine need it")
+    say("   status     edgepipe status            problems?  edgepipe doctor")
     if setup.node_pid:
         say("   the node runs until this machine is switched off, or: edgepipe node stop")
     if setup.commands:
@@ -193,28 +193,30 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
     own = status.node_id if status is not None else ""
     while True:
         say(f"     listening for other nodes, {setup.config.listen_s:g} s ...", style="dim")
-        found = [one for one in _browse(setup) if one.node_id != own]
+        found = [node for node in _browse(setup) if node.node_id != own]
         if not found:
             _tell_silence(setup)
         choices = [
-            Choice(value=one.address, text=f"join '{one.cluster_name}', found on {one.node_name} ({one.host})")
-            for one in _one_per_cluster(found)
+            Choice(value=node.address, text=f"join '{node.cluster_name}', found on {node.node_name} ({node.host})")
+            for node in _one_per_cluster(found)
         ]
-        inviting = [one for one in found if one.pairing_port]
+        inviting = [node for node in found if node.pairing_port]
         keep = (
             f"keep '{status.cluster_name}' of this machine" if status else "this is my first machine: create a cluster"
         )
         default = choices[0].value if inviting or (choices and not status) else _NEW
         choices += [
             Choice(value=_NEW, text=keep),
-            Choice(value=_ADDRESS, text="join by address"),
-            Choice(value=_AGAIN, text="look again"),
-            Choice(value=_DOCTOR, text="find out what is in the way"),
+            Choice(value=_ADDRESS, text="join by a machine's address"),
+            Choice(value=_AGAIN, text="search again"),
+            Choice(value=_DOCTOR, text="find problems (edgepipe doctor)"),
             Choice(value=_QUIT, text="quit"),
         ]
         answer = setup.asking.choose("Which cluster?", choices, default=default)
         if answer == _QUIT:
-            raise NoPeersFound(fact="the setup was ended there", next_step="edgepipe setup    (goes on where it was)")
+            raise NoPeersFound(
+                fact="the person ended the setup", next_step="edgepipe setup    (continues where it stopped)"
+            )
         if answer == _DOCTOR:
             _diagnose(setup)
         elif answer == _NEW:
@@ -231,7 +233,7 @@ def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
 
 
 def join_asking(setup: Setup, host: str) -> bool:
-    """Ask for the code, at most as often as the other side allows. False: back to the choice."""
+    """Ask for the code, at most as often as the inviting machine allows. Return False to choose a cluster again."""
     say("     on that machine: edgepipe node invite    (it shows a code)", style="dim")
     for tries in range(ADDRESS_TRIES, 0, -1):
         code = setup.asking.text("Pairing code:", check=_code, flags=_CODE_FLAGS)
@@ -270,12 +272,12 @@ def _join(setup: Setup, code: str, host: str) -> None:
     setup.commands += [f"edgepipe node join {f'--host {host} ' if host else ''}CODE", "edgepipe node start"]
     done(f"joined '{joined.cluster_name}' with {joined.num_peers} more")
     if joined.wanted_name:
-        warn(f"another machine there is called '{joined.wanted_name}': this one is '{joined.node_name}' now")
+        warn(f"the cluster already has a '{joined.wanted_name}': this machine is now '{joined.node_name}'")
     _start(setup)
 
 
 def _start_at_home(setup: Setup, home: Home) -> None:
-    """Start the node of a machine that has a cluster; who shares it with others is asked. Raises NodeUnreachable."""
+    """Start the node of a machine with a cluster; ask first if it has other members. Raises NodeUnreachable."""
     if home.others:
         say(
             f"     This machine belongs to '{home.cluster_name}', with {', '.join(home.others)}; its node does not run."
@@ -304,13 +306,13 @@ def _start(setup: Setup, *flags: str) -> None:
     """Start this machine's node unless it runs."""
     if _status(setup) is not None:
         return
-    told = start_in_background(setup.data_dir, flags, name=setup.name)
-    setup.node_pid = told["pid"]
-    done(f"the node runs at {told['address']}")
+    ready = start_in_background(setup.data_dir, flags, name=setup.name)
+    setup.node_pid = ready["pid"]
+    done(f"the node runs at {ready['address']}")
 
 
 def _stop_own(setup: Setup) -> None:
-    """End the node that the wizard started: the service starts it again."""
+    """Stop the node that the wizard started; the service starts it again."""
     if _status(setup) is not None:
         from edgepipe.cli.node import stop
 
@@ -331,13 +333,13 @@ def _invite(setup: Setup) -> None:
 
 
 def _tell_silence(setup: Setup) -> None:
-    """Nobody was heard: what could be checked from here."""
+    """Report that no node announced itself, and check multicast on this machine."""
     facts = network_facts(setup.config)
-    warn(f"nobody announced itself within {setup.config.listen_s:g} s")
+    warn(f"no node announced itself within {setup.config.listen_s:g} s")
     if facts.address:
         probe = run_async(look_at_multicast(facts, listen_s=setup.config.listen_s))
         finding = multicast_findings(probe, facts, known_peers=0, family="IPv4")
-        _show(replace(finding, remedy="") if probe.sent else finding)  # what helps is among the choices below
+        _show(replace(finding, remedy="") if probe.sent else finding)  # the choices below contain the remedy
     say(
         f"       the others must be in the same network; this machine is at {facts.address or 'no address'}",
         style="dim",
@@ -345,7 +347,7 @@ def _tell_silence(setup: Setup) -> None:
 
 
 def _reachable(setup: Setup, host: str) -> bool:
-    """Try the address before a code is asked for, and say what is in the way."""
+    """Check the address before asking for a code, and show the cause of a failure."""
     from edgepipe.cli.doctor.findings import reach_finding
     from edgepipe.cli.joining import split_host
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_tcp
@@ -360,7 +362,7 @@ def _reachable(setup: Setup, host: str) -> bool:
     if probe.reach is Reach.OPEN:
         return True
     if probe.reach is Reach.REFUSED:
-        warn(f"{name} answers, but it invites nobody now", remedy="on that machine: edgepipe node invite")
+        warn(f"{name} answers, but does not invite now", remedy="on that machine: edgepipe node invite")
         return False
     finding = reach_finding(probe, name, network_facts(setup.config), ports, neighbour_known=neighbour_is_known(name))
     _show(finding)
@@ -376,29 +378,29 @@ def _diagnose(setup: Setup) -> None:
 def _browse(setup: Setup) -> list[Announcement]:
     from edgepipe.cluster.browsing import browse
 
-    return run_async(browse(listen_s=setup.config.listen_s, until=lambda one: bool(one.pairing_port)))
+    return run_async(browse(listen_s=setup.config.listen_s, until=lambda node: bool(node.pairing_port)))
 
 
 def _one_per_cluster(found: Sequence[Announcement]) -> list[Announcement]:
-    """A node of each, an inviting one where there is one."""
-    ranked = sorted(found, key=lambda one: (not one.pairing_port, one.cluster_name, one.node_name))
-    return list({one.cluster_id: one for one in reversed(ranked)}.values())[::-1]
+    """Return one node of each cluster, an inviting node if there is one."""
+    ranked = sorted(found, key=lambda node: (not node.pairing_port, node.cluster_name, node.node_name))
+    return list({node.cluster_id: node for node in reversed(ranked)}.values())[::-1]
 
 
 def _pairing_place(found: Sequence[Announcement], address: str) -> str:
-    """HOST or HOST:PORT where that cluster can be joined."""
-    chosen = next(one for one in found if one.address == address)
-    inviting = next((one for one in found if one.cluster_id == chosen.cluster_id and one.pairing_port), None)
+    """Return HOST or HOST:PORT of a machine that invites into the cluster at ``address``, else of that machine."""
+    chosen = next(node for node in found if node.address == address)
+    inviting = next((node for node in found if node.cluster_id == chosen.cluster_id and node.pairing_port), None)
     return f"{inviting.host}:{inviting.pairing_port}" if inviting else chosen.host
 
 
 def _status(setup: Setup) -> pb.ClusterStatus | None:
-    """Of the running node; None while none runs."""
+    """Return the running node's status, None without a running node."""
     return run_async(status_if_running(setup.data_dir))
 
 
 def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
-    """The status once every paired node that may come is seen with a round trip, or after a while."""
+    """Return the status once every expected peer has a measured round trip, or after a while."""
     most_s = _PEERS_S if setup.joined else _KNOWN_PEERS_S
 
     async def ask() -> pb.ClusterStatus:
@@ -409,7 +411,7 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
             for _ in range(round(most_s / _LOOK_S)):
                 if not missing_peers((await admin.peers()).peers, status):
                     break
-                await asyncio.sleep(_LOOK_S)  # the daemon's socket answers questions, it does not notify
+                await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
                 status = await admin.status()
             return status
 
@@ -419,13 +421,13 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
 
 
 def missing_peers(peers: Iterable[trust_pb2.PeerState], status: pb.ClusterStatus) -> list[str]:
-    """Paired nodes that were not seen with a round trip yet; not those that have left, sleep or are dead."""
+    """Return the peers without a measured round trip, except those that have left, sleep or are dead."""
     seen = {member.node.node_id for member in status.members if member.rtt_ms > 0}
-    return [one.name for one in peers if not one.self and one.state not in _GONE and one.node_id not in seen]
+    return [peer.name for peer in peers if not peer.self and peer.state not in _GONE and peer.node_id not in seen]
 
 
 def _measured_links(setup: Setup) -> dict[str, Link]:
-    """Links from this machine, by node; the slower direction counts."""
+    """Measure the links from this machine, by node; the slower direction counts."""
 
     async def ask() -> dict[str, Link]:
         async with connect(setup.data_dir) as admin:

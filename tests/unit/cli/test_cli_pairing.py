@@ -10,7 +10,7 @@ from tests.support.command_line import Run
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
-        (("node", "invite"), 2, ("somebody has to answer", "--yes")),
+        (("node", "invite"), 2, ("a person must confirm", "--yes")),
         (("node", "join", "12345"), 2, ("no pairing code", "4821-9037")),
         (
             ("node", "join", "--host", "127.0.0.1:1", "1234-5678"),

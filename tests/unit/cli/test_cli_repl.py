@@ -133,7 +133,7 @@ async def test_a_full_context_offers_a_way_on(
     assert prompts[2:] == [turns, f"{turns} yes\nuser: more\nassistant:"]
     shown = capsys.readouterr().err
     assert "error: the conversation no longer fits into the model's context" in shown
-    assert "/clear begins a new one; /set history drop leaves the oldest questions out" in shown
+    assert "/clear    (or drop the oldest questions: /set history drop)" in shown
     assert shown.count("the context is full: left out the oldest question and its answer") == 1
 
 

@@ -185,7 +185,7 @@ def test_a_setting_is_checked_and_written(run: Run, tmp_path: Path, monkeypatch:
     assert (wrong.code, wrong.err.splitlines()[0]) == (2, "error: unknown setting 'nmae'")
     assert run("config", "set", "port", "high").code == 2
     monkeypatch.setenv("EDGEPIPE_PORT", "7300")
-    assert "EDGEPIPE_PORT says otherwise here, and wins" in run("config", "set", "port", "7201").out
+    assert "EDGEPIPE_PORT has another value and wins" in run("config", "set", "port", "7201").out
 
 
 def test_version_for_people_and_for_scripts(run: Run) -> None:

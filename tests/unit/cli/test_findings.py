@@ -74,7 +74,7 @@ async def test_a_name_that_nobody_knows_is_told(host: str) -> None:
     probe = await probe_tcp(host, 7117, timeout_s=10)
     finding = reach_finding(probe, host, FACTS, PORTS, neighbour_known=None)
     assert finding.level is Level.PROBLEM
-    assert "no machine of that name" in finding.what
+    assert "this machine finds no address for that name" in finding.what
 
 
 def test_an_open_port_is_no_problem() -> None:
@@ -162,7 +162,7 @@ def test_whose_key_an_address_shows() -> None:
     for probe, seen, words in (
         (TlsProbe(silent=True), "", "sudo ip link set enp5s0 mtu 1280"),
         (TlsProbe(error="wrong version number"), "", "no edgepipe node wrong version number"),
-        (TlsProbe(certificate_pem=b"x"), "", "not one of edgepipe's"),
+        (TlsProbe(certificate_pem=b"x"), "", "not an edgepipe certificate"),
         (TlsProbe(certificate_pem=b"x"), "theirs", "expected the key mine, seen theirs"),
     ):
         level, text = told(probe, seen, "mine")

@@ -30,10 +30,10 @@ Type=exec
 ExecStart="/opt/edge pipe/bin/python" -P -m edgepipe.cli node start --data-dir /home/ada/.local/share/edgepipe
 Restart=on-failure
 RestartSec=2
-# The node ends its children itself, in order; whoever is left after that is killed.
+# The node ends its children itself, in order; systemd then kills the remaining processes.
 KillMode=mixed
 TimeoutStopSec=45
-# A stage that takes too much memory is killed alone; the node plans anew without it.
+# If a stage takes too much memory, the system kills that stage only; the node plans again without it.
 OOMPolicy=continue
 LimitNOFILE=65536
 NoNewPrivileges=yes
@@ -55,10 +55,10 @@ User=ada
 ExecStart="/opt/edge pipe/bin/python" -P -m edgepipe.cli node start --data-dir /home/ada/.local/share/edgepipe
 Restart=on-failure
 RestartSec=2
-# The node ends its children itself, in order; whoever is left after that is killed.
+# The node ends its children itself, in order; systemd then kills the remaining processes.
 KillMode=mixed
 TimeoutStopSec=45
-# A stage that takes too much memory is killed alone; the node plans anew without it.
+# If a stage takes too much memory, the system kills that stage only; the node plans again without it.
 OOMPolicy=continue
 LimitNOFILE=65536
 NoNewPrivileges=yes

@@ -124,7 +124,7 @@ def test_a_name_and_a_folder_that_were_given_are_kept(
     values = load_config({}, environ={}, file=setup.settings_file).values
     assert (values.name, values.models_dir) == ("den", tmp_path / "models")
     assert setup.name == ("gamer" if running else "den")
-    told = "takes its new models_dir and name when it starts again" in " ".join(capsys.readouterr().out.split())
+    told = "reads its new models_dir and name at its next start" in " ".join(capsys.readouterr().out.split())
     assert told is running
 
 

@@ -110,7 +110,7 @@ async def test_keys_have_queues_of_their_own() -> None:
 def test_memory_is_shared_by_all_keys_and_given_back() -> None:
     admission = Admission(AdmissionLimits(max_bytes=100))
     first = admission.enter("one", num_bytes=60)
-    with pytest.raises(QueueFull, match="too large together"):
+    with pytest.raises(QueueFull, match="too much memory"):
         admission.enter("two", num_bytes=50)
     second = admission.enter("two", num_bytes=20)
     first.grow(30)  # its answer
