@@ -82,7 +82,7 @@ class Home:
 
 
 def home_of(data_dir: Path) -> Home | None:
-    """Return the cluster that the machine of ``data_dir`` shares with others, running or not; None if there is none.
+    """Return the cluster that the machine of ``data_dir`` shares with others, running or not; None if it shares none.
 
     Raises what ``cluster_of`` raises.
     """
