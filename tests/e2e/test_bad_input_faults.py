@@ -25,7 +25,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node
         yield shell, node
 
 
-@pytest.mark.parametrize("kind", [pytest.param("stage", marks=pytest.mark.long), "engine"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["stage", "engine"])
 def test_a_killed_process_is_replaced_and_the_answer_goes_on(kind: str, home: tuple[Shell, Node]) -> None:
     shell, node = home
     assert shell.run("serve", "tiny").returncode == 0

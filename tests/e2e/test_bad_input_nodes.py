@@ -158,6 +158,7 @@ def test_a_backend_whose_library_is_broken_is_told_by_status_and_serve(tmp_path:
         error_of(shell.run("serve", "tiny"), 6, "no node can compute", "the mlx backend cannot be imported")
 
 
+@pytest.mark.long
 def test_nodes_of_two_protocols_name_the_one_to_upgrade(tmp_path: Path) -> None:
     old, new = Shell(tmp_path / "old"), _newer(tmp_path)
     emulated_model(old, CONFIG)

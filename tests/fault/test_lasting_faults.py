@@ -21,6 +21,7 @@ async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cli
         yield made
 
 
+@pytest.mark.long
 async def test_chats_go_on_elsewhere_when_a_device_breaks_for_good(clients: Clients):
     await lasting_faults.broken_for_good(clients)
 

@@ -145,6 +145,7 @@ def test_nobody_is_there(lan: LanLab) -> None:
         assert terminal.exit_code() == 4
 
 
+@pytest.mark.long
 def test_flags_answer_everything(lan: LanLab) -> None:
     gamer, studio = lan.host("gamer"), lan.host("studio")
     done = run(gamer, "setup", "--yes", "--name", "gamer", "--cluster", "attic", backend="none")
