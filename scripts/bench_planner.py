@@ -35,7 +35,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.partition import ExactSearch, PartitionProblem, brute_force
+from edgepipe.planner.partition import ExactSearch, PartitionProblem
 from edgepipe.planner.placement import Need, Placed, stage_bytes
 from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
@@ -48,6 +48,7 @@ from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.units import parse_link
 from edgepipe.wire.profiles import cluster_from_wire
 from edgepipe.wire.v1 import node_pb2
+from tests.support.brute_force import brute_force
 
 _CHATS = 8  # of the real model
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96

@@ -12,9 +12,9 @@ once. A binary search over the finitely many values of T then finds the smallest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -87,30 +87,6 @@ def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence
 def flags_of(position: int, count: int) -> int:
     """Return a stage's flags from its position among ``count`` stages."""
     return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)
-
-
-def brute_force(problem: PartitionProblem) -> Partition | None:
-    """Return the best partition by trying all, for few devices and layers. None if the model does not fit."""
-    best: Partition | None = None
-    for count in range(1, min(problem.num_devices, problem.num_layers) + 1):
-        for devices in permutations(range(problem.num_devices), count):
-            most = [int(problem.most_layers[device, flags_of(i, count)]) for i, device in enumerate(devices)]
-            for layers in _compositions(problem.num_layers, most):
-                partition = evaluate(problem, devices, layers)
-                if partition.cycle_s < inf and (best is None or partition.cycle_s < best.cycle_s):
-                    best = partition
-    return best
-
-
-def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write ``total`` as a sum of counts from 1 to ``most``."""
-    if len(most) == 1:
-        if 1 <= total <= most[0]:
-            yield (total,)
-        return
-    for first in range(1, min(most[0], total - len(most) + 1) + 1):
-        for rest in _compositions(total - first, most[1:]):
-            yield (first, *rest)
 
 
 class ExactSearch:

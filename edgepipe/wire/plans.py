@@ -227,27 +227,6 @@ def _neighbour(message: stage_pb2.RingNeighbour) -> Neighbour:
     return Neighbour(node_id=NodeId(message.node_id), certificate=message.certificate)
 
 
-def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
-    """Convert a plan for one stage; only the stage that embeds gets the token ids."""
-    blocks = [(index, run) for index, row in enumerate(plan.rows) for run in row.new_blocks]
-    return stage_pb2.Plan(
-        epoch=epoch_to_wire(plan.epoch),
-        step=plan.step,
-        last_slice=plan.last_slice,
-        sequence=[row.sequence for row in plan.rows],
-        position=[row.position for row in plan.rows],
-        num_tokens=[row.num_tokens for row in plan.rows],
-        sample=[row.sample for row in plan.rows],
-        block_row=[index for index, _ in blocks],
-        block_start=[run.start for _, run in blocks],
-        block_count=[run.count for _, run in blocks],
-        token_ids=plan.token_ids if with_token_ids else (),
-        registers=plan.registers,
-        frees=plan.frees,
-        copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],
-    )
-
-
 def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     """Convert a received plan. Raises RemoteProtocolError if columns of a group differ in length."""
     num_rows = len(message.sequence)

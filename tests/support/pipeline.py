@@ -34,7 +34,6 @@ from edgepipe.wire.plans import (
     StepPlan,
     StepTiming,
     done_from_wire,
-    plan_to_wire,
     registrations_to_wire,
     spec_to_wire,
     timings_from_wire,
@@ -42,6 +41,7 @@ from edgepipe.wire.plans import (
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 from tests.support.memory_link import MemorySender
+from tests.support.wire_plans import plan_to_wire
 
 BLOCK_SIZE = 16
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgepipe.planner.partition import ExactSearch, Partition, brute_force, evaluate
+from edgepipe.planner.partition import ExactSearch, Partition, evaluate
 from edgepipe.planner.partition_many import ManySearch
+from tests.support.brute_force import brute_force
 from tests.support.planner_world import random_instance
 
 

@@ -19,10 +19,10 @@ from edgepipe.wire.plans import (
     Registration,
     StepPlan,
     plan_from_wire,
-    plan_to_wire,
     registrations_from_wire,
     registrations_to_wire,
 )
+from tests.support.wire_plans import plan_to_wire
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 4
