@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import Admin, connect, no_node
+from edgepipe.cli.admin import Admin, connect, no_node, status_if_running
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
 from edgepipe.config import HTTP_PORT, load_config
@@ -45,14 +45,11 @@ async def find_target(data_dir: Path, model: str) -> Target:
 
 
 async def _target(data_dir: Path, model: str) -> Target:
-    try:
-        async with connect(data_dir) as admin:
-            target = await _own_target(admin, model)
-            return replace(target, api_key=_given_key(data_dir) or read_key(data_dir))
-    except NodeUnreachable as exc:
-        if exc.fact.startswith("no answer at"):
-            return await _lan_target(data_dir, model)
-        raise
+    if await status_if_running(data_dir) is None:
+        return await _lan_target(data_dir, model)
+    async with connect(data_dir) as admin:
+        target = await _own_target(admin, model)
+        return replace(target, api_key=_given_key(data_dir) or read_key(data_dir))
 
 
 def _given_key(data_dir: Path) -> str:

@@ -142,7 +142,7 @@ class _Closer:
         self._steps += steps
         if self._steps > _MAX_STEPS:
             raise RequestInvalid(
-                "the output cannot be bound to this schema",
+                "this schema cannot constrain the output",
                 fact="its parts have too many references to each other",
                 next_step="replace references by the schemas that they refer to",
             )

@@ -120,7 +120,7 @@ async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: G
 
 
 def _too_hard(param: str) -> HttpProblem:
-    text = "the output cannot be bound to this schema: compiling it takes too much work; use simpler patterns"
+    text = "this schema cannot constrain the output: compiling it takes too much work; use simpler patterns"
     return bad_request(text, param=param, code="invalid_schema")
 
 
