@@ -116,7 +116,11 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
     async def own_target(*_: Any) -> Target:
         return Target(base_url="http://127.0.0.1:8117", model="tiny")
 
+    async def status(data_dir: Path) -> object:
+        return object() if (data_dir / "node.sock").exists() else None
+
     (tmp_path / "node.sock").touch()
+    monkeypatch.setattr(edgepipe.cli.find, "status_if_running", status)
     monkeypatch.setattr(edgepipe.cli.find, "_own_target", own_target)
     monkeypatch.setattr("edgepipe.cli.admin.socket_path", lambda _: tmp_path / "node.sock")
     assert (await find_target(tmp_path, "tiny")).api_key == read_key(tmp_path) != ""
