@@ -41,6 +41,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Node
     shell = Shell(folder, {"PYTHONPATH": str(folder / "site")})
     emulated_model(shell, CONFIG)
     with shell.node(*BACKEND, "--backend-option", "time_factor=0") as started:
+        shell.run("serve", "tiny")
         yield shell, started
 
 

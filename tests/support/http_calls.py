@@ -352,6 +352,7 @@ _OLLAMA: Fields = {
     "logprobs": _field(_one_of(True, False)),
     "top_logprobs": _field(st.integers(0, 20), -1, 21),
     "think": _field(_one_of(None, True, False, "low"), "much", 3),
+    "keep_alive": _field(_one_of(None, "5m", "1h30m", 60, 0.5, -1), "soon", True, "-"),
 }
 _OLLAMA_CALL = _one_of({"function": {"name": "look", "arguments": {"a": 1}}}, {"function": {"name": "look"}})
 _OLLAMA_TURN = st.fixed_dictionaries(
