@@ -81,6 +81,7 @@ class ClusterViews:
         """Return models that are whole on some disk and not served; leave out names of two different contents."""
         nodes = self._peers.nodes()
         served = {engine.model for node in nodes for engine in node.engines if engine.state != "failed"}
+        served |= {body.spec.model for body in self._book.served()}  # their engines come back by themselves
         whole = {(found.model, found.manifest_hash) for node in nodes for found in node.models if found.complete}
         contents = Counter(model for model, _ in whole)
         return sorted(model for model, count in contents.items() if count == 1 and model not in served)[:_MOST_LOADABLE]

@@ -157,7 +157,12 @@ class EngineKeeper:
                 self._engines.give_way(state.pipeline_id)
 
     def _consider(self, rival: pb.ServeBody, node_id: str) -> None:
-        """Plan to yield to a node whose engine this node took over while it could not hear that node."""
+        """Settle with a record that names another node for an engine that is here.
+
+        Claim the engine again if that node is gone. Yield to that node if this one took its engine over.
+        """
+        with contextlib.suppress(AccessDenied):
+            self._book.reassert(rival)
         held = self._book.held(rival.pipeline_id)
         if held is None or rival.engine_node != node_id or not self._yields(held, rival):
             return

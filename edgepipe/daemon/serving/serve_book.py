@@ -216,6 +216,18 @@ class ServeBook:
         body.engine_node = other.engine_node
         self._say(body)
 
+    def reassert(self, rival: pb.ServeBody) -> None:
+        """Say again that the pipeline's engine is here, above a refused record whose engine's node is gone.
+
+        While this node was away another node took the engine over, and the others believe that node. Once it is gone,
+        too, they believe this one, but only a newer record. Raises AccessDenied.
+        """
+        held = self.held(rival.pipeline_id)
+        if held is None or held.stopped or rival.stopped or held.engine_node != self._own:
+            return
+        if order(rival) > order(held) and not is_far_ahead(held, rival) and self._gone(rival.engine_node):
+            self._say(self._next(held.spec.model), above=rival.version)
+
     def merge(self, source: str, records: Iterable[pb.ServeRecord]) -> list[pb.ServeBody]:
         """Take another node's records if the rules allow their signers to make them.
 

@@ -62,6 +62,37 @@ def test_who_may_stop_it(tmp_path: Path) -> None:
     assert all(one.book.served() == [] for one in everybody.values())
 
 
+def test_who_was_away_while_a_node_took_its_engine_over_is_believed_once_that_node_is_gone(tmp_path: Path) -> None:
+    """c had the engine and was away; b took it over, then b was lost as c came back. No owner is there to decide."""
+    _, cluster = nodes(tmp_path, owners="o", members="abc")
+    a, b, c = (cluster[name] for name in "abc")
+    c.book.ask("p", spec(), engine_node=c.node_id)
+    c.book.note_served("p", spec())
+    for member in (a, b, c):
+        member.engines[c.node_id, "p"] = "ready"
+    all_hear(cluster, but="o")
+    for member in (a, b):
+        member.gone.add(c.node_id)
+    b.book.take_over("p")
+    all_hear(cluster, but="oc")
+    for member in (a, b):
+        member.gone.discard(c.node_id)
+    (rival,) = c.hears(a)
+    c.book.reassert(rival)
+    assert [member.held["tiny"][0] for member in (a, b, c)] == [b.node_id, b.node_id, c.node_id], (
+        "b is there: it decides"
+    )
+    for member in (a, c):
+        member.gone.add(b.node_id)
+    a.hears(c)
+    assert a.held["tiny"][0] == b.node_id
+    (rival,) = c.hears(a)
+    c.book.reassert(rival)
+    all_hear(cluster, but="ob")
+    assert [member.held["tiny"][0] for member in (a, c)] == [c.node_id, c.node_id]
+    assert c.hears(a) == []
+
+
 def test_what_a_person_wants_is_on_request_no_longer_whatever_its_engine_says(tmp_path: Path) -> None:
     _, everybody = nodes(tmp_path, owners="a", members="b")
     a, b = everybody["a"], everybody["b"]
