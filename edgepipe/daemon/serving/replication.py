@@ -127,7 +127,8 @@ class Replication:
             plan = self._plan(model, self._copies)
             if plan.fetch:
                 found.append(model)
-            if plan.lacking_bytes and model.manifest_hash not in self._told_lacking:
+            leaving = any(node.draining for node in self._peers.nodes())  # its disk does not count just now
+            if plan.lacking_bytes and not leaving and model.manifest_hash not in self._told_lacking:
                 self._told_lacking.add(model.manifest_hash)
                 logger.warning("%s", self._no_room(model, plan))
         return found
