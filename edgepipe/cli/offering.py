@@ -24,7 +24,11 @@ def offer_model(data_dir: Path, models_dir: Path) -> str:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
     status = run_async(status_if_running(data_dir))
-    if status is None or status.engines or any(model.complete for it in status.members for model in it.node.models):
+    if (
+        status is None
+        or status.engines
+        or any(model.complete for member in status.members for model in member.node.models)
+    ):
         return ""
     return fetch_chosen(Terminal(), data_dir, models_dir)
 

@@ -52,6 +52,7 @@ class Disk:
     holds: frozenset[int]
     free_bytes: int  # available for copies
     computes: bool = True  # the node has a device, so a copy on it is useful sooner
+    leaves: bool = False  # the node is draining: its parts count, but it takes no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> Cop
     Runs of neighbouring parts go to one disk where they fit, so that its node can take over a whole stage.
     """
     holds = {disk.node_id: set(disk.holds) for disk in disks}
-    free = {disk.node_id: disk.free_bytes for disk in disks}
+    free = {disk.node_id: 0 if disk.leaves else disk.free_bytes for disk in disks}
     ordered = sorted(disks, key=lambda disk: (not disk.computes, disk.node_id))
     wanted = min(copies, len(disks))
     lost = tuple(part for part in sorted(parts.all) if not any(part in held for held in holds.values()))
@@ -80,8 +81,9 @@ def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> Cop
         best = max(ordered, key=lambda disk: _fitting(parts, run, holds[disk.node_id], free[disk.node_id]))
         taken, _, _ = _fitting(parts, run, holds[best.node_id], free[best.node_id])
         if not taken:  # the run's first part fits nowhere
-            missing = wanted - sum(run[0] in held for held in holds.values())
-            lacking += missing * parts.sizes[run[0]]
+            held = sum(run[0] in held for held in holds.values())
+            possible = sum(run[0] in holds[disk.node_id] or not disk.leaves for disk in disks)
+            lacking += (min(wanted, possible) - held) * parts.sizes[run[0]]
             skipped.add(run[0])
             continue
         chosen = run[:taken]

@@ -41,12 +41,12 @@ class GatewayKeeper:
         ``unload`` stops a model that ``load`` served."""
         self._load = load
         self._unload = unload
-        self._unloading: set[str] = set()
+        self._unloading: set[str] = set()  # models; ``unload`` ignores names that no request loaded
         self._loading: set[str] = set()  # models that requests wait for
         self.http_port = 0  # of the running process
         self.certificate = b""  # of the running process
-        self._told = pb.ClusterView()
-        self._told_more = Changes()
+        self._sent_view = pb.ClusterView()
+        self._view_sent = Changes()
         self._children = children
         self._new_settings = new_settings
         self._wanted_port = http_port
@@ -67,10 +67,9 @@ class GatewayKeeper:
 
     async def knows(self, pipeline_id: str) -> None:
         """Wait until the gateway knows a ready engine, so that its next client finds the model."""
-        async for _ in self._told_more.watch():
-            if any(
-                entry.engine.pipeline_id == pipeline_id and entry.engine.state == "ready" for entry in self._told.served
-            ):
+        async for _ in self._view_sent.watch():
+            engines = [entry.engine for entry in self._sent_view.served]
+            if any(engine.pipeline_id == pipeline_id and engine.state == "ready" for engine in engines):
                 return
 
     async def keep(self, child: Child) -> None:
@@ -98,7 +97,7 @@ class GatewayKeeper:
             self._loading.add(model)
             self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
         idle = report.unload_wanted.model
-        if report.HasField("unload_wanted") and not self._unloading:
+        if report.HasField("unload_wanted") and idle not in self._unloading:
             self._unloading.add(idle)
             self._tasks.create_task(self._stop(idle), name=f"unload:{idle}")
 
@@ -124,11 +123,11 @@ class GatewayKeeper:
             self._loading.discard(model)
 
     async def _feed(self, child: Child) -> None:
-        self._told = pb.ClusterView()
+        self._sent_view = pb.ClusterView()
         async for _ in self._changes():
             view = self._view()
-            if view != self._told:
-                self._told = view
+            if view != self._sent_view:
+                self._sent_view = view
                 child.send(pb.ChildCommand(cluster=view))
-                self._told_more.notify()
+                self._view_sent.notify()
                 await asyncio.sleep(_VIEW_INTERVAL_S)

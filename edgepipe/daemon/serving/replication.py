@@ -127,8 +127,7 @@ class Replication:
             plan = self._plan(model, self._copies)
             if plan.fetch:
                 found.append(model)
-            leaving = any(node.draining for node in self._peers.nodes())  # its disk does not count just now
-            if plan.lacking_bytes and not leaving and model.manifest_hash not in self._told_lacking:
+            if plan.lacking_bytes and model.manifest_hash not in self._told_lacking:
                 self._told_lacking.add(model.manifest_hash)
                 logger.warning("%s", self._no_room(model, plan))
         return found
@@ -151,8 +150,9 @@ class Replication:
             Disk(
                 node_id=NodeId(node.node_id),
                 holds=parts_on(node, model.name, model.manifest_hash, num_parts=num_parts),
-                free_bytes=0 if node.draining else node.disk_free_bytes,
+                free_bytes=node.disk_free_bytes,
                 computes=bool(node.devices),
+                leaves=node.draining,
             )
             for node in self._peers.nodes()
         ]

@@ -225,6 +225,8 @@ class ServeBook:
         held = self.held(rival.pipeline_id)
         if held is None or held.stopped or rival.stopped or held.engine_node != self._own:
             return
+        if rival.signer != rival.engine_node:  # only a takeover calls for an answer
+            return
         if order(rival) > order(held) and not is_far_ahead(held, rival) and self._gone(rival.engine_node):
             self._say(self._next(held.spec.model), above=rival.version)
 

@@ -1,4 +1,4 @@
-"""A conversation in a cluster that has no model: what is offered, to whom, and what comes of it."""
+"""``chat`` in a cluster without a model offers models that fit, and fetches the chosen one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_none_is_fetched_where_none_is_wanted(tmp_path: Path, pulled: list[str])
         (True, make_status(), ""),
         (True, pb.ClusterStatus(members=[{"node": {"models": [{"model": "a", "complete": True}]}}]), ""),  # pyright: ignore[reportArgumentType]
     ],
-    ids=["none there", "nobody there", "no node", "one served", "one on a disk"],
+    ids=["none there", "no terminal", "no node", "one served", "one on a disk"],
 )
 def test_only_a_person_whose_cluster_has_no_model_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool, status: pb.ClusterStatus | None, offered: str

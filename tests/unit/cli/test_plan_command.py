@@ -59,9 +59,9 @@ def test_a_machine_that_is_left_out_is_in_no_sum(run: Run):
     assert "free on a" not in short.out
     assert "96.3 GB" in short.out, "missing, as the error says"
     assert "96.3 GB missing; free: c 22.5 GB, d 22.5 GB" in short.err
-    nobody = run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--exclude", "a,b")
-    assert (nobody.code, nobody.out) == (2, "")
-    assert "--exclude leaves out every node" in nobody.err
+    empty = run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--exclude", "a,b")
+    assert (empty.code, empty.out) == (2, "")
+    assert "--exclude leaves out every node" in empty.err
 
 
 def test_data_sheets_know_one_number_format(run: Run):

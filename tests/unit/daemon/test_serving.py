@@ -46,7 +46,7 @@ def test_host_memory_is_taken_modestly():
 
 @pytest.mark.parametrize("address", ["", "x", "127.0.0.1:", "127.0.0.1:no", "127.0.0.1:1"])
 async def test_an_engine_s_address_that_is_none_is_no_error(address: str):
-    """Its node may tell anything; whoever sends it requests is told."""
+    """A node may report any address. Gateways that send requests there get the error."""
     fields = ("peers", "models", "ids", "changes", "gateway_knows", "refused", "book", "surveyor", "tasks")
     serving = Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
     assert await serving._no_way_to(engine_pb2.EngineState(address=address), "node-a") is None

@@ -57,28 +57,38 @@ def test_parts_that_nobody_has_are_named_and_the_others_copied():
 
 @given(
     st.lists(st.integers(1, 20), min_size=3, max_size=8),
-    st.lists(st.tuples(st.sets(st.integers(0, 7)), st.integers(0, 120), st.booleans()), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 7)), st.integers(0, 120), st.booleans(), st.booleans()), min_size=1, max_size=5
+    ),
     st.integers(1, 3),
 )
 def test_every_part_has_its_copies_or_there_is_no_room(
-    sizes: list[int], drawn: list[tuple[set[int], int, bool]], copies: int
+    sizes: list[int], drawn: list[tuple[set[int], int, bool, bool]], copies: int
 ):
     parts = ModelParts(sizes=tuple(sizes))
     disks = [
-        Disk(node_id=NodeId(f"n{index}"), holds=frozenset(held) & parts.all, free_bytes=free, computes=computes)
-        for index, (held, free, computes) in enumerate(drawn)
+        Disk(
+            node_id=NodeId(f"n{index}"),
+            holds=frozenset(held) & parts.all,
+            free_bytes=free,
+            computes=computes,
+            leaves=leaves,
+        )
+        for index, (held, free, computes, leaves) in enumerate(drawn)
     ]
     plan = plan_copies(parts, disks, copies=copies)
     for one in disks:
         fetched = plan.fetch.get(one.node_id, ())
         assert not one.holds.intersection(fetched)
-        assert parts.num_bytes(fetched) <= one.free_bytes
+        assert parts.num_bytes(fetched) <= one.free_bytes * (not one.leaves)
     after = [one.holds | set(plan.fetch.get(one.node_id, ())) for one in disks]
-    wanted = min(copies, len(disks))
+    possible = [
+        min(copies, sum(number in one.holds or not one.leaves for one in disks)) for number in range(len(sizes))
+    ]
     counts = [sum(number in held for held in after) for number in range(len(sizes))]
     missing = sum(
         size * (wanted - count)
-        for number, (size, count) in enumerate(zip(sizes, counts, strict=True))
+        for number, (size, count, wanted) in enumerate(zip(sizes, counts, possible, strict=True))
         if count < wanted and number not in plan.lost
     )
     assert missing == plan.lacking_bytes
