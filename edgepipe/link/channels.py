@@ -188,6 +188,12 @@ async def _abort(context: Context, error: EdgepipeError) -> None:
     await context.abort(_status_of(error), str(error), trailing_metadata=((_ERROR_KEY, detail),))
 
 
+async def _abort_once_started(context: Context, started: asyncio.Event | None, error: EdgepipeError) -> None:
+    if started is not None:
+        await started.wait()
+    await _abort(context, error)
+
+
 def _innermost(group: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of a group, at any depth."""
     first: Exception | ExceptionGroup[Exception] = group.exceptions[0]
@@ -226,7 +232,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
     def _unary(self, behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
             try:
-                with self._entering(method, context):
+                with self._entering(method, context, None):
                     return await behaviour(request, context)
             except EdgepipeError as exc:
                 await _abort(context, exc)
@@ -235,8 +241,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
     def _stream(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
         async def call(request: Any, context: Context) -> Any:
+            started = asyncio.Event()
             try:
-                with self._entering(method, context):
+                with self._entering(method, context, started):
+                    await context.send_initial_metadata(())
+                    started.set()
                     async for reply in behaviour(request, context):
                         yield reply
             except EdgepipeError as exc:
@@ -249,9 +258,16 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _entering(self, method: str, context: Context) -> AbstractContextManager[None]:
-        """Admit a call. Raises SendTimeout if its deadline has passed."""
+    def _entering(self, method: str, context: Context, started: asyncio.Event | None) -> AbstractContextManager[None]:
+        """Admit a call. Raises SendTimeout if its deadline has passed.
+
+        ``started``: set once the metadata of a stream is sent. gRPC sends it with the first reply unless asked before,
+        and a status sent while that reply is under way carries it a second time, which gRPC refuses: the caller would
+        never hear that the stream has ended.
+        """
         remaining_s: Any = context.time_remaining()  # None without a deadline; the stubs do not know
         if remaining_s is not None and remaining_s <= 0:
             raise SendTimeout("the call came after its deadline", fact=method)
-        return self._security.entering(method, context, cutter(context, self._cuts, partial(_abort, context)))
+        return self._security.entering(
+            method, context, cutter(context, self._cuts, partial(_abort_once_started, context, started))
+        )

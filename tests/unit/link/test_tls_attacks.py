@@ -238,6 +238,19 @@ async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back():
         assert [denial.what for denial in process.denials] == [PREFIX + "Node/Prepare: it was removed while it ran"]
 
 
+async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with_the_reason():
+    """The caller has the reply before the server's own send is over; the status must not be lost behind it."""
+    member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
+    async with listening(member, other) as process:
+        for _ in range(40):
+            process.security.introduce([member.peer, other.peer], nodes=())
+            async with process.stream(member, "Node/Prepare") as call:
+                await call.write(b"1")
+                assert await call.read() == b"1"
+                process.security.introduce([other.peer], nodes=())
+                assert await end_code(call) is grpc.StatusCode.PERMISSION_DENIED
+
+
 async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: pytest.LogCaptureFixture):
     member = Party(kind=Kind.ENGINE)
     async with listening(member) as process:
